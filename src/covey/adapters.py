@@ -108,10 +108,9 @@ class Adapter:
             raise MalformedConfigError(f"adapter_config cannot be read: {error}") from error
         if not pairs:
             raise AdapterError("adapter_weights holds no LoRA tensors")
-        for name, pair in pairs.items():
-            for half, part in (("A", pair.a), ("B", pair.b)):
-                if not np.isfinite(part).all():
-                    raise AdapterError(f"{name:.200}: its matrix {half} has values that are not finite numbers")
+        for name, half, part in ((name, half, getattr(one, half)) for name, one in pairs.items() for half in "ab"):
+            if not np.isfinite(part).all():
+                raise AdapterError(f"{name:.200}: its matrix {half.upper()} has values that are not finite numbers")
         return pairs
 
     @cached_property
@@ -167,18 +166,20 @@ class Adapter:
         """
         pairs, keys = self.factors, set()
         for module in pairs:
-            inside = _LAYER.match(module)
-            if inside is None:
+            if (inside := _LAYER.match(module)) is None:
                 raise AdapterError(f"{module}: lies in no decoder layer, and mlx-lm adapts nothing else")
             keys.add(inside[1])
         tensors = {f"{name}.lora_a": np.ascontiguousarray(one.a.T) for name, one in pairs.items()}
         tensors |= {f"{name}.lora_b": np.ascontiguousarray(one.b.T) for name, one in pairs.items()}
         first = next(iter(pairs.values()))
         parameters = {"rank": first.a.shape[0], "scale": first.scaling, "dropout": 0.0, "keys": sorted(keys)}
-        every = -1  # layers, counted from the last
-        return Adapter(
-            tensors, {"model": base_model, "fine_tune_type": "lora", "num_layers": every, "lora_parameters": parameters}
-        )
+        told = {
+            "model": base_model,
+            "fine_tune_type": "lora",
+            "num_layers": -1,
+            "lora_parameters": parameters,
+        }  # -1: all
+        return Adapter(tensors, told)
 
     @property
     def _format(self) -> tuple[str, str, str, bool]:
@@ -203,12 +204,11 @@ class Adapter:
         for name in sorted({name.removesuffix(a).removesuffix(b) for name in self.tensors}):
             halves = []
             for end in (a, b):
-                part = self.tensors.get(name + end)
-                if part is None:
+                if (part := self.tensors.get(name + end)) is None:
                     raise AdapterError(f"adapter_weights has one half of {name!r:.200} and not {(name + end)[-200:]!r}")
                 if part.ndim != 2 or part.dtype not in _FLOATS or part.size == 0:
-                    what = f"{part.dtype} {part.shape}"
-                    raise AdapterError(f"{name:.200}{end}: {what}; it must be a matrix of floats of 16, 32 or 64 bits")
+                    what = f"{part.dtype} {part.shape}; it must be a matrix of floats of 16, 32 or 64 bits"
+                    raise AdapterError(f"{name:.200}{end}: {what}")
                 with np.errstate(over="ignore"):  # what is infinite then is refused by name
                     halves.append(np.ascontiguousarray(part.T if transposed else part, np.float32))
             first, second = halves

@@ -27,7 +27,7 @@ from covey.errors import ConfigError, RunFolderError
 COMPLETE = "COMPLETE"
 NAMES_NOTHING = f"its {COMPLETE} file names no files"
 """A problem that neither a kill nor a failing disk makes: somebody wrote that file."""
-_LEFTOVER = re.compile(r"^(?P<final>.+)\.tmp-\d+-[0-9a-f]{8}(?P<replaced>-replaced)?$")
+_LEFTOVER = re.compile(r"^.+\.tmp-\d+-[0-9a-f]{8}(-replaced)?$")
 
 _FIXES = {
     errno.ENOSPC: ("the disk is full", "free some space and try again"),
@@ -49,9 +49,8 @@ _FIXES = {
 
 def folder_error(path: str | os.PathLike[str], error: OSError, doing: str = "write") -> RunFolderError:
     """Turn an `OSError` into a `RunFolderError` that names the path, the reason and the fix (`errno` is kept)."""
-    reason, fix = _FIXES.get(
-        error.errno or 0, (error.strerror or str(error), "check the folder or choose another run.output_dir")
-    )
+    other = (error.strerror or str(error), "check the folder or choose another run.output_dir")
+    reason, fix = _FIXES.get(error.errno or 0, other)
     result = RunFolderError(f"{path}: cannot {doing}: {reason}; {fix}")
     result.errno = error.errno
     return result
@@ -88,8 +87,7 @@ def no_path(value: Any) -> str:
 def checked_path(name: str, value: Any) -> Path:
     """The path that an argument of this name was given. Raises `ConfigError`: it is none."""
     is_path = isinstance(value, str | os.PathLike)
-    problem = no_path(value) if is_path else f"a {type(value).__name__} is no path; give one as text"
-    if problem:
+    if problem := no_path(value) if is_path else f"a {type(value).__name__} is no path; give one as text":
         raise ConfigError(f"{name}={value!r:.200}: {problem}")
     return Path(value)
 
@@ -99,11 +97,11 @@ def require_kind(path: Path, *, folder: bool = False) -> None:
 
     Raises `RunFolderError`: something else has that name, such as a link to nothing.
     """
-    with explained(path, "look at"):
-        if not os.path.lexists(path) or (path.is_dir() if folder else path.is_file()):
-            return
     what = "folder" if folder else "file"
-    raise RunFolderError(f"{path}: is no {what}, though a run has a {what} of that name; move it away and try again")
+    with explained(path, "look at"):
+        if os.path.lexists(path) and not (path.is_dir() if folder else path.is_file()):
+            why = f"is no {what}, though a run has a {what} of that name; move it away and try again"
+            raise RunFolderError(f"{path}: {why}")
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -172,12 +170,10 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> list[Path]:
     """
     removed = []
     with explained(folder, "clean up"):
-        for path in sorted(Path(folder).iterdir()):
-            if (match := _LEFTOVER.match(path.name)) is None:
-                continue
-            final = path.with_name(match["final"])
-            if match["replaced"] and not final.exists():
-                os.rename(path, final)
+        for path in filter(is_leftover, sorted(Path(folder).iterdir())):
+            final, _, end = path.name.rpartition(".tmp-")
+            if end.endswith("-replaced") and not path.with_name(final).exists():
+                os.rename(path, path.with_name(final))
             else:
                 _remove(path)
             removed.append(path)
@@ -219,10 +215,9 @@ def publish_folder(aside: str | os.PathLike[str], final: str | os.PathLike[str])
         write_atomically(source / COMPLETE, json.dumps({"files": manifest}, indent=1) + "\n")
         for path in (*filter(Path.is_dir, sorted(source.rglob("*"))), source):
             _fsync(path)
-        replaced = None
-        if os.path.lexists(target):
+        replaced = _aside(target).with_name(_aside(target).name + "-replaced") if os.path.lexists(target) else None
+        if replaced is not None:
             # Two renames, since POSIX cannot swap folders; `remove_leftovers` undoes the first if we die between.
-            replaced = _aside(target).with_name(_aside(target).name + "-replaced")
             os.rename(target, replaced)
         try:
             os.rename(source, target)
@@ -268,8 +263,8 @@ def folder_problem(path: str | os.PathLike[str], *, hashes: bool = True, others:
         manifest = json.loads((folder / COMPLETE).read_text())["files"]
         if not manifest:
             return NAMES_NOTHING
-        foreign = [path.relative_to(folder).as_posix() for path in _files_below(folder)]
-        foreign = [name for name in foreign if name not in manifest and not name.startswith(".")]
+        present = [path.relative_to(folder).as_posix() for path in _files_below(folder)]
+        foreign = [name for name in present if name not in manifest and not name.startswith(".")]
         if foreign and not others:
             return f"its {COMPLETE} file does not name {foreign[0]}, so nobody knows whether that is as it was written"
         for name, entry in manifest.items():
@@ -331,10 +326,9 @@ def require_free_space(path: str | os.PathLike[str], needed_bytes: int, purpose:
     with explained(path, "look at"):
         free = shutil.disk_usage(existing).free
     if free < needed_bytes:
-        error = RunFolderError(
-            f"{path}: {_readable(free)} free, but {purpose} needs about {_readable(needed_bytes)}; "
-            "free some space, lower run.save_total_limit, or choose another run.output_dir"
-        )
+        fix = "free some space, lower run.save_total_limit, or choose another run.output_dir"
+        needs = f"{purpose} needs about {_readable(needed_bytes)}"
+        error = RunFolderError(f"{path}: {_readable(free)} free, but {needs}; {fix}")
         error.errno = errno.ENOSPC
         raise error
 
