@@ -58,8 +58,8 @@ _VARIANTS = {
 }
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the base weights as they are; PiSSA, OLoRA, LoftQ and others move them."""
-_LARGEST_RANK = 1024
-_LARGEST_HEADER = 8 << 20
+_LARGEST_RANK, _LARGEST_HEADER = 1024, 8 << 20
+_SAME = "use the model and adapter settings that it was saved with"
 _FLOATS = (np.float16, np.float32, np.float64, ml_dtypes.bfloat16)
 _TYPES = {"F64": "f8", "F32": "f4", "F16": "f2", "BF16": ml_dtypes.bfloat16, "BOOL": "?"} | {
     f"{kind}{8 * size}": f"{kind.lower()}{size}" for kind in "IU" for size in (1, 2, 4, 8)
@@ -108,9 +108,10 @@ class Adapter:
             raise MalformedConfigError(f"adapter_config cannot be read: {error}") from error
         if not pairs:
             raise AdapterError("adapter_weights holds no LoRA tensors")
-        for name, half, part in ((name, half, getattr(one, half)) for name, one in pairs.items() for half in "ab"):
-            if not np.isfinite(part).all():
-                raise AdapterError(f"{name:.200}: its matrix {half.upper()} has values that are not finite numbers")
+        for name, pair in pairs.items():
+            for half, part in (("A", pair.a), ("B", pair.b)):
+                if not np.isfinite(part).all():
+                    raise AdapterError(f"{name:.200}: its matrix {half} has values that are not finite numbers")
         return pairs
 
     @cached_property
@@ -139,10 +140,8 @@ class Adapter:
             found = (b.shape[1], a.shape[0]) if transposed else (b.shape[0], a.shape[1])
             if module not in layers:
                 raise AdapterError(f"{module:.200}: this model has no linear layer of that name")
-            if found != layers[module]:
-                raise AdapterError(
-                    f"{module}: the adapter is for a layer of {found}, the model's is {layers[module]} (out, in)"
-                )
+            if found != (own := layers[module]):
+                raise AdapterError(f"{module}: the adapter is for a layer of {found}, the model's is {own} (out, in)")
 
     def to_bytes(self) -> bytes:
         """The tensors as a safetensors file."""
@@ -242,12 +241,12 @@ def read_adapter_folder(folder: str | Path) -> Adapter:
     Raises `ModelError`: no such files, or damaged ones.
     """
     folder = Path(folder)
-    if not (folder / CONFIG_FILE).is_file():
-        raise ModelError(f"{folder}: holds no {CONFIG_FILE}; give the folder of a saved PEFT adapter")
-    if not (folder / WEIGHTS_FILE).is_file():
-        raise ModelError(
-            f"{folder}: holds no {WEIGHTS_FILE} (pickled .bin adapters are not read); save it with safetensors"
-        )
+    for file, fix in (
+        (CONFIG_FILE, "; give the folder of a saved PEFT adapter"),
+        (WEIGHTS_FILE, " (pickled .bin adapters are not read); save it with safetensors"),
+    ):
+        if not (folder / file).is_file():
+            raise ModelError(f"{folder}: holds no {file}{fix}")
     try:
         unread = Adapter({}, read_config((folder / CONFIG_FILE).read_bytes()))  # the config is looked at first
         return replace(unread, tensors=read_tensors((folder / WEIGHTS_FILE).read_bytes()))
@@ -318,12 +317,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Array]) -> None:
         aside.chmod(mode)  # safetensors lets nobody but the owner read, not even a server of another user
 
 
-def check_fits(
-    own: Mapping[str, Sequence[int]],
-    saved: Mapping[str, Any],
-    what: str,
-    fix: str = "use the model and adapter settings that it was saved with",
-) -> None:
+def check_fits(own: Mapping[str, Sequence[int]], saved: Mapping[str, Any], what: str, fix: str = _SAME) -> None:
     """Compare arrays with the shapes that a model has under their names.
 
     Raises `ModelError`: names or shapes differ.
@@ -331,10 +325,8 @@ def check_fits(
     missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     if missing or unexpected:
         which = f"lacks {missing[0]}" if missing else f"has {unexpected[0]}"
-        raise ModelError(
-            f"{what}: belongs to another model (it {which}; {len(missing)} tensors missing, {len(unexpected)} "
-            f"unexpected); {fix}"
-        )
+        counts = f"{len(missing)} tensors missing, {len(unexpected)} unexpected"
+        raise ModelError(f"{what}: belongs to another model (it {which}; {counts}); {fix}")
     for name, shape in own.items():
         if tuple(shape) != tuple(saved[name].shape):
             raise ModelError(f"{what}: {name} is {list(saved[name].shape)}, the model's is {list(shape)}; {fix}")

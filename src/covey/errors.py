@@ -126,9 +126,7 @@ def naming(what: str, fix: str = "correct it") -> Iterator[None]:
     """
     try:
         yield
-    except (CoveyError, MemoryError):
-        raise
     except (Exception, SystemExit) as error:
-        if isinstance(error, RuntimeError) and "memory" in str(error):
+        if isinstance(error, CoveyError | MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error)):
             raise
         raise ConfigError(f"{what} raised {type(error).__name__}: {error}{raised_at(error)}; {fix}") from error

@@ -140,10 +140,7 @@ def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a name to write a file under, which takes the place of `path` when the block ends; see `write_atomically`.
-
-    Raises `RunFolderError`: the file cannot be written; the old content is untouched.
-    """
+    """Yield a name to write a file under; it takes the place of `path` when the block ends; see `write_atomically`."""
     target = Path(path)
     aside = _aside(target)
     with explained(target):

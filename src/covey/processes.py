@@ -64,9 +64,8 @@ def peak_rss_bytes() -> int:
 
 def _cuda() -> Any:
     """`torch.cuda` where it is in use, else None."""
-    torch = sys.modules.get("torch")
-    used = torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
-    return torch.cuda if torch and used else None
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return cuda if cuda and cuda.is_available() and cuda.is_initialized() else None
 
 
 def forget_peak() -> bool:

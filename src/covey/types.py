@@ -124,16 +124,12 @@ class Episode:
     @classmethod
     def from_completion(cls, prompt: Prompt, completion: Completion, text: str) -> Episode:
         """A single-turn episode: the prompt followed by one completion."""
-        before = len(prompt.token_ids)
-        return cls(
-            token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int64),
-            sampled=np.arange(before + len(completion.token_ids)) >= before,
-            logprobs=np.concatenate([np.zeros(before, np.float32), completion.logprobs]).astype(np.float32),
-            text=text,
-            finish_reason=completion.finish_reason,
-            policy_version=completion.policy_version,
-            support=completion.support,
-        )
+        tokens = np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int64)
+        sampled = np.arange(len(tokens)) >= len(prompt.token_ids)
+        logprobs = np.zeros(len(tokens), np.float32)
+        logprobs[sampled] = completion.logprobs
+        reason, version = completion.finish_reason, completion.policy_version
+        return cls(tokens, sampled, logprobs, text, reason, version, completion.support)
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,7 +155,7 @@ class AlgorithmConfig(Section, frozen=True):
                 f"entropy_coef={self.entropy_coef}: adaptive_entropy keeps it from min={entropy.min} to "
                 f"max={entropy.max}; choose a number between these"
             )
-        for name in self.loss_parameters.keys() & type(self).model_fields.keys():
+        for name in (name for name in self.loss_parameters if name in type(self).model_fields):
             yield f"loss_parameters.{name}: it is a setting of its own; set algorithm.{name}"
         if ":" not in self.loss_type:  # a file is read when the run begins: a config can be read without it
             self.objective()
