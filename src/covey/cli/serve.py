@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -37,7 +37,8 @@ def serve(
         int, typer.Option(min=1, max=10**6, help="Connections that one address may have.")
     ] = 512,
     swap: Annotated[
-        str, typer.Option(help="Running completions at an upload: finish (old weights) or continue (new ones).")
+        Literal["finish", "continue"],
+        typer.Option(help="Running completions at an upload: finish (old weights) or continue (new ones)."),
     ] = "finish",
 ) -> None:
     """Serve a model: OpenAI's completion API, and adapters that are uploaded while it runs. Or try a server.
@@ -61,8 +62,6 @@ def serve(
         raise ConfigError(
             f"--host {host}: others can reach it, so give a token (--token or COVEY_SERVER_TOKEN), or use 127.0.0.1"
         )
-    if swap not in ("finish", "continue"):
-        raise ConfigError(f"--swap {swap}: must be finish or continue")
     from covey.serving.app import ServeOptions, open_server
     from covey.serving.connections import ConnectionLimits, uvicorn_server
 
