@@ -33,19 +33,19 @@ tokens/computed | tokens | that the passes computed: more than tokens/unique whe
     optim.tokens_per_micro_batch, or the model cannot share
 policy_version | | version of the weights that sampled this step's completions (the oldest, if several)
 phase | | position of the phase in schedule.phases, from 0
-loss | | loss of the whole step, KL and entropy terms included, mean over the passes over it (as all that follows of the
-    update, extremes apart); its size says little, its gradient counts
+loss | | loss of the whole step, KL and entropy terms included, mean over the passes over it (as all that follows of
+    the update, extremes apart); its size says little, its gradient counts
 policy_loss | | the surrogate's part of the loss, without KL and entropy terms
 learning_rate | | learning rate of this step
 grad_norm | | L2 norm of the gradient before clipping to optim.max_grad_norm, mean over the passes over the step
 reward | | mean over completions of the weighted sum of rewards, without those that no function scored
-reward_std | | standard deviation of the reward within a group (0 with fewer than two rewards; added completions count),
-    mean over groups
+reward_std | | standard deviation of the reward within a group (0 with fewer than two rewards; added completions
+    count), mean over groups
 accuracy | fraction | sampled completions that are right: by the task's rule, by success in a world (of the episodes
     that no failure of the environment ended), or by the reward that rewards.correctness names; absent where nothing
     says so. Masks leave it alone, unlike usmle-qa.md's, which is the mean reward of what they keep
-accuracy/<kind> | fraction | the same of one kind of question, which is the row's column `kind` (a world's `type`); in
-    evaluations whose rows name 2 to 20 kinds
+accuracy/<kind> | fraction | the same of one kind of question, which is the row's column `kind` (a world's `type`);
+    in evaluations whose rows name 2 to 20 kinds
 accuracy_low/<kind> | fraction | lower end of its 95 % Wilson interval
 accuracy_high/<kind> | fraction | upper end of its 95 % Wilson interval
 num_completions/<kind> | completions | of eval/num_completions, those of this kind
@@ -62,8 +62,8 @@ completions/max_length | tokens | the longest completion
 completions/clipped_ratio | fraction | completions cut off at sampling.max_completion_length
 prompts/opened_tag | fraction | prompts that end in an open tag, such as <think> of a chat template; absent where none
     does
-completions/no_answer_ratio | fraction | completions without an answer, right or wrong, by the task's rule (without a
-    task: empty ones); of agents, agent/no_action_ratio
+completions/no_answer_ratio | fraction | completions without an answer, right or wrong, by the task's rule
+    (without a task: empty ones); of agents, agent/no_action_ratio
 completions/mean_terminated_length | tokens | mean length of the completions that ended by themselves
 completions/min_terminated_length | tokens | the shortest completion that ended by itself
 completions/max_terminated_length | tokens | the longest completion that ended by itself
@@ -74,8 +74,8 @@ entropy | nats | entropy of the policy's next-token distribution (at the samplin
 entropy_coef | | weight of the entropy bonus after the step; only with algorithm.adaptive_entropy
 loss_scale | | by which losses are multiplied so that gradients fit float16, after the step; only with float16
 skipped_steps | optimiser steps | that were not taken since a float16 gradient overflowed; only with float16
-clip_ratio/low_mean | fraction | trained tokens held back by the lower clip (ratio below 1 - epsilon, advantage
-    negative)
+clip_ratio/low_mean | fraction | trained tokens held back by the lower clip
+    (ratio below 1 - epsilon, advantage negative)
 clip_ratio/high_mean | fraction | trained tokens held back by an upper limit (ratio above 1 + epsilon_high, advantage
     positive; above delta, advantage negative; with cispo, above epsilon_max)
 clip_ratio/region_mean | fraction | trained tokens held back by either
@@ -85,13 +85,13 @@ ratio/mean | | importance ratio exp(new - old log-probability), by the loss (imp
     trained tokens; with algorithm.importance_sampling_correction old is the trainer's own before the first pass
 ratio/min | | the smallest importance ratio of a trained token in any pass
 ratio/max | | the largest importance ratio of a trained token in any pass
-sampling/sampling_logp_difference/mean | nats | absolute difference of log-probability between trainer and sampler
-    before the update, mean over the tokens that the trainer scored: all sampled ones of the completions that were run,
-    or all unmasked ones of the step where a mask depends on the policy; with the same weights unless
+sampling/sampling_logp_difference/mean | nats | absolute difference of log-probability between trainer and
+    sampler before the update, mean over the tokens that the trainer scored: all sampled ones of the completions that
+    were run, or all unmasked ones of the step where a mask depends on the policy; with the same weights unless
     schedule.max_staleness is above 0
 sampling/sampling_logp_difference/max | nats | the same, largest over these tokens
-sampling/importance_sampling_ratio/min | | smallest ratio exp(trainer - sampler) of one of these tokens, before the cap;
-    only with algorithm.importance_sampling_correction, as mean and max
+sampling/importance_sampling_ratio/min | | smallest ratio exp(trainer - sampler) of one of these tokens, before the
+    cap; only with algorithm.importance_sampling_correction, as mean and max
 sampling/importance_sampling_ratio/mean | | mean of it
 sampling/importance_sampling_ratio/max | | largest of it
 mask_ratio | fraction | completions of which masks leave some token's surrogate in the loss, of those that down_sampling
@@ -128,8 +128,8 @@ staleness/dropped_groups | groups | groups that were sampled for this step and d
     schedule.max_staleness
 step_time | seconds | wall-clock time of the whole step
 time/sampling | seconds | of it, sampling completions (with schedule.max_staleness above 0, beside earlier steps)
-time/samplers_waiting | seconds | of sampling since the step before, those in which a sampler had nothing to sample (the
-    last units, replacements), mean over samplers; as samplers/
+time/samplers_waiting | seconds | of sampling since the step before, those in which a sampler had nothing to sample
+    (the last units, replacements), mean over samplers; as samplers/
 time/scoring | seconds | of it, reward functions (the same)
 time/waiting_for_samples | seconds | of it, waiting for samples: those of this step, and those under way before new
     weights can be published; only with schedule.max_staleness above 0
@@ -142,8 +142,8 @@ eval/accuracy | fraction | evaluation completions that are right, as `accuracy`
 eval/accuracy_low | fraction | lower end of the 95 % Wilson interval of eval/accuracy
 eval/accuracy_high | fraction | upper end of the same interval
 eval/reward | | as `reward`, on the evaluation prompts
-eval/num_completions | completions | completions that the evaluation judged: all but the episodes that an environment's
-    failure ended
+eval/num_completions | completions | completions that the evaluation judged: all but the episodes that an
+    environment's failure ended
 eval/seconds | seconds | time that the evaluation took
 eval/<metric> | | as <metric>, on the evaluation prompts, sampled at evaluation.eval_temperature
 """
