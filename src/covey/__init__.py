@@ -19,23 +19,16 @@ __version__ = "0.1.0"
 
 __all__ = ["GRPOConfig", "GRPOTrainer", "GRPOTrainingArgs", "__version__"]
 
-_HOMES = {
-    "GRPOConfig": "covey.config",
-    "GRPOTrainer": "covey.training.trainer",
-    "GRPOTrainingArgs": "covey.config",
-}
-
 # PEFT imports these wherever they are installed, and each import tells stderr of kernels for other processors.
 for _name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'covey' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+    home = import_module("covey.training.trainer" if name == "GRPOTrainer" else "covey.config")
+    return globals().setdefault(name, getattr(home, name))
 
 
 def __dir__() -> list[str]:

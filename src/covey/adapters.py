@@ -58,8 +58,8 @@ _VARIANTS = {
 }
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the base weights as they are; PiSSA, OLoRA, LoftQ and others move them."""
-_LARGEST_RANK = 1024
-_LARGEST_HEADER = 8 << 20
+_LARGEST_RANK, _LARGEST_HEADER = 1024, 8 << 20
+_SAME = "use the model and adapter settings that it was saved with"
 _FLOATS = (np.float16, np.float32, np.float64, ml_dtypes.bfloat16)
 _TYPES = {"F64": "f8", "F32": "f4", "F16": "f2", "BF16": ml_dtypes.bfloat16, "BOOL": "?"} | {
     f"{kind}{8 * size}": f"{kind.lower()}{size}" for kind in "IU" for size in (1, 2, 4, 8)
@@ -99,9 +99,8 @@ class Adapter:
     def factors(self) -> Mapping[str, Factors]:
         """What plain LoRA adds, by the name of the module in the bare model: `model.layers.0.self_attn.q_proj`.
 
-        Raises:
-            AdapterError: the adapter is more than plain LoRA, or damaged; it says which tensor or setting, what is
-                wrong with it, and what was expected.
+        Raises `AdapterError`: the adapter is more than plain LoRA, or damaged; it says which tensor or setting, what is
+        wrong with it, and what was expected.
         """
         try:
             pairs = self._pairs(*self._scaling())
@@ -119,8 +118,7 @@ class Adapter:
     def sha256(self) -> str:
         """Of names, shapes, scalings and values in float32: equal on both sides if and only if the weights are.
 
-        Raises:
-            AdapterError: see `factors`.
+        Raises `AdapterError`: see `factors`.
         """
         pairs = sorted(self.factors.items())
         return fingerprint(
@@ -130,8 +128,7 @@ class Adapter:
     def check(self, layers: Mapping[str, tuple[int, int]]) -> None:
         """Compare with a model.
 
-        Raises:
-            AdapterError: a pair of factors has no layer there, or one of another shape.
+        Raises `AdapterError`: a pair of factors has no layer there, or one of another shape.
         """
         first, second, prefix, transposed = self._format
         for name, a in sorted(self.tensors.items()):
@@ -143,10 +140,8 @@ class Adapter:
             found = (b.shape[1], a.shape[0]) if transposed else (b.shape[0], a.shape[1])
             if module not in layers:
                 raise AdapterError(f"{module:.200}: this model has no linear layer of that name")
-            if found != layers[module]:
-                raise AdapterError(
-                    f"{module}: the adapter is for a layer of {found}, the model's is {layers[module]} (out, in)"
-                )
+            if found != (own := layers[module]):
+                raise AdapterError(f"{module}: the adapter is for a layer of {found}, the model's is {own} (out, in)")
 
     def to_bytes(self) -> bytes:
         """The tensors as a safetensors file."""
@@ -155,8 +150,7 @@ class Adapter:
     def write(self, folder: str | Path) -> None:
         """Write config and tensors into a folder, which is made if missing; each file appears whole or not at all.
 
-        Raises:
-            RunFolderError: it cannot be written.
+        Raises `RunFolderError`: it cannot be written.
         """
         folder = Path(folder)
         with explained(folder):
@@ -167,24 +161,24 @@ class Adapter:
     def as_mlx(self, base_model: str) -> Adapter:
         """The same adapter as mlx-lm reads it.
 
-        Raises:
-            AdapterError: see `factors`; or it changes something else than the decoder's layers.
+        Raises `AdapterError`: see `factors`; or it changes something else than the decoder's layers.
         """
         pairs, keys = self.factors, set()
         for module in pairs:
-            inside = _LAYER.match(module)
-            if inside is None:
+            if (inside := _LAYER.match(module)) is None:
                 raise AdapterError(f"{module}: lies in no decoder layer, and mlx-lm adapts nothing else")
             keys.add(inside[1])
         tensors = {f"{name}.lora_a": np.ascontiguousarray(one.a.T) for name, one in pairs.items()}
         tensors |= {f"{name}.lora_b": np.ascontiguousarray(one.b.T) for name, one in pairs.items()}
         first = next(iter(pairs.values()))
         parameters = {"rank": first.a.shape[0], "scale": first.scaling, "dropout": 0.0, "keys": sorted(keys)}
-        every = -1  # layers, counted from the last
-        return Adapter(
-            tensors,
-            {"model": base_model, "fine_tune_type": "lora", "num_layers": every, "lora_parameters": parameters},
-        )
+        told = {
+            "model": base_model,
+            "fine_tune_type": "lora",
+            "num_layers": -1,
+            "lora_parameters": parameters,
+        }  # -1: all
+        return Adapter(tensors, told)
 
     @property
     def _format(self) -> tuple[str, str, str, bool]:
@@ -209,12 +203,11 @@ class Adapter:
         for name in sorted({name.removesuffix(a).removesuffix(b) for name in self.tensors}):
             halves = []
             for end in (a, b):
-                part = self.tensors.get(name + end)
-                if part is None:
+                if (part := self.tensors.get(name + end)) is None:
                     raise AdapterError(f"adapter_weights has one half of {name!r:.200} and not {(name + end)[-200:]!r}")
                 if part.ndim != 2 or part.dtype not in _FLOATS or part.size == 0:
-                    what = f"{part.dtype} {part.shape}"
-                    raise AdapterError(f"{name:.200}{end}: {what}; it must be a matrix of floats of 16, 32 or 64 bits")
+                    what = f"{part.dtype} {part.shape}; it must be a matrix of floats of 16, 32 or 64 bits"
+                    raise AdapterError(f"{name:.200}{end}: {what}")
                 with np.errstate(over="ignore"):  # what is infinite then is refused by name
                     halves.append(np.ascontiguousarray(part.T if transposed else part, np.float32))
             first, second = halves
@@ -233,8 +226,7 @@ def read_adapter(
 ) -> Adapter:
     """Read and check an upload.
 
-    Raises:
-        AdapterError: see `Adapter.factors` and `Adapter.check`, or `weights` is no safetensors file.
+    Raises `AdapterError`: see `Adapter.factors` and `Adapter.check`, or `weights` is no safetensors file.
     """
     adapter = Adapter(read_tensors(weights), config)
     _ = adapter.factors  # read, and so checked, now
@@ -249,12 +241,12 @@ def read_adapter_folder(folder: str | Path) -> Adapter:
     Raises `ModelError`: no such files, or damaged ones.
     """
     folder = Path(folder)
-    if not (folder / CONFIG_FILE).is_file():
-        raise ModelError(f"{folder}: holds no {CONFIG_FILE}; give the folder of a saved PEFT adapter")
-    if not (folder / WEIGHTS_FILE).is_file():
-        raise ModelError(
-            f"{folder}: holds no {WEIGHTS_FILE} (pickled .bin adapters are not read); save it with safetensors"
-        )
+    for file, fix in (
+        (CONFIG_FILE, "; give the folder of a saved PEFT adapter"),
+        (WEIGHTS_FILE, " (pickled .bin adapters are not read); save it with safetensors"),
+    ):
+        if not (folder / file).is_file():
+            raise ModelError(f"{folder}: holds no {file}{fix}")
     try:
         unread = Adapter({}, read_config((folder / CONFIG_FILE).read_bytes()))  # the config is looked at first
         return replace(unread, tensors=read_tensors((folder / WEIGHTS_FILE).read_bytes()))
@@ -325,12 +317,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Array]) -> None:
         aside.chmod(mode)  # safetensors lets nobody but the owner read, not even a server of another user
 
 
-def check_fits(
-    own: Mapping[str, Sequence[int]],
-    saved: Mapping[str, Any],
-    what: str,
-    fix: str = "use the model and adapter settings that it was saved with",
-) -> None:
+def check_fits(own: Mapping[str, Sequence[int]], saved: Mapping[str, Any], what: str, fix: str = _SAME) -> None:
     """Compare arrays with the shapes that a model has under their names.
 
     Raises `ModelError`: names or shapes differ.
@@ -338,10 +325,8 @@ def check_fits(
     missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     if missing or unexpected:
         which = f"lacks {missing[0]}" if missing else f"has {unexpected[0]}"
-        raise ModelError(
-            f"{what}: belongs to another model (it {which}; {len(missing)} tensors missing, {len(unexpected)} "
-            f"unexpected); {fix}"
-        )
+        counts = f"{len(missing)} tensors missing, {len(unexpected)} unexpected"
+        raise ModelError(f"{what}: belongs to another model (it {which}; {counts}); {fix}")
     for name, shape in own.items():
         if tuple(shape) != tuple(saved[name].shape):
             raise ModelError(f"{what}: {name} is {list(saved[name].shape)}, the model's is {list(shape)}; {fix}")

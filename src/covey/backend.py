@@ -49,28 +49,16 @@ class Backend(Protocol):
 
 def adamw_options(config: GRPOConfig) -> dict[str, Any]:
     """`config.optim` under the names of the learners' arguments."""
-    optim = config.optim
-    adamw = {"weight_decay": 0.0, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, **optim.optimizer_parameters}
-    return {
-        "learning_rate": optim.learning_rate,
-        "embedding_lr": optim.embedding_lr,
-        "weight_decay": adamw["weight_decay"],
-        "betas": (adamw["beta1"], adamw["beta2"]),
-        "epsilon": adamw["epsilon"],
-        "max_grad_norm": optim.max_grad_norm,
-        "tokens_per_micro_batch": optim.tokens_per_micro_batch,
+    fields = ("learning_rate", "embedding_lr", "max_grad_norm", "tokens_per_micro_batch")
+    own = config.optim.optimizer_parameters
+    return {field: getattr(config.optim, field) for field in fields} | {
+        "weight_decay": own.get("weight_decay", 0.0),
+        "betas": (own.get("beta1", 0.9), own.get("beta2", 0.999)),
+        "epsilon": own.get("epsilon", 1e-8),
     }
 
 
 def adapter_options(config: GRPOConfig) -> dict[str, Any]:
     """What `config` says of the adapter, under the names of `covey.pytorch.policy.Policy.load`."""
-    chosen = config.model
-    return {
-        "use_peft": chosen.use_peft,
-        "lora_r": chosen.lora_r,
-        "lora_alpha": chosen.lora_alpha,
-        "lora_dropout": chosen.lora_dropout,
-        "lora_target_modules": chosen.lora_target_modules,
-        "adapter": chosen.adapter,
-        "seed": config.run.seed,
-    }
+    fields = ("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "adapter")
+    return {"seed": config.run.seed} | {field: getattr(config.model, field) for field in fields}

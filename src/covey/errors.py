@@ -47,13 +47,10 @@ def place_of(frames: Sequence[tuple[str, object, str]]) -> str:
 
 
 class CoveyError(Exception):
-    """Base of everything that Covey raises on purpose.
-
-    Attributes:
-        exit_status: of a command that it ends.
-    """
+    """Base of everything that Covey raises on purpose."""
 
     exit_status: ClassVar[int] = 2
+    """Of a command that it ends."""
 
 
 class ConfigError(CoveyError, ValueError):
@@ -77,8 +74,7 @@ class RewardError(CoveyError, RuntimeError):
 
     def __init__(self, message: str, *, function: str = "", sample: int | None = None) -> None:
         super().__init__(message)
-        self.function = function
-        self.sample = sample
+        self.function, self.sample = function, sample
 
 
 class RewardCountError(RewardError, ValueError):
@@ -130,9 +126,7 @@ def naming(what: str, fix: str = "correct it") -> Iterator[None]:
     """
     try:
         yield
-    except (CoveyError, MemoryError):
-        raise
     except (Exception, SystemExit) as error:
-        if isinstance(error, RuntimeError) and "memory" in str(error):
+        if isinstance(error, CoveyError | MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error)):
             raise
         raise ConfigError(f"{what} raised {type(error).__name__}: {error}{raised_at(error)}; {fix}") from error

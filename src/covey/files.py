@@ -27,7 +27,7 @@ from covey.errors import ConfigError, RunFolderError
 COMPLETE = "COMPLETE"
 NAMES_NOTHING = f"its {COMPLETE} file names no files"
 """A problem that neither a kill nor a failing disk makes: somebody wrote that file."""
-_LEFTOVER = re.compile(r"^(?P<final>.+)\.tmp-\d+-[0-9a-f]{8}(?P<replaced>-replaced)?$")
+_LEFTOVER = re.compile(r"^.+\.tmp-\d+-[0-9a-f]{8}(-replaced)?$")
 
 _FIXES = {
     errno.ENOSPC: ("the disk is full", "free some space and try again"),
@@ -48,12 +48,9 @@ _FIXES = {
 
 
 def folder_error(path: str | os.PathLike[str], error: OSError, doing: str = "write") -> RunFolderError:
-    """Turn an `OSError` into a `RunFolderError` that names the path, the reason and the fix (`errno` is
-    kept).
-    """
-    reason, fix = _FIXES.get(
-        error.errno or 0, (error.strerror or str(error), "check the folder or choose another run.output_dir")
-    )
+    """Turn an `OSError` into a `RunFolderError` that names the path, the reason and the fix (`errno` is kept)."""
+    other = (error.strerror or str(error), "check the folder or choose another run.output_dir")
+    reason, fix = _FIXES.get(error.errno or 0, other)
     result = RunFolderError(f"{path}: cannot {doing}: {reason}; {fix}")
     result.errno = error.errno
     return result
@@ -72,9 +69,8 @@ def explained(path: str | os.PathLike[str], doing: str = "write") -> Iterator[No
 
 def no_path(value: Any) -> str:
     """Why a text, a path or a list of them that may name files can name none; "" for all others."""
-    for path in value if isinstance(value, list | tuple) else [value]:
-        if not isinstance(path, str | os.PathLike):
-            continue
+    paths = value if isinstance(value, list | tuple) else [value]
+    for path in (path for path in paths if isinstance(path, str | os.PathLike)):
         try:
             encoded = os.fsencode(path)
         except UnicodeEncodeError:
@@ -91,8 +87,7 @@ def no_path(value: Any) -> str:
 def checked_path(name: str, value: Any) -> Path:
     """The path that an argument of this name was given. Raises `ConfigError`: it is none."""
     is_path = isinstance(value, str | os.PathLike)
-    problem = no_path(value) if is_path else f"a {type(value).__name__} is no path; give one as text"
-    if problem:
+    if problem := no_path(value) if is_path else f"a {type(value).__name__} is no path; give one as text":
         raise ConfigError(f"{name}={value!r:.200}: {problem}")
     return Path(value)
 
@@ -102,11 +97,11 @@ def require_kind(path: Path, *, folder: bool = False) -> None:
 
     Raises `RunFolderError`: something else has that name, such as a link to nothing.
     """
-    with explained(path, "look at"):
-        if not os.path.lexists(path) or (path.is_dir() if folder else path.is_file()):
-            return
     what = "folder" if folder else "file"
-    raise RunFolderError(f"{path}: is no {what}, though a run has a {what} of that name; move it away and try again")
+    with explained(path, "look at"):
+        if os.path.lexists(path) and not (path.is_dir() if folder else path.is_file()):
+            why = f"is no {what}, though a run has a {what} of that name; move it away and try again"
+            raise RunFolderError(f"{path}: {why}")
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -134,8 +129,7 @@ def _fsync(path: Path) -> None:
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part, whatever kills the
-    process.
+    """Write a file so that a reader sees the old content or the new, never a part, whatever kills the process.
 
     Raises `RunFolderError`: the file cannot be written; the old content is untouched.
     """
@@ -146,10 +140,7 @@ def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a name to write a file under, which takes the place of `path` when the block ends; see `write_atomically`.
-
-    Raises `RunFolderError`: the file cannot be written; the old content is untouched.
-    """
+    """Yield a name to write a file under; it takes the place of `path` when the block ends; see `write_atomically`."""
     target = Path(path)
     aside = _aside(target)
     with explained(target):
@@ -176,13 +167,10 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> list[Path]:
     """
     removed = []
     with explained(folder, "clean up"):
-        for path in sorted(Path(folder).iterdir()):
-            match = _LEFTOVER.match(path.name)
-            if match is None:
-                continue
-            final = path.with_name(match["final"])
-            if match["replaced"] and not final.exists():
-                os.rename(path, final)
+        for path in filter(is_leftover, sorted(Path(folder).iterdir())):
+            final, _, end = path.name.rpartition(".tmp-")
+            if end.endswith("-replaced") and not path.with_name(final).exists():
+                os.rename(path, path.with_name(final))
             else:
                 _remove(path)
             removed.append(path)
@@ -208,29 +196,25 @@ def _sha256(path: Path) -> str:
 
 
 def publish_folder(aside: str | os.PathLike[str], final: str | os.PathLike[str]) -> Path:
-    """Give a finished folder its final name: manifest, fsync, rename; an older folder of that name is
-    replaced.
+    """Give a finished folder its final name: manifest, fsync, rename; an older folder of that name is replaced.
 
     Raises `RunFolderError`: a file cannot be written; what was published under `final` before is still there.
     """
     source, target = Path(aside), Path(final)
     with explained(target, "publish"):
+        files = _files_below(source)
         manifest = {
             path.relative_to(source).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-            for path in _files_below(source)
+            for path in files
         }
-        for path in _files_below(source):
+        for path in files:
             _fsync(path)
         write_atomically(source / COMPLETE, json.dumps({"files": manifest}, indent=1) + "\n")
-        for path in sorted(source.rglob("*")):
-            if path.is_dir():
-                _fsync(path)
-        _fsync(source)
-        replaced = None
-        if os.path.lexists(target):
-            # Two renames, since POSIX cannot swap folders; `remove_leftovers` undoes the first if we die
-            # between.
-            replaced = _aside(target).with_name(_aside(target).name + "-replaced")
+        for path in (*filter(Path.is_dir, sorted(source.rglob("*"))), source):
+            _fsync(path)
+        replaced = _aside(target).with_name(_aside(target).name + "-replaced") if os.path.lexists(target) else None
+        if replaced is not None:
+            # Two renames, since POSIX cannot swap folders; `remove_leftovers` undoes the first if we die between.
             os.rename(target, replaced)
         try:
             os.rename(source, target)
@@ -246,10 +230,9 @@ def publish_folder(aside: str | os.PathLike[str], final: str | os.PathLike[str])
 
 @contextmanager
 def publishing(final: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield an empty folder to fill; publish it under `final` when the block ends, remove it when the block
-    raises.
+    """Yield an empty folder to fill; publish it under `final` when the block ends, remove it when the block raises.
 
-    Raises `RunFolderError`: the disk is full, the folder is not writable, .
+    Raises `RunFolderError`: it cannot be written.
     """
     target = Path(final)
     aside = _aside(target)
@@ -277,8 +260,8 @@ def folder_problem(path: str | os.PathLike[str], *, hashes: bool = True, others:
         manifest = json.loads((folder / COMPLETE).read_text())["files"]
         if not manifest:
             return NAMES_NOTHING
-        foreign = [path.relative_to(folder).as_posix() for path in _files_below(folder)]
-        foreign = [name for name in foreign if name not in manifest and not name.startswith(".")]
+        present = [path.relative_to(folder).as_posix() for path in _files_below(folder)]
+        foreign = [name for name in present if name not in manifest and not name.startswith(".")]
         if foreign and not others:
             return f"its {COMPLETE} file does not name {foreign[0]}, so nobody knows whether that is as it was written"
         for name, entry in manifest.items():
@@ -300,9 +283,8 @@ def folder_problem(path: str | os.PathLike[str], *, hashes: bool = True, others:
 
 def remove_folder(path: str | os.PathLike[str]) -> None:
     """Delete a published folder; a kill half-way leaves a leftover, never a folder that looks whole."""
-    target = Path(path)
+    target, aside = Path(path), _aside(Path(path))
     with explained(target, "delete"):
-        aside = _aside(target)
         os.rename(target, aside)
         _remove(aside)
 
@@ -341,19 +323,15 @@ def require_free_space(path: str | os.PathLike[str], needed_bytes: int, purpose:
     with explained(path, "look at"):
         free = shutil.disk_usage(existing).free
     if free < needed_bytes:
-        error = RunFolderError(
-            f"{path}: {_readable(free)} free, but {purpose} needs about {_readable(needed_bytes)}; "
-            "free some space, lower run.save_total_limit, or choose another run.output_dir"
-        )
+        fix = "free some space, lower run.save_total_limit, or choose another run.output_dir"
+        needs = f"{purpose} needs about {_readable(needed_bytes)}"
+        error = RunFolderError(f"{path}: {_readable(free)} free, but {needs}; {fix}")
         error.errno = errno.ENOSPC
         raise error
 
 
 def _readable(size: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size / 1e3:.0f} kB"
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
 
 
 def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:

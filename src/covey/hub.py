@@ -46,29 +46,24 @@ def upload_folder(
         if revision is not None:
             api.create_branch(repository, branch=revision, exist_ok=True)
         done = api.upload_folder(
-            folder_path=folder,
-            repo_id=repository,
-            commit_message=message,
-            revision=revision,
-            ignore_patterns=ignored,
+            folder_path=folder, repo_id=repository, commit_message=message, revision=revision, ignore_patterns=ignored
         )
     return str(done.commit_url)
 
 
 @contextmanager
 def _explained(repository: str, kept: str = "") -> Iterator[None]:
+    def said(error: Exception, text: object = None) -> str:
+        return (str(text or error).strip().splitlines() or [type(error).__name__])[0][:200]
+
     try:
         yield
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else None
-        reason = str(error.server_message or error).strip().splitlines() or [type(error).__name__]
-        fix = _FIXES.get(status or 0, "try again")
-        raise HubError(f"{repository}: the hub refuses ({status}: {reason[0]:.200}); {fix}{kept}") from error
+        told, fix = said(error, error.server_message), _FIXES.get(status or 0, "try again")
+        raise HubError(f"{repository}: the hub refuses ({status}: {told}); {fix}{kept}") from error
     except HFValidationError as error:
         raise HubError(f"{repository!r:.200}: is no name of a repository; give OWNER/NAME{kept}") from error
     except (HTTPError, OSError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise HubError(
-            f"{repository}: the hub cannot be reached ({reason[0]:.200}); check the network, HF_ENDPOINT and "
-            f"HF_HUB_OFFLINE{kept}"
-        ) from error
+        fix = f"check the network, HF_ENDPOINT and HF_HUB_OFFLINE{kept}"
+        raise HubError(f"{repository}: the hub cannot be reached ({said(error)}); {fix}") from error

@@ -12,28 +12,17 @@ token that loses its surrogate only (see `mask/<reason>`) is not out of the loss
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class MetricDefinition:
+class MetricDefinition(NamedTuple):
     """Unit ("" = a plain number) and meaning of a metric."""
 
     unit: str
     meaning: str
 
 
-def _table(rows: str) -> dict[str, MetricDefinition]:
-    """One row each: name | unit | meaning. An indented line continues the row before."""
-    table = {}
-    for row in rows.strip().replace("\n    ", " ").splitlines():
-        name, unit, meaning = (cell.strip() for cell in row.split("|"))
-        table[name] = MetricDefinition(unit, meaning)
-    return table
-
-
-METRICS: dict[str, MetricDefinition] = _table(
-    """
+_ROWS = """
 step | steps | steps finished when the line was written; the line describes the step that made this number
 epoch | epochs | passes over the training data so far, with fraction
 num_tokens | tokens | prompt and sampled tokens of all steps so far, a prompt counted for each completion
@@ -158,14 +147,19 @@ eval/num_completions | completions | completions that the evaluation judged: all
 eval/seconds | seconds | time that the evaluation took
 eval/<metric> | | as <metric>, on the evaluation prompts, sampled at evaluation.eval_temperature
 """
-)
+"""Name | unit | meaning; an indented line continues the row before."""
+
+METRICS: dict[str, MetricDefinition] = {}
+for _row in _ROWS.strip().replace("\n    ", " ").splitlines():
+    _name, *_cells = (cell.strip() for cell in _row.split("|"))
+    METRICS[_name] = MetricDefinition(*_cells)
 
 
-def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile("".join(".+" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w+>)", name)))
-
-
-_FAMILIES = [(_pattern(name), definition) for name, definition in METRICS.items() if "<" in name]
+_FAMILIES = [
+    (re.compile(re.sub(r"<\w+>", ".+", re.escape(name))), definition)
+    for name, definition in METRICS.items()
+    if "<" in name
+]
 
 
 def describe_metric(name: str) -> MetricDefinition | None:

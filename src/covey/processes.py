@@ -10,7 +10,9 @@ import resource
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 
 def start_python(code: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -44,31 +46,32 @@ def total_memory() -> int:
     """Memory that this process may have at the most, in bytes: the machine's, or its control group's limit."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
+        with suppress(OSError, ValueError):  # no such file, or "max"
             limits.append(int((Path("/sys/fs/cgroup") / name).read_text()))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
     return min(limits)
 
 
 def peak_rss_bytes() -> int:
     """Largest resident memory of this process so far, in bytes."""
     # VmHWM first: ru_maxrss of a process that was started by fork and exec includes the parent's peak.
-    try:
+    with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    except OSError:
-        pass
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def _cuda() -> Any:
+    """`torch.cuda` where it is in use, else None."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return cuda if cuda and cuda.is_available() and cuda.is_initialized() else None
+
+
 def forget_peak() -> bool:
     """Let `peak_rss_bytes` and `peak_cuda_bytes` start anew from what is held now. False where the system cannot."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.reset_peak_memory_stats()
+    if cuda := _cuda():
+        cuda.reset_peak_memory_stats()
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -78,16 +81,11 @@ def forget_peak() -> bool:
 
 def peak_cuda_bytes() -> int | None:
     """Largest memory that torch has allocated on the current CUDA device, in bytes; None without torch or CUDA."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
-        return None
-    return int(torch.cuda.max_memory_allocated())
+    cuda = _cuda()
+    return int(cuda.max_memory_allocated()) if cuda else None
 
 
 def memory_metrics() -> dict[str, float]:
     """`memory/peak_gb`, and `memory/peak_cuda_gb` where CUDA is in use (GB = 10^9 bytes)."""
-    metrics = {"memory/peak_gb": peak_rss_bytes() / 1e9}
-    cuda = peak_cuda_bytes()
-    if cuda is not None:
-        metrics["memory/peak_cuda_gb"] = cuda / 1e9
-    return metrics
+    found = {"memory/peak_gb": peak_rss_bytes(), "memory/peak_cuda_gb": peak_cuda_bytes()}
+    return {name: taken / 1e9 for name, taken in found.items() if taken is not None}

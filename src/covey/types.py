@@ -40,21 +40,18 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """One prompt as the policy sees it, with the dataset row that it came from.
-
-    Attributes:
-        token_ids: `[P]` the rendered prompt. Text is never re-tokenised after this point.
-        content: what reward functions receive as the prompt: a string, or a list of chat messages.
-        columns: the other dataset columns of the row (`answer`, ...), passed to reward functions by name.
-        uid: stable name of the row, e.g. its index in the dataset as text.
-        end: how the rendered prompt ends, some characters of it: `<think>` where a chat template opens the thought.
-    """
+    """One prompt as the policy sees it, with the dataset row that it came from."""
 
     token_ids: IntArray
+    """`[P]` the rendered prompt. Text is never re-tokenised after this point."""
     content: str | list[Message]
+    """What reward functions receive as the prompt: a string, or a list of chat messages."""
     columns: Mapping[str, Any] = field(default_factory=dict)
+    """The other dataset columns of the row (`answer`, ...), passed to reward functions by name."""
     uid: str = ""
+    """Stable name of the row, e.g. its index in the dataset as text."""
     end: str = ""
+    """How the rendered prompt ends, some characters of it: `<think>` where a chat template opens the thought."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,45 +77,39 @@ class Support:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """What a generator returns for one request.
-
-    Attributes:
-        token_ids: `[T]` sampled ids, the end-of-sequence token included where one was sampled.
-        logprobs: `[T]` float32 natural-log probabilities under the *sampling distribution* (temperature applied; the
-            kept support too where `keep_support` was on).
-        finish_reason: see `FinishReason`.
-        policy_version: version of the weights that produced it.
-        support: kept ids for each token, only with `SamplingSettings.keep_support`.
-    """
+    """What a generator returns for one request."""
 
     token_ids: IntArray
+    """`[T]` sampled ids, the end-of-sequence token included where one was sampled."""
     logprobs: NDArray[np.float32]
+    """`[T]` float32 natural-log probabilities under the *sampling distribution* (temperature applied; the kept support
+    too where `keep_support` was on)."""
     finish_reason: FinishReason
+    """See `FinishReason`."""
     policy_version: int
+    """Version of the weights that produced it."""
     support: Support | None = None
+    """Kept ids for each token, only with `SamplingSettings.keep_support`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Episode:
-    """A token sequence with a mask of what the policy sampled: the unit that is scored and trained on.
-
-    Attributes:
-        token_ids: `[L]` prompt, then sampled segments, with foreign tokens between them if there are several.
-        sampled: `[L]` True where the policy sampled the token. `sampled[0]` is False.
-        logprobs: `[L]` the sampler's log-probabilities, 0 where `sampled` is False.
-        text: decoded answer without special tokens: what reward functions see.
-        finish_reason: of the last segment.
-        policy_version: the oldest version among its segments.
-        support: kept ids for each *sampled* token in order, or None.
-    """
+    """A token sequence with a mask of what the policy sampled: the unit that is scored and trained on."""
 
     token_ids: IntArray
+    """`[L]` prompt, then sampled segments, with foreign tokens between them if there are several."""
     sampled: BoolArray
+    """`[L]` True where the policy sampled the token. `sampled[0]` is False."""
     logprobs: NDArray[np.float32]
+    """`[L]` the sampler's log-probabilities, 0 where `sampled` is False."""
     text: str
+    """Decoded answer without special tokens: what reward functions see."""
     finish_reason: FinishReason
+    """Of the last segment."""
     policy_version: int
+    """The oldest version among its segments."""
     support: Support | None = None
+    """Kept ids for each *sampled* token in order, or None."""
 
     @property
     def prompt_length(self) -> int:
@@ -133,58 +124,46 @@ class Episode:
     @classmethod
     def from_completion(cls, prompt: Prompt, completion: Completion, text: str) -> Episode:
         """A single-turn episode: the prompt followed by one completion."""
-        before = len(prompt.token_ids)
-        return cls(
-            token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int64),
-            sampled=np.arange(before + len(completion.token_ids)) >= before,
-            logprobs=np.concatenate([np.zeros(before, np.float32), completion.logprobs]).astype(np.float32),
-            text=text,
-            finish_reason=completion.finish_reason,
-            policy_version=completion.policy_version,
-            support=completion.support,
-        )
+        tokens = np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int64)
+        sampled = np.arange(len(tokens)) >= len(prompt.token_ids)
+        logprobs = np.zeros(len(tokens), np.float32)
+        logprobs[sampled] = completion.logprobs
+        reason, version = completion.finish_reason, completion.policy_version
+        return cls(tokens, sampled, logprobs, text, reason, version, completion.support)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One action of an agent.
-
-    Attributes:
-        observation: what was seen before it, in words.
-        said: what the policy wrote.
-        action: what that was taken for; None where it was no action.
-        reward: what the world gave for it, penalty included.
-        valid: the world took it as an action.
-        row: which of the trajectory's episodes holds its tokens.
-        segment: which of that episode's sampled segments they are.
-    """
+    """One action of an agent."""
 
     observation: str
+    """What was seen before it, in words."""
     said: str
+    """What the policy wrote."""
     action: str | None
+    """What that was taken for; None where it was no action."""
     reward: float
+    """What the world gave for it, penalty included."""
     valid: bool
+    """The world took it as an action."""
     row: int
+    """Which of the trajectory's episodes holds its tokens."""
     segment: int
+    """Which of that episode's sampled segments they are."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """What an agent did in one episode of a world.
-
-    Attributes:
-        episodes: its tokens: one growing sequence, or one for each turn where each has a prompt of its own.
-        turns: in order.
-        success: the task was solved.
-        ended: `done` by the world; `turns` or `context`: a limit was reached; `failed`: the environment did.
-        error: what failed, "" if nothing.
-    """
+    """What an agent did in one episode of a world."""
 
     episodes: tuple[Episode, ...]
+    """Its tokens: one growing sequence, or one for each turn where each has a prompt of its own."""
     turns: tuple[Turn, ...]
     success: bool
     ended: Literal["done", "turns", "context", "failed"]
+    """`done` by the world; `turns` or `context`: a limit was reached; `failed`: the environment did."""
     error: str = ""
+    """What failed, "" if nothing."""
 
     @property
     def reward(self) -> float:
@@ -205,27 +184,24 @@ def equal_rewards(a: Any, b: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """All episodes of one prompt, scored.
-
-    Attributes:
-        prompt: the shared prompt.
-        episodes: the G episodes.
-        rewards: `[G]` float64, one for each episode, or for each trajectory where there are any; NaN where no reward
-            function could score it (`None`), or an environment failed.
-        reward_parts: for each reward function, its unweighted `[G]` rewards (NaN for None).
-        trajectories: of agents, whose episodes these are, one trajectory after another. Empty for single answers.
-        greedy_reward: of the prompt's greedy completion, NaN where there is none or it cannot be scored.
-        added: how many of the G, the last ones, were sampled because the others taught nothing. They are trained on;
-            what says how good the policy is leaves them out, since they depend on what was seen before.
-    """
+    """All episodes of one prompt, scored."""
 
     prompt: Prompt
+    """The shared prompt."""
     episodes: tuple[Episode, ...]
+    """The G episodes."""
     rewards: NDArray[np.float64]
+    """`[G]` float64, one for each episode, or for each trajectory where there are any; NaN where no reward function
+    could score it (`None`), or an environment failed."""
     reward_parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    """For each reward function, its unweighted `[G]` rewards (NaN for None)."""
     trajectories: tuple[Trajectory, ...] = ()
+    """Of agents, whose episodes these are, one trajectory after another. Empty for single answers."""
     greedy_reward: float = float("nan")
+    """Of the prompt's greedy completion, NaN where there is none or it cannot be scored."""
     added: int = 0
+    """How many of the G, the last ones, were sampled because the others taught nothing. They are trained on; what says
+    how good the policy is leaves them out, since they depend on what was seen before."""
 
     @property
     def first(self) -> Group:
@@ -263,25 +239,22 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What one optimiser step trains on. `[N, T]` arrays count sampled tokens (see the module docstring).
-
-    Attributes:
-        episodes: the N episodes.
-        group: `[N]` group id of each row.
-        advantages: `[N, T]` float32.
-        mask: `[N, T]` True where the row has a sampled token that no mask excludes.
-        old_logprobs: `[N, T]` float32, recorded by the sampler; 0 beyond the row's end.
-        excluded: reason -> `[N, T]`, True on the tokens that this mask excluded.
-        group_relative: advantages are differences within a group, so that one whose rewards are equal has none.
-    """
+    """What one optimiser step trains on. `[N, T]` arrays count sampled tokens (see the module docstring)."""
 
     episodes: tuple[Episode, ...]
+    """The N episodes."""
     group: IntArray
+    """`[N]` group id of each row."""
     advantages: NDArray[np.float32]
+    """`[N, T]` float32."""
     mask: BoolArray
+    """`[N, T]` True where the row has a sampled token that no mask excludes."""
     old_logprobs: NDArray[np.float32]
+    """`[N, T]` float32, recorded by the sampler; 0 beyond the row's end."""
     excluded: Mapping[str, BoolArray] = field(default_factory=dict)
+    """Reason -> `[N, T]`, True on the tokens that this mask excluded."""
     group_relative: bool = True
+    """Advantages are differences within a group, so that one whose rewards are equal has none."""
 
     @property
     def sampled(self) -> BoolArray:
@@ -291,27 +264,24 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How tokens are drawn. `temperature=0` is greedy, its log-probabilities are those at temperature 1.
-
-    Attributes:
-        temperature: divides the logits before the softmax; 0 = greedy.
-        top_k: keep the k most likely tokens; 0 = all.
-        top_p: keep the smallest set with at least this probability; 1.0 = all. Applied after `top_k`.
-        min_p: keep tokens with at least this fraction of the top token's probability; 0.0 = all.
-        max_tokens: limit for each completion, in tokens.
-        eos_token_ids: sampling stops after any of these; the token stays in the completion.
-        stop_strings: sampling stops when the decoded completion contains any of these.
-        keep_support: record the kept ids of each token and renormalise its log-probability over them.
-    """
+    """How tokens are drawn. `temperature=0` is greedy, its log-probabilities are those at temperature 1."""
 
     temperature: float = 1.0
+    """Divides the logits before the softmax; 0 = greedy."""
     top_k: int = 0
+    """Keep the k most likely tokens; 0 = all."""
     top_p: float = 1.0
+    """Keep the smallest set with at least this probability; 1.0 = all. Applied after `top_k`."""
     min_p: float = 0.0
+    """Keep tokens with at least this fraction of the top token's probability; 0.0 = all."""
     max_tokens: int = 256
+    """Limit for each completion, in tokens."""
     eos_token_ids: tuple[int, ...] = ()
+    """Sampling stops after any of these; the token stays in the completion."""
     stop_strings: tuple[str, ...] = ()
+    """Sampling stops when the decoded completion contains any of these."""
     keep_support: bool = False
+    """Record the kept ids of each token and renormalise its log-probability over them."""
 
     @property
     def cut(self) -> dict[str, float]:

@@ -1,5 +1,4 @@
-"""The command line: `covey train`, `resume`, `eval`, `sample`, `doctor`, `report`, `watch`, `play`, `export`, `serve`,
-`config`.
+"""The command line, `covey`.
 
 Heavy imports happen inside the commands, so that `covey --help` answers at once. A `CoveyError` is printed as one
 message and ends with exit status 2; anything else is a bug and shows its traceback.
@@ -15,35 +14,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
 from covey import __version__
 from covey.cli.doctor import doctor
-from covey.cli.ending import said_by_signals
 from covey.cli.export import export
 from covey.cli.play import play
 from covey.cli.report import report
-from covey.cli.results import (
-    PER_KIND,
-    print_choices,
-    print_difference,
-    print_kinds,
-    print_left_out,
-    print_summary,
-)
+from covey.cli.results import PER_KIND, print_choices, print_difference, print_kinds, print_left_out, print_summary
 from covey.cli.serve import serve
 from covey.cli.watch import watch
-from covey.cli.weights import Overrides, config_for, recipe_file
+from covey.cli.weights import Overrides, config_for, err, out, recipe_file, said_by_signals
 from covey.config.old_names import gone_command
-from covey.config.whole import GRPOConfig, render_explain
+from covey.config.text import render_explain
+from covey.config.whole import GRPOConfig
 from covey.errors import ClusterLostError, ConfigError, CoveyError
 from covey.observe.console import accept_any_text, print_table, say, visible
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
-
     from covey.training.evaluate import Evaluation
     from covey.training.multiple_choice import ChoiceTask
     from covey.training.trainer import GRPOTrainer
@@ -60,14 +49,8 @@ class Commands(TyperGroup):
 
 
 app = typer.Typer(
-    name="covey",
-    cls=Commands,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
+    name="covey", cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown"
 )
-out = Console(emoji=False)  # "house.py:House:rooms=3" is a name and no picture
-err = Console(stderr=True, emoji=False)
 
 
 def main() -> None:
@@ -80,7 +63,10 @@ def main() -> None:
     # the machine has other work (8 times slower sampling); no spin costs a quarter of the speed on a quiet one.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    _let_segments_expand(os.environ)
+    # PyTorch's memory on a GPU grows in place, unless somebody has set its allocator up: packs have many sizes, which
+    # would leave holes between segments. A vLLM that sleeps switches it off again (`VLLMEngine`).
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     try:
         app()
     except CoveyError as error:
@@ -99,15 +85,6 @@ def _warning_in_a_line(
     """Covey's own without the line of code that says it."""
     own = Path(filename).is_relative_to(Path(__file__).parents[1])
     return f"covey: {message}\n" if own else f"{filename}:{lineno}: {category.__name__}: {message}\n"
-
-
-def _let_segments_expand(environment: MutableMapping[str, str]) -> None:
-    """Let PyTorch's memory on a GPU grow in place: packs have many sizes, which would leave holes between segments.
-
-    Not where somebody has set PyTorch's allocator up. A vLLM that sleeps switches it off again (`VLLMEngine`).
-    """
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & environment.keys():
-        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _print_version(wanted: bool) -> None:
@@ -135,11 +112,15 @@ def train(
     Leaves a run folder (`run.output_dir`) with config, metrics, completions, checkpoints, adapter and learning curve.
     """
     config = GRPOConfig.from_toml(recipe_file(recipe), overrides=overrides or [])
+    _train(config, Path(config.run.output_dir))
+
+
+def _train(config: GRPOConfig, folder: Path, *, resume: bool = False) -> None:
     with said_by_signals():
         from covey.training import launch
 
-        if not launch.start_ranks(config, sys.argv[1:], out.out) and (trainer := launch.run(config)):
-            print_summary(out, trainer, Path(config.run.output_dir))
+        if not launch.start_ranks(config, sys.argv[1:], out.out) and (trainer := launch.run(config, resume=resume)):
+            print_summary(out, trainer, folder)
 
 
 @app.command()
@@ -157,12 +138,7 @@ def resume(
             f"{run}: the run was started from Python with parts that no file holds, such as a reward function or a "
             f"dataset in memory; continue it with {folder.how_to_continue()}"
         )
-    config = GRPOConfig.from_toml(file, overrides=[*(overrides or []), f"run.output_dir={run}"])
-    with said_by_signals():
-        from covey.training import launch
-
-        if not launch.start_ranks(config, sys.argv[1:], out.out) and (trainer := launch.run(config, resume=True)):
-            print_summary(out, trainer, run)
+    _train(GRPOConfig.from_toml(file, overrides=[*(overrides or []), f"run.output_dir={run}"]), run, resume=True)
 
 
 app.command()(doctor)
@@ -207,13 +183,8 @@ def evaluate(
     from covey.training.multiple_choice import ChoiceTask
 
     config = config_for(model, adapter, overrides)
-    changes: dict[str, Any] = {
-        "task": task,
-        "world": world,
-        "dataset" if task else "eval_dataset": dataset,
-        "num_eval_prompts": num,
-        "eval_temperature": temperature,
-    }
+    changes: dict[str, Any] = {"task": task, "world": world, "dataset" if task else "eval_dataset": dataset}
+    changes |= {"num_eval_prompts": num, "eval_temperature": temperature}
     config = config.replace(**{name: value for name, value in changes.items() if value is not None})
     if task is not None or world is not None:
         config = config.replace(correctness=None)  # they say themselves what is right
@@ -226,7 +197,8 @@ def evaluate(
     measured = setup.load_task(config)
     other = _baseline(config, baseline, always=isinstance(measured, ChoiceTask))
     if isinstance(measured, ChoiceTask):
-        _evaluate_choices(measured, config, other, rotations=rotations, lead_in=lead_in, show=show, folder=report)
+        asked = {"rotations": rotations, "lead_in": lead_in}
+        _evaluate_choices(measured, config, other, asked, show, report)
         return
     if report is not None:
         raise ConfigError(f"--report={str(report)!r}: only multiple-choice tasks such as usmle have a report")
@@ -263,10 +235,9 @@ def sample(
     from covey.pytorch.backend import BACKEND
     from covey.tasks.dataset import build_prompts
     from covey.training import setup
-    from covey.training.setup import require_room_for
     from covey.types import Request
 
-    require_room_for(f"-n {number} x --max-tokens {max_tokens}", number * len(prompt), max_tokens)
+    setup.require_room_for(f"-n {number} x --max-tokens {max_tokens}", number * len(prompt), max_tokens)
     prompt = [os.fsencode(text).decode("utf-8", "replace") for text in prompt]  # of any locale
     config = config_for(model, adapter, None).replace(max_completion_length=max_tokens)
     task = setup.load_task(config) if system is None else None
@@ -289,8 +260,8 @@ def sample(
         if position % number == 0:
             out.print(f"> {prompt[position // number]}", style="bold", markup=False, highlight=False)
         ending = "" if completion.finish_reason == "stop" else "  [truncated]"
-        probability = float(completion.logprobs.sum())
-        out.print(f"{text}{ending}  (log-probability {probability:.2f})", markup=False, highlight=False)
+        told = f"{text}{ending}  (log-probability {float(completion.logprobs.sum()):.2f})"
+        out.print(told, markup=False, highlight=False)
 
 
 @app.command("config")
@@ -315,20 +286,15 @@ def show_config(
     say(out, config.to_toml())
 
 
-app.command()(play)
-app.command()(export)
-app.command()(serve)
-app.command()(watch)
-app.command()(report)
+for _command in (play, export, serve, watch, report):
+    app.command()(_command)
 
 
 def _evaluate_choices(
     task: ChoiceTask,
     config: GRPOConfig,
     other: GRPOConfig | None,
-    *,
-    rotations: int,
-    lead_in: str,
+    asked: dict[str, Any],
     show: int,
     folder: Path | None,
 ) -> None:
@@ -338,17 +304,12 @@ def _evaluate_choices(
     from covey.training.multiple_choice import answer_choices
 
     answered, rows = [], []
-    for one in (config, other):
-        if one is not None:
-            trainer = _trainer(one)
-            rows = [dict(prompt.columns) for prompt in trainer.eval_prompts]
-            with progress_bar(err, _name(one)) as progress:
-                answered.append(
-                    answer_choices(
-                        trainer, task, name=_name(one), rotations=rotations, lead_in=lead_in, progress=progress
-                    )
-                )
-    found = choice_report(rows, answered[0], answered[1] if len(answered) > 1 else None)
+    for one in filter(None, (config, other)):
+        trainer = _trainer(one)
+        rows = [dict(prompt.columns) for prompt in trainer.eval_prompts]
+        with progress_bar(err, _name(one)) as progress:
+            answered.append(answer_choices(trainer, task, name=_name(one), progress=progress, **asked))
+    found = choice_report(rows, answered[0], answered[1] if other else None)
     for row, text, letter in list(zip(rows, answered[0].texts, answered[0].chosen, strict=True))[:show]:
         mark = "right" if letter == row["answer"] else "wrong"
         out.print(f"{row['question']}\n  {mark} ({letter}): {text!r}", markup=False, highlight=False)
@@ -375,8 +336,7 @@ def _show(result: Evaluation, number: int) -> None:
 
     played = [trajectory for group in result.rollout.groups for trajectory in group.trajectories]
     for trajectory in played[:number]:
-        out.print(visible(transcript(trajectory), 5000), markup=False, highlight=False)
-        out.print()
+        out.print(visible(transcript(trajectory), 5000) + "\n", markup=False, highlight=False)
     if played:
         return
     pairs = [(group.prompt, episode) for group in result.rollout.groups for episode in group.episodes]

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from covey.cli.weights import Overrides, recipe_file
+from covey.cli.weights import Overrides, err, out, recipe_file
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError
 from covey.observe.console import print_table, say, visible
@@ -24,11 +23,7 @@ if TYPE_CHECKING:
     from covey.training.checkup import Plan
     from covey.types import Group
 
-out = Console()
-err = Console(stderr=True)
 _say = partial(say, out)
-_SHOWN = 3
-"""Completions of a recipe that are printed."""
 
 
 def doctor(
@@ -67,10 +62,7 @@ def doctor(
                 f"{target}: is a run; --cluster, --device-memory and settings go with a recipe, such as "
                 f"{target}/config.toml"
             )
-        if step is None:
-            found = _of_run(target, as_json=as_json)
-        else:
-            found = _of_step(target, step, overrides or [], as_json=as_json)
+        found = _of_run(target, as_json) if step is None else _of_step(target, step, overrides or [], as_json)
     else:
         file = recipe_file(target)
         if not file.exists():
@@ -79,46 +71,43 @@ def doctor(
             raise ConfigError(f"--step {step}: goes with the folder of a run, and {target} is a recipe")
         config = GRPOConfig.from_toml(file, overrides=overrides or [])
         if cluster:
-            found = _of_cluster(config)
-        elif device_memory:
-            found = _of_device_memory(config, device_memory, as_json=as_json)
-        else:
-            found = _of_recipe(config, as_json=as_json)
+            from covey.distributed.start import look_at_cluster
+
+            for line in look_at_cluster(config):
+                _say(line)
+            return
+        found = _of_device_memory(config, device_memory, as_json) if device_memory else _of_recipe(config, as_json)
     if found:
         raise typer.Exit(1)
 
 
-def _of_run(path: Path, *, as_json: bool) -> bool:
+def _of_run(path: Path, as_json: bool) -> bool:
     folder = RunFolder.read(path)
     records = folder.read_metrics()
     steps = [record["step"] for record in records if any(not name.startswith(("eval/", "step")) for name in record)]
     if not steps and (kept := sorted(folder.checkpoints.glob("step_*"))):
-        raise ConfigError(
-            f"{path}: there is a checkpoint {kept[-1].name}, but no line of a step in its metrics.jsonl: restore that "
-            "from a backup"
-        )
+        what = f"there is a checkpoint {kept[-1].name}, but no line of a step in its metrics.jsonl"
+        raise ConfigError(f"{path}: {what}: restore that from a backup")
     found = findings(records)
     present = [one for one in found if one.present]
     if as_json:
-        told = [
-            asdict(one.diagnosis) | {"since": one.since, "until": one.until, "present": one.present} for one in found
-        ]
+        fields = ("since", "until", "present")
+        told = [asdict(one.diagnosis) | {name: getattr(one, name) for name in fields} for one in found]
         out.print_json(data={"steps": len(steps), "findings": told})
         return bool(present)
-    _say(
-        f"{path}: {len(steps)} steps" + (f", the last one {steps[-1]}" if steps else "; there is nothing to judge yet")
-    )
-    for one in present:
-        _tell(one.diagnosis, f", since step {one.since}")
-    for one in found:
-        if not one.present:
+    last = f", the last one {steps[-1]}" if steps else "; there is nothing to judge yet"
+    _say(f"{path}: {len(steps)} steps{last}")
+    for one in sorted(found, key=lambda one: not one.present):
+        if one.present:
+            _tell(one.diagnosis, f", since step {one.since}")
+        else:
             _say(f"earlier: {one.diagnosis.code}, steps {one.since} to {one.until}: {one.diagnosis.message}")
     if steps and not present:
         _say("nothing is wrong" if len(steps) >= 5 else "nothing is wrong, as far as so few steps say")
     return bool(present)
 
 
-def _of_step(run: Path, step: int, moved: Sequence[str], *, as_json: bool) -> bool:
+def _of_step(run: Path, step: int, moved: Sequence[str], as_json: bool) -> bool:
     """Compute a step again, with the run's things where `moved` says they are."""
     from covey.training.replay import replay
 
@@ -140,16 +129,16 @@ def _of_step(run: Path, step: int, moved: Sequence[str], *, as_json: bool) -> bo
             _say(f"{check.name}: {len(check.wrong) - 5} more", "red")
     for note in report.notes:
         _say(visible(note, 2000), "dim")
+    how = ", bit for bit" if report.exact else " within the tolerances"
+    wrong = ", ".join(check.name for check in report.checks if check.wrong)
     if report.agrees:
-        how = ", bit for bit" if report.exact else " within the tolerances"
         _say(f"step {report.step} is what was recorded{how}", "bold green")
     else:
-        wrong = ", ".join(check.name for check in report.checks if check.wrong)
         _say(f"step {report.step} differs from what was recorded: {wrong}", "bold red")
     return not report.agrees
 
 
-def _of_recipe(config: GRPOConfig, *, as_json: bool) -> bool:
+def _of_recipe(config: GRPOConfig, as_json: bool) -> bool:
     """Take two steps, in one process whatever the layout is."""
     from covey.distributed.start import layout
     from covey.training.checkup import checkup, measure
@@ -176,7 +165,7 @@ def _of_recipe(config: GRPOConfig, *, as_json: bool) -> bool:
             f"tokens on average, at most {max(lengths)}; the context has room for {room} beside the longest "
             f"completion; {held_out or 'no'} held-out prompts"
         )
-    for group in groups[:_SHOWN]:
+    for group in groups[:3]:
         _say(f"  reward {group.rewards[0]:g}: {visible(group.episodes[0].text, 300)!r}")
     _print_plan(plan, alone=not where)
     names = ("reward", "reward_std", "frac_reward_zero_std", "frac_reward_none", "completions/clipped_ratio")
@@ -214,7 +203,7 @@ def _print_plan(found: Plan, *, alone: bool) -> None:
         )
 
 
-def _of_device_memory(config: GRPOConfig, sizes: Sequence[float], *, as_json: bool) -> bool:
+def _of_device_memory(config: GRPOConfig, sizes: Sequence[float], as_json: bool) -> bool:
     """By formula: the parts, and for GPUs of these sizes in GB whether they fit and how much would."""
     from covey.training.checkup import Recipe
     from covey.training.setup import load_task, load_world, with_defaults
@@ -252,14 +241,6 @@ def _of_device_memory(config: GRPOConfig, sizes: Sequence[float], *, as_json: bo
             f"{tokens}, {passes}"
         )
     return fits[-1]["peak"] > rooms[-1]
-
-
-def _of_cluster(config: GRPOConfig) -> bool:
-    from covey.distributed.start import look_at_cluster
-
-    for line in look_at_cluster(config):
-        _say(line)
-    return False
 
 
 def _tell(diagnosis: Diagnosis, since: str = "") -> None:

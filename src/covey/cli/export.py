@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
+from covey.cli.weights import out
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError
 from covey.observe.console import say
-
-out = Console()
 
 
 def export(
@@ -45,6 +43,7 @@ def export(
     covey export runs/demo my-model --push-to-hub me/my-model
     """
     from covey.hub import prepare_upload, upload_folder
+    from covey.observe.card import Kind
     from covey.observe.run_folder import RunFolder
     from covey.training.export import checkpoint_weights, export_run, kept_weights, require_empty
 
@@ -62,9 +61,7 @@ def export(
         else checkpoint_weights(folder, config, checkpoint)
     ) as weights:
         say(out, f"weights: {weights.said}")
-        kind: Literal["model", "adapter", "mlx", "gguf"] = (
-            "adapter" if adapter else "mlx" if mlx else "gguf" if gguf else "model"
-        )
+        kind: Kind = "adapter" if adapter else "mlx" if mlx else "gguf" if gguf else "model"
         export_run(folder, config, weights, target, kind=kind, dtype=dtype, base=base, repository=repository)
     say(out, f"wrote {target}")
     if config.model.quantization != "none":
@@ -75,5 +72,4 @@ def export(
             "what was exported is not quite the policy that was trained; compare covey eval of both",
         )
     if repository is not None:
-        place = upload_folder(target, repository)
-        say(out, f"uploaded to {place}")
+        say(out, f"uploaded to {upload_folder(target, repository)}")

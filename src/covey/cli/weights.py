@@ -1,8 +1,10 @@
-"""Which recipe a command is given, and which weights `covey eval` and `covey sample` look at."""
+"""What commands share: where they print, how they end, which recipe they are given and which weights they look at."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -11,15 +13,28 @@ from rich.console import Console
 
 from covey.config.whole import GRPOConfig
 from covey.observe.console import say
+from covey.overseer import overseen
+from covey.signals import EndedError, ended_by_signals
 
-err = Console(stderr=True)
+out = Console(emoji=False)  # "house.py:House:rooms=3" is a name and no picture
+err = Console(stderr=True, emoji=False)
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[SECTION.FIELD=VALUE]...",
-        help="Settings that replace the recipe's, e.g. optim.learning_rate=2e-5.",
+        metavar="[SECTION.FIELD=VALUE]...", help="Settings that replace the recipe's, e.g. optim.learning_rate=2e-5."
     ),
 ]
+
+
+@contextmanager
+def said_by_signals() -> Iterator[None]:
+    """A signal that ends the command inside is said, and has its own exit status: typer gives all of them the same."""
+    try:
+        with ended_by_signals(), overseen():
+            yield
+    except EndedError as end:
+        err.print(f"covey: {end}", style="red")
+        raise typer.Exit(end.exit_status) from end
 
 
 def recipe_file(recipe: Path) -> Path:
@@ -30,15 +45,14 @@ def recipe_file(recipe: Path) -> Path:
 def config_for(model: str, adapter: str | None, overrides: list[str] | None) -> GRPOConfig:
     """Settings for looking at a model: a run's own with its weights, of which it is said which, or the defaults.
 
-    Raises:
-        ConfigError: the run has no weights yet, or they are gone or damaged.
+    Raises `ConfigError`: the run has no weights yet, or they are gone or damaged.
     """
     from covey.observe.run_folder import RunFolder
     from covey.training.export import kept_weights
 
     if not RunFolder.is_run(model):
-        config = GRPOConfig.from_overrides(overrides or [])
-        return config.replace(model=model) if adapter is None else config.replace(model=model, adapter=adapter)
+        config = GRPOConfig.from_overrides(overrides or []).replace(model=model)
+        return config if adapter is None else config.replace(adapter=adapter)
     folder = RunFolder.read(model)
     config = GRPOConfig.from_toml(folder.whole_config(), overrides=overrides or [])
     config = config.replace(upload_adapters_to_server=False)  # looking does not need the server that trained it
@@ -46,5 +60,4 @@ def config_for(model: str, adapter: str | None, overrides: list[str] | None) -> 
         return config.replace(adapter=adapter)
     kept = kept_weights(folder, config)
     say(err, f"weights: {kept.said}")
-    path = str(kept.path)
-    return config.replace(adapter=path) if config.model.use_peft else config.replace(model=path)
+    return config.replace(**{"adapter" if config.model.use_peft else "model": str(kept.path)})

@@ -8,11 +8,8 @@ from typing import Any
 
 from covey.algorithms import ADVANTAGE_ESTIMATORS
 from covey.algorithms.losses import LOSSES
-from covey.config.names import field_path
+from covey.config.names import FIELDS, field_path
 from covey.config.sampling import VLLMConfig
-
-_Condition = Callable[[Any], bool]
-"""Asked of a `GRPOConfig`, which is composed above this module."""
 
 
 def uses_kl(config: Any) -> bool:
@@ -26,23 +23,13 @@ def uses_reference(config: Any) -> bool:
     return own or uses_kl(config) or config.algorithm.uses_reference
 
 
+def _estimator(config: Any) -> Any:
+    return ADVANTAGE_ESTIMATORS.get(config.algorithm.adv_estimator)  # nothing is known of somebody's own
+
+
 def _clips(config: Any) -> bool:
     loss = LOSSES.get(config.algorithm.loss_type)  # one in a file may have any parameter
     return loss is None or "epsilon" in loss.parameters
-
-
-def _divides(config: Any) -> bool:
-    function = ADVANTAGE_ESTIMATORS.get(config.algorithm.adv_estimator)  # nothing is known of somebody's own
-    return getattr(function, "scaled", True)
-
-
-def _compares(config: Any) -> bool:
-    function = ADVANTAGE_ESTIMATORS.get(config.algorithm.adv_estimator)
-    return getattr(function, "group_relative", True)
-
-
-def _set(field: str) -> _Condition:
-    return lambda config: bool(getattr(config, field))
 
 
 def another_program_samples(config: Any) -> bool:
@@ -65,97 +52,75 @@ def correction_mode(config: Any) -> str:
     return f"token_truncate{colon}{bounds}" if differs else "off"
 
 
-_OF_RANKS = ("groups_per_unit", "timeout_seconds", "max_restarts", "allow_mixture")
-
-
-def _vllm_here(config: Any) -> bool:
-    return bool(config.sampling.engine == "vllm")
-
-
-def _has_units(config: Any) -> bool:
-    server = config.server
-    return config.distributed.samplers is not None or (server.upload_adapters_to_server and len(server.urls) > 1)
-
-
-def _has_workers(config: Any) -> bool:
-    return config.distributed.reward_workers is not None
-
-
 def _has_ranks(config: Any) -> bool:
-    return _has_units(config) or _has_workers(config) or config.distributed.learners > 1 or "WORLD_SIZE" in os.environ
+    own, server = config.distributed, config.server
+    units = own.samplers is not None or (server.upload_adapters_to_server and len(server.urls) > 1)
+    return units or own.reward_workers is not None or own.learners > 1 or "WORLD_SIZE" in os.environ
 
 
-_OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
-
-
-def _makes_an_adapter(config: Any) -> bool:
-    return config.model.use_peft and config.model.adapter is None
-
-
-_ACTS_WHEN: tuple[tuple[str, _Condition, str], ...] = (
-    ("kl_estimator", uses_kl, "algorithm.beta is above 0"),
-    ("epsilon", _clips, "algorithm.loss_type clips; this one does not"),
-    (
-        "importance_sampling_correction",
+_ACTS_WHEN: dict[tuple[str, ...], tuple[Callable[[Any], object], str]] = {
+    ("kl_estimator",): (uses_kl, "algorithm.beta is above 0"),
+    ("epsilon",): (_clips, "algorithm.loss_type clips; this one does not"),
+    ("importance_sampling_correction",): (
         lambda c: c.algorithm.importance_sampling_correction == "off" or correction_mode(c) != "off",
         "the sampler may differ from the trainer, or where a mode is chosen",
     ),
-    (
-        "scale_rewards",
-        lambda c: _divides(c) or c.algorithm.scale_rewards == "none",
+    ("scale_rewards",): (
+        lambda c: getattr(_estimator(c), "scaled", True) or c.algorithm.scale_rewards == "none",
         "algorithm.adv_estimator divides by a spread; this one does not",
     ),
-    (
-        "reference_update_steps",
+    ("reference_update_steps",): (
         uses_reference,
         "something looks at the reference: algorithm.beta above 0, or reference_drift_threshold",
     ),
-    (
-        "reference_ema_decay",
+    ("reference_ema_decay",): (
         lambda c: c.algorithm.reference_update_steps is not None,
         "algorithm.reference_update_steps is set",
     ),
-    ("max_generations", _compares, "completions of a group compete; with this algorithm.adv_estimator they do not"),
-    (
-        "num_train_epochs",
+    ("max_generations",): (
+        lambda c: getattr(_estimator(c), "group_relative", True),
+        "completions of a group compete; with this algorithm.adv_estimator they do not",
+    ),
+    ("num_train_epochs",): (
         lambda c: c.schedule.max_steps < 0 and not c.schedule.phases,
         "neither schedule.max_steps nor schedule.phases says how long the run is",
     ),
-    *((field, _makes_an_adapter, "an adapter is made: model.use_peft and no model.adapter") for field in _OF_ADAPTERS),
-    ("inference_server_kind", _set("inference_server_url"), "server.inference_server_url is set"),
-    *((field, _has_ranks, "there are several samplers, learners, workers or servers") for field in _OF_RANKS),
-    (
-        "ray_address",
+    ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"): (
+        lambda c: c.model.use_peft and c.model.adapter is None,
+        "an adapter is made: model.use_peft and no model.adapter",
+    ),
+    ("inference_server_kind",): (lambda c: c.server.inference_server_url, "server.inference_server_url is set"),
+    ("groups_per_unit", "timeout_seconds", "max_restarts", "allow_mixture"): (
+        _has_ranks,
+        "there are several samplers, learners, workers or servers",
+    ),
+    ("ray_address",): (
         lambda c: c.distributed.actors or c.distributed.learners > 1,
         "distributed.learners is above 1, or there are Ray actors: samplers or workers",
     ),
-    ("gpus_per_sampler", _set("samplers"), "distributed.samplers is above 0"),
-    *((field, _vllm_here, "sampling.engine is vllm") for field in VLLMConfig.model_fields),
-    ("offload", lambda c: c.model.device != "cpu", "the model is on a GPU"),
-    ("reward_workers", lambda c: c.environment.world is None, "there is no environment.world, which scores itself"),
-    (
-        "adapter_folder",
+    ("gpus_per_sampler",): (lambda c: c.distributed.samplers, "distributed.samplers is above 0"),
+    tuple(VLLMConfig.model_fields): (lambda c: c.sampling.engine == "vllm", "sampling.engine is vllm"),
+    ("offload",): (lambda c: c.model.device != "cpu", "the model is on a GPU"),
+    ("reward_workers",): (lambda c: c.environment.world is None, "there is no environment.world, which scores itself"),
+    ("adapter_folder",): (
         lambda c: c.server.inference_server_kind != "covey",
         "server.inference_server_kind is not covey",
     ),
-)
-"""(field, when it acts, the same in words)."""
+}
+"""Fields -> when they act, and the same in words."""
 
 
 def without_effect(config: Any) -> list[str]:
     """One sentence for each setting that somebody has changed and that changes nothing, given the others."""
     found = []
-    for field, acts, when in _ACTS_WHEN:
-        section = getattr(config, field_path(field).partition(".")[0])
-        default = type(section)(loss_type=section.loss_type) if section is config.algorithm else type(section)()
-        value = getattr(section, field)
-        if value != getattr(default, field) and not acts(config):
-            found.append(f"{field_path(field)}={value!r} has no effect: it acts only where {when}")
+    for fields, (acts, when) in _ACTS_WHEN.items():
+        for field in [] if acts(config) else fields:
+            section = getattr(config, FIELDS[field])
+            default = type(section)(loss_type=section.loss_type) if section is config.algorithm else type(section)()
+            if (value := getattr(section, field)) != getattr(default, field):
+                found.append(f"{field_path(field)}={value!r} has no effect: it acts only where {when}")
     for phase in config.schedule.phases:
-        if (
-            phase.min_accuracy is None
-            and phase.learning_rate_cut != type(phase).model_fields["learning_rate_cut"].default
-        ):
+        if phase.min_accuracy is None and phase.learning_rate_cut != 0.5:
             found.append(
                 f"phase {phase.name!r}: learning_rate_cut has no effect: it acts only where min_accuracy is set"
             )

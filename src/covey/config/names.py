@@ -12,8 +12,6 @@ from difflib import get_close_matches
 from enum import Enum
 from typing import Any
 
-from pydantic import BaseModel
-
 from covey.config import old_names
 from covey.config.algorithm import AlgorithmConfig
 from covey.config.data import DataConfig
@@ -22,11 +20,12 @@ from covey.config.environment import EnvironmentConfig
 from covey.config.rewards import RewardConfig
 from covey.config.run import RunConfig
 from covey.config.sampling import ModelConfig, SamplingConfig, VLLMConfig
+from covey.config.section import Section
 from covey.config.server import ServerConfig
 from covey.config.training import EvaluationConfig, OptimConfig, ScheduleConfig
 from covey.errors import ConfigError
 
-SECTIONS: dict[str, type[BaseModel]] = {
+SECTIONS: dict[str, type[Section]] = {
     "model": ModelConfig,
     "algorithm": AlgorithmConfig,
     "sampling": SamplingConfig,
@@ -71,42 +70,35 @@ MEANS: dict[str, str] = {**SYNONYMS, **OPTIONS, **old_names.OLD_NAMES}
 """Every other name that is read -> the field that it is about."""
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_OF_TRL = _words(
-    """
+_OF_TRL = """
     accelerator_config activation_checkpointing activation_checkpointing_kwargs auto_find_batch_size
     average_tokens_across_devices batch_eval_metrics bf16 bf16_full_eval cache_implementation cast_lm_head_to_fp32
     data_seed dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers
-    dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor ddp_backend
-    ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout debug
-    deepspeed disable_dropout disable_tqdm do_eval do_predict do_train ds3_gather_for_generation
-    enable_jit_checkpoint eval_accumulation_steps eval_delay eval_do_concat_batches eval_strategy
-    eval_use_gather_object evaluation_strategy fp16 fp16_full_eval fsdp fsdp_config full_determinism
-    generation_batch_size generation_kwargs gradient_accumulation_steps gradient_checkpointing_kwargs
-    greater_is_better group_by_length hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy
-    hub_token ignore_data_skip include_for_metrics include_num_input_tokens_seen label_names
+    dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor ddp_backend ddp_broadcast_buffers
+    ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout debug deepspeed disable_dropout
+    disable_tqdm do_eval do_predict do_train ds3_gather_for_generation enable_jit_checkpoint eval_accumulation_steps
+    eval_delay eval_do_concat_batches eval_strategy eval_use_gather_object evaluation_strategy fp16 fp16_full_eval fsdp
+    fsdp_config full_determinism generation_batch_size generation_kwargs gradient_accumulation_steps
+    gradient_checkpointing_kwargs greater_is_better group_by_length hub_always_push hub_model_id hub_private_repo
+    hub_revision hub_strategy hub_token ignore_data_skip include_for_metrics include_num_input_tokens_seen label_names
     label_smoothing_factor length_column_name liger_kernel_config local_rank log_completions_hub_repo log_level
     log_level_replica log_multimodal log_on_each_node log_unique_prompts logging_dir logging_first_step
-    logging_nan_inf_filter logging_strategy max_tool_calling_iterations model_init_kwargs neftune_noise_alpha
-    no_cuda optim optim_args optim_target_modules overwrite_output_dir pad_to_multiple_of parallelism_config
+    logging_nan_inf_filter logging_strategy max_tool_calling_iterations model_init_kwargs neftune_noise_alpha no_cuda
+    optim optim_args optim_target_modules overwrite_output_dir pad_to_multiple_of parallelism_config
     per_device_eval_batch_size per_device_train_batch_size prediction_loss_only project push_to_hub
     ref_model_mixup_alpha ref_model_sync_steps remove_unused_columns repetition_penalty
     restore_callback_states_from_checkpoint resume_from_checkpoint router_aux_loss_coef save_on_each_node
     save_only_model save_safetensors save_strategy shuffle_dataset skip_memory_metrics steps_per_generation
-    sync_ref_model tf32 torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps
-    trackio_bucket_id trackio_space_id trackio_static_space_id train_sampling_strategy
-    transformers_continuous_batching_config use_bias_correction_kl use_cache use_cpu use_liger_kernel
-    use_liger_loss use_transformers_continuous_batching use_transformers_paged use_vllm vespo_k_neg vespo_k_pos
-    vespo_lambda_neg vespo_lambda_pos vllm_device vllm_dtype vllm_enable_sleep_mode vllm_gpu_memory_utilization
-    vllm_group_port vllm_importance_sampling_cap vllm_importance_sampling_clip_max
-    vllm_importance_sampling_clip_min vllm_importance_sampling_correction vllm_importance_sampling_mode
-    vllm_max_model_len vllm_max_model_length vllm_mode vllm_model_impl vllm_server_base_url vllm_server_host
-    vllm_server_port vllm_server_timeout vllm_structured_outputs_regex vllm_tensor_parallel_size
-    """
-)
+    sync_ref_model tf32 torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps trackio_bucket_id
+    trackio_space_id trackio_static_space_id train_sampling_strategy transformers_continuous_batching_config
+    use_bias_correction_kl use_cache use_cpu use_liger_kernel use_liger_loss use_transformers_continuous_batching
+    use_transformers_paged use_vllm vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos vllm_device vllm_dtype
+    vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_group_port vllm_importance_sampling_cap
+    vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min vllm_importance_sampling_correction
+    vllm_importance_sampling_mode vllm_max_model_len vllm_max_model_length vllm_mode vllm_model_impl
+    vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_structured_outputs_regex
+    vllm_tensor_parallel_size
+"""
 """TRL's and transformers' options that are no fields here."""
 
 
@@ -118,8 +110,7 @@ def field_path(field: str) -> str:
 def resolve(path: str) -> str:
     """The field or option that a written path means.
 
-    Raises:
-        ConfigError: no such section or setting, or a setting in another one's section.
+    Raises `ConfigError`: no such section or setting, or a setting in another one's section.
     """
     if path in SYNONYMS:
         return SYNONYMS[path]
@@ -133,7 +124,7 @@ def resolve(path: str) -> str:
         return field
     if name in OPTIONS or name in old_names.OLD_NAMES or name in old_names.SETTINGS:
         return name
-    if name in _OF_TRL and path not in SECTIONS:
+    if name in _OF_TRL.split() and path not in SECTIONS:
         raise ConfigError(
             f"{path}: is an option of TRL's; a TRL script runs with `from covey.trl import GRPOConfig, GRPOTrainer`, "
             "and `covey config --explain` lists Covey's own settings"
@@ -170,33 +161,6 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield path, value.tolist() if hasattr(value, "tolist") else value  # of NumPy, torch or pandas
 
 
-def _phase(phase: Any) -> Any:
-    return {SYNONYMS.get(name, name): value for name, value in phase.items()} if isinstance(phase, Mapping) else phase
-
-
-class _Settings:
-    """Fields given so far, each with the way in which it was written."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-        self.written: dict[str, str] = {}
-        self.problems: list[str] = []
-
-    def put(self, field: str, value: Any, written: str) -> None:
-        if field == "scale_rewards" and isinstance(value, bool):
-            value = "group" if value else "none"
-        if field == "phases" and isinstance(value, list | tuple):
-            value = tuple(_phase(phase) for phase in value)
-        if isinstance(value, list):
-            value = tuple(value)
-        if field in self.values and self.values[field] != value:
-            self.problems.append(
-                f"{self.written[field]} and {written}: both set {field_path(field)}, to different values; keep one"
-            )
-        self.values[field] = value
-        self.written[field] = written
-
-
 def _of_the_document(options: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """`OPTIONS` with the meaning that they have in the document: field, value, and the option as it was written."""
     for name, value in options.items():
@@ -216,34 +180,54 @@ def _of_the_document(options: Mapping[str, Any]) -> Iterator[tuple[str, Any, str
         yield "reference_drift_threshold", threshold, ", ".join(f"{name}={value}" for name, value in mask.items())
 
 
+def _plain(field: str, value: Any) -> Any:
+    """A value as the section takes it."""
+    if field == "scale_rewards" and isinstance(value, bool):
+        return "group" if value else "none"
+    if field == "phases" and isinstance(value, list | tuple):
+        value = [
+            {SYNONYMS.get(name, name): inner for name, inner in phase.items()} if isinstance(phase, Mapping) else phase
+            for phase in value
+        ]
+    return tuple(value) if isinstance(value, list) else value
+
+
 def canonical_names(settings: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Reduce settings in any accepted form to field -> value; the values are not validated here.
 
-    Raises:
-        ConfigError: unknown names, or one setting given twice with different values.
+    Raises `ConfigError`: unknown names, or one setting given twice with different values.
     """
-    result = _Settings()
+    values: dict[str, Any] = {}
+    written: dict[str, str] = {}  # the way in which each was written
+    problems: list[str] = []
     options: dict[str, Any] = {}
     moved: dict[str, Any] = {}
+
+    def put(field: str, value: Any, how: str) -> None:
+        value = _plain(field, value)
+        if field in values and values[field] != value:
+            problems.append(f"{written[field]} and {how}: both set {field_path(field)}, to different values; keep one")
+        values[field], written[field] = value, how
+
     for path, value in _leaves(settings):
         try:
             name = resolve(path)
         except ConfigError as error:
-            result.problems.append(str(error))
+            problems.append(str(error))
             continue
         if name in old_names.SETTINGS:
-            result.problems.extend(filter(None, [old_names.gone_setting(path, name, value)]))
+            problems.extend(filter(None, [old_names.gone_setting(path, name, value)]))
         elif name in old_names.OLD_NAMES:
-            moved[name], result.written[name] = value, f"{path}={value!r}"
+            moved[name], written[name] = value, f"{path}={value!r}"
         elif name not in FIELDS:
             options[name] = value
         else:
-            result.put(name, value, f"{path}={value!r}")
+            put(name, value, f"{path}={value!r}")
     try:
-        for field, value, written in _of_the_document(options):
-            result.put(field, value, written)
+        for field, value, how in _of_the_document(options):
+            put(field, value, how)
     except ConfigError as error:
-        result.problems.append(str(error))
-    if result.problems:
-        raise ConfigError("\n".join(result.problems))
-    return result.values | old_names.translate(moved, result.values, base or {}, result.written, field_path)
+        problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return values | old_names.translate(moved, values, base or {}, written, field_path)

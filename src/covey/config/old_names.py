@@ -59,8 +59,7 @@ Values = Mapping[str, Any]
 
 
 class Moved(NamedTuple):
-    """Some settings that are now written as others: with the defaults that they had, where they are now, and the
-    translation.
+    """Settings that are now written as others: their defaults of then, where they are now, and the translation.
 
     `write(old, known)` is given all of the old ones, with defaults for those that are not given, and the fields that
     are given beside them or before; it returns fields.
@@ -71,11 +70,18 @@ class Moved(NamedTuple):
     write: Callable[[Values, Values], dict[str, Any]]
 
 
+def _changed(old: Values, defaults: Values) -> dict[str, Any]:
+    return {name: value for name, value in old.items() if value != defaults[name]}
+
+
+def _added(table: str, given: Values, known: Values) -> dict[str, Any]:
+    return {table: {**known.get(table, {}), **given}} if given else {}
+
+
 def _of_the_loss(old: Values, known: Values) -> dict[str, Any]:
     loss = LOSSES.get(known.get("loss_type", "grpo"))
-    given = {name: value for name, value in old.items() if value != _OF_THE_LOSS[name]}
-    given = {name: value for name, value in given.items() if loss is None or name in loss.parameters}
-    return {"loss_parameters": {**known.get("loss_parameters", {}), **given}} if given else {}
+    given = {n: v for n, v in _changed(old, _OF_THE_LOSS).items() if loss is None or n in loss.parameters}
+    return _added("loss_parameters", given, known)
 
 
 def _of_the_estimator(old: Values, known: Values) -> dict[str, Any]:
@@ -86,9 +92,8 @@ def _of_the_estimator(old: Values, known: Values) -> dict[str, Any]:
         "discount": ("grpo", "gigpo"),
         "step_advantage_weight": ("gigpo",),
     }
-    given = {name: value for name, value in old.items() if value != _OF_THE_ESTIMATOR[name]}
-    given = {name: value for name, value in given.items() if ":" in estimator or estimator in taken[name]}
-    return {"adv_parameters": {**known.get("adv_parameters", {}), **given}} if given else {}
+    given = {n: v for n, v in _changed(old, _OF_THE_ESTIMATOR).items() if ":" in estimator or estimator in taken[n]}
+    return _added("adv_parameters", given, known)
 
 
 def _gdpo(old: Values, known: Values) -> dict[str, Any]:
@@ -97,10 +102,10 @@ def _gdpo(old: Values, known: Values) -> dict[str, Any]:
 
 
 def _adaptive_entropy(old: Values, known: Values) -> dict[str, Any]:
-    if not old["use_adaptive_entropy"]:
-        return {}
-    names = {"entropy_target": "target", "entropy_coef_delta": "delta", "entropy_coef_min": "min"}
-    return {"adaptive_entropy": {new: old[name] for name, new in {**names, "entropy_coef_max": "max"}.items()}}
+    names = {"target": "entropy_target", "delta": "entropy_coef_delta"}
+    names |= {"min": "entropy_coef_min", "max": "entropy_coef_max"}
+    table = {name: old[former] for name, former in names.items()}
+    return {"adaptive_entropy": table} if old["use_adaptive_entropy"] else {}
 
 
 def _correction(old: Values, known: Values) -> dict[str, Any]:
@@ -122,9 +127,8 @@ def _reference(old: Values, known: Values) -> dict[str, Any]:
 
 def _drift(old: Values, known: Values) -> dict[str, Any]:
     threshold = known.get("reference_drift_threshold")
-    if threshold is None or old["reference_drift_reduction"] == "per_token_mean":
-        return {}
-    return {"reference_drift_threshold": f"sum:{threshold}"}
+    is_sum = threshold is not None and old["reference_drift_reduction"] != "per_token_mean"
+    return {"reference_drift_threshold": f"sum:{threshold}"} if is_sum else {}
 
 
 def _validity(old: Values, known: Values) -> dict[str, Any]:
@@ -146,11 +150,8 @@ def _down_sampling(old: Values, known: Values) -> dict[str, Any]:
 def _context(old: Values, known: Values) -> dict[str, Any]:
     if old["context_mode"] == "conversation":
         return {"history_length": None}
-    history = known.get("history_length")
-    return {
-        "history_length": 2 if history is None else history,
-        "max_conversation_tokens": old["max_turn_prompt_tokens"],
-    }
+    history, most = known.get("history_length"), old["max_turn_prompt_tokens"]
+    return {"history_length": 2 if history is None else history, "max_conversation_tokens": most}
 
 
 def _time_limit(old: Values, known: Values) -> dict[str, Any]:
@@ -165,20 +166,17 @@ def _servers(old: Values, known: Values) -> dict[str, Any]:
 
 
 def _vllm(old: Values, known: Values) -> dict[str, Any]:
-    given = {name: value for name, value in old.items() if value != _VLLM[name]}
-    changed: dict[str, Any] = {
-        name: given[name] for name in ("tensor_parallel_size", "max_model_len", "enforce_eager") if name in given
-    }
+    given = _changed(old, _VLLM)
     if "sleep_level" in given:
-        changed["enable_sleep_mode"] = given["sleep_level"] > 0
+        given["enable_sleep_mode"] = given.pop("sleep_level") > 0
     if "merge_adapter" in given:
-        changed["enable_lora"] = not given["merge_adapter"]
-    return {"llm_arguments": {**changed, **known.get("llm_arguments", {})}} if changed else {}
+        given["enable_lora"] = not given.pop("merge_adapter")
+    return {"llm_arguments": {**given, **known.get("llm_arguments", {})}} if given else {}
 
 
 def _optimizer(old: Values, known: Values) -> dict[str, Any]:
-    given = {name.removeprefix("adam_"): value for name, value in old.items() if value != _OPTIMIZER[name]}
-    return {"optimizer_parameters": {**known.get("optimizer_parameters", {}), **given}} if given else {}
+    given = {name.removeprefix("adam_"): value for name, value in _changed(old, _OPTIMIZER).items()}
+    return _added("optimizer_parameters", given, known)
 
 
 def _warmup(old: Values, known: Values) -> dict[str, Any]:
@@ -196,34 +194,22 @@ def _ledger(old: Values, known: Values) -> dict[str, Any]:
     return {"ledger": f"{ledger},all:{every}"} if every else {}
 
 
-_OF_THE_LOSS = {
-    **{"epsilon_high": None, "delta": None, "epsilon_max": 5.0, "importance_sampling_level": None},
-    **{"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
-}
+_OF_THE_LOSS = {"epsilon_high": None, "delta": None, "epsilon_max": 5.0, "importance_sampling_level": None}
+_OF_THE_LOSS |= {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
 _OF_THE_ESTIMATOR = {"std_correction": 1, "step_score": "episode", "discount": 1.0, "step_advantage_weight": 1.0}
-_VLLM = {
-    **{"sleep_level": 1, "tensor_parallel_size": 1, "max_model_len": None, "merge_adapter": None},
-    "enforce_eager": False,
-}
+_ENTROPY = {"use_adaptive_entropy": False, "entropy_target": 0.2, "entropy_coef_delta": 0.005}
+_ENTROPY |= {"entropy_coef_min": 0.0, "entropy_coef_max": 1.0}
+_CORRECTION = {"importance_sampling_floor": None, "importance_sampling_cap": 3.0}
+_VLLM = {"sleep_level": 1, "tensor_parallel_size": 1, "max_model_len": None, "merge_adapter": None}
+_VLLM |= {"enforce_eager": False}
 _OPTIMIZER = {"weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
 
 MOVED: tuple[Moved, ...] = (
     Moved({"multi_objective_aggregation": "sum_then_normalize"}, "adv_estimator", _gdpo),
     Moved(_OF_THE_LOSS, "loss_parameters", _of_the_loss),
     Moved(_OF_THE_ESTIMATOR, "adv_parameters", _of_the_estimator),
-    Moved(
-        {
-            **{"use_adaptive_entropy": False, "entropy_target": 0.2, "entropy_coef_delta": 0.005},
-            **{"entropy_coef_min": 0.0, "entropy_coef_max": 1.0},
-        },
-        "adaptive_entropy",
-        _adaptive_entropy,
-    ),
-    Moved(
-        {"importance_sampling_floor": None, "importance_sampling_cap": 3.0},
-        "importance_sampling_correction",
-        _correction,
-    ),
+    Moved(_ENTROPY, "adaptive_entropy", _adaptive_entropy),
+    Moved(_CORRECTION, "importance_sampling_correction", _correction),
     Moved({"reference_update": "none"}, "reference_update_steps", _reference),
     Moved({"reference_drift_reduction": "per_token_mean"}, "reference_drift_threshold", _drift),
     Moved({"validity_mask": False}, "validity_min_length", _validity),
@@ -273,15 +259,13 @@ def translate(
             own = {name: value for name, value in own.items() if value is not None}
             now = write({**old, **own}, {**known, **values, **found})
             changed = [name for name, value in own.items() if value != old[name]]
-            if by_hand and any(name not in PUBLISHED for name in changed):
-                instead = ", ".join(
+            if by_hand and not PUBLISHED.issuperset(changed):
+                new = ", ".join(
                     f"{path(field)} = {_in_toml(value)}" for field, value in now.items() if value is not None
                 )
+                advice = f"write {new}" if new else "without effect here; leave it out"
                 what = ", ".join(written[name] for name in changed)
-                advice = (
-                    f"an old name; write {instead}" if instead else "an old name, without effect here; leave it out"
-                )
-                warnings.warn(f"{what:.300}: {advice}", stacklevel=2)
+                warnings.warn(f"{what:.300}: an old name{';' if new else ','} {advice}", stacklevel=2)
             found |= now
     if type(tries := values.get("dynamic_sampling")) is bool and "dynamic_sampling" not in found:
         found["dynamic_sampling"] = 3 if tries else 0

@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from collections.abc import Iterator
+from typing import Annotated
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field
+
+from covey.config.section import Section, shown
 
 
-class ServerConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
+class ServerConfig(Section, frozen=True):
     """Where completions are sampled when not in this process, and how the server gets new weights."""
 
-    inference_server_url: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
-        default=None,
-        description="Sample on the inference server at this address (`covey serve` has http://127.0.0.1:8000 unless "
-        "told otherwise), to which the adapter is uploaded; or several, with commas or as a list. none = sample here.",
-    )
-    inference_server_kind: str = Field(
-        default="covey",
-        pattern=r"^(covey|vllm|sglang|.+:.+)$",
-        description="covey: `covey serve`. vllm: vLLM's OpenAI server with run-time LoRA loading. sglang: SGLang's "
-        "server. FILE.py:NAME: a dialect of your own, see docs/serving.md.",
-    )
-    server_token: str | None = Field(
-        default=None,
-        exclude=True,
-        repr=False,
-        description="Bearer token of the server; none = the environment variable COVEY_SERVER_TOKEN. Never saved.",
-    )
-    adapter_folder: str | None = Field(
-        default=None,
-        description="Where weights are written for another server than covey's to read; none = beside the run folder, "
-        "OUTPUT_DIR-adapters.",
-    )
-    server_timeout: float = Field(default=600.0, gt=0, le=1e9, description="Seconds that one request may take.")
-    server_retry_seconds: float = Field(
-        default=60.0,
-        ge=0,
-        le=1e9,
-        description="Seconds for which a request that failed is tried again before the run stops, to be resumed.",
-    )
+    inference_server_url: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
+    """Sample on the inference server at this address (`covey serve` has http://127.0.0.1:8000 unless told otherwise),
+    to which the adapter is uploaded; or several, with commas or as a list. none = sample here."""
+    inference_server_kind: str = Field(default="covey", pattern=r"^(covey|vllm|sglang|.+:.+)$")
+    """covey: `covey serve`. vllm: vLLM's OpenAI server with run-time LoRA loading. sglang: SGLang's server.
+    FILE.py:NAME: a dialect of your own, see docs/serving.md."""
+    server_token: str | None = Field(default=None, exclude=True, repr=False)
+    """Bearer token of the server; none = the environment variable COVEY_SERVER_TOKEN. Never saved."""
+    adapter_folder: str | None = None
+    """Where weights are written for another server than covey's to read; none = beside the run folder,
+    OUTPUT_DIR-adapters."""
+    server_timeout: float = Field(default=600.0, gt=0, le=1e9)
+    """Seconds that one request may take."""
+    server_retry_seconds: float = Field(default=60.0, ge=0, le=1e9)
+    """Seconds for which a request that failed is tried again before the run stops, to be resumed."""
 
     @property
     def upload_adapters_to_server(self) -> bool:
@@ -51,13 +40,9 @@ class ServerConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_in
         given = self.inference_server_url or ()
         return tuple(url.strip() for url in given.split(",")) if isinstance(given, str) else given
 
-    @model_validator(mode="after")
-    def _different_servers(self) -> Self:
+    def problems(self) -> Iterator[str]:
         alike = [url.rstrip("/") for url in self.urls]
         twice = [url for url in alike if alike.count(url) > 1]
         if twice or "" in alike:
             problem = f"{twice[0]} is there twice" if twice and twice[0] else "one of them is empty"
-            raise ValueError(
-                f"inference_server_url={self.inference_server_url!r:.300}: {problem}; name each server once"
-            )
-        return self
+            yield f"inference_server_url={shown(self.inference_server_url)}: {problem}; name each server once"

@@ -8,6 +8,7 @@ import tomllib
 import types
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
@@ -19,6 +20,7 @@ from pydantic_core import ErrorDetails
 
 from covey.config.names import FIELDS, MEANS, SECTIONS, resolve
 from covey.config.old_names import SETTINGS
+from covey.config.section import shown
 from covey.config.training import PhaseConfig
 from covey.errors import ConfigError
 
@@ -91,7 +93,13 @@ def render_explain(console: Console, filter: str | None = None) -> int:
 
 def type_text(field: FieldInfo) -> str:
     """`float, > 0, <= 1` for a field declared so; the choices where there is a fixed set."""
-    return ", ".join([_annotation_text(field.annotation), *_ranges(field)])
+    ranges = [
+        f"{sign} {getattr(bound, attribute)}"
+        for kind, attribute, sign in _BOUNDS
+        for bound in field.metadata
+        if isinstance(bound, kind)
+    ]
+    return ", ".join([_annotation_text(field.annotation), *ranges])
 
 
 def _annotation_text(annotation: Any) -> str:
@@ -111,15 +119,6 @@ def _annotation_text(annotation: Any) -> str:
     return "table"  # a dict, or a section-like model such as a phase
 
 
-def _ranges(field: FieldInfo) -> list[str]:
-    return [
-        f"{sign} {getattr(bound, attribute)}"
-        for kind, attribute, sign in _BOUNDS
-        for bound in field.metadata
-        if isinstance(bound, kind)
-    ]
-
-
 def _alternatives(annotation: Any) -> set[Any]:
     """The plain types and literal choices that an annotation allows."""
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -133,12 +132,6 @@ def _alternatives(annotation: Any) -> set[Any]:
 
 
 # --- errors
-
-
-def shown(value: Any) -> str:
-    """A value for a message, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:150]}... ({len(text):,} characters)"
 
 
 def unusable(value: Any) -> str:
@@ -169,8 +162,7 @@ def explain_error(section: str, error: ValidationError, given: Mapping[str, Any]
     for details in error.errors(include_url=False):
         if details["type"] == "default_factory_not_called":
             continue  # this default follows from another setting, which is the one at fault
-        # Below a field come names of union members, which say nothing to a reader; a phase has fields of its
-        # own.
+        # Below a field come names of union members, which say nothing to a reader; a phase has fields of its own.
         depth = 3 if details["loc"][:1] == ("phases",) else 1
         by_place[details["loc"][:depth]].append(details)
     found = [_explain_place(section, place, details, given) for place, details in list(by_place.items())[:_MOST]]
@@ -220,8 +212,7 @@ def _requirement(path: str, field: FieldInfo, value: Any) -> str:
 def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     """`["algorithm.beta=0.02", "run.report_to=wandb"]` -> path -> value; of equal paths the last one holds.
 
-    Raises:
-        ConfigError: an override without `=`, or with an unknown name.
+    Raises `ConfigError`: an override without `=`, or with an unknown name.
     """
     settings: dict[str, Any] = {}
     problems = []
@@ -251,16 +242,11 @@ def parse_value(name: str, text: str) -> Any:
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError):
-        return _number(text) if float in allowed else text
+        with suppress(ValueError):
+            return float(text) if float in allowed else text  # .5 and 1.e-5 are no TOML
+        return text
     value = parsed.get("value")
     plain = len(parsed) == 1 and isinstance(value, str | int | float | bool | list | dict)
     if not plain or (allowed and allowed <= {str, types.NoneType} and not isinstance(value, str)):
         return text  # a run called 7, or a date, is text all the same
     return value
-
-
-def _number(text: str) -> float | str:
-    try:
-        return float(text)  # .5 and 1.e-5 are no TOML
-    except ValueError:
-        return text

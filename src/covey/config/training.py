@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from covey.config.section import Options, Section
 
 ScheduleType = Literal[
     "linear",
@@ -19,255 +22,175 @@ ScheduleType = Literal[
 ]
 
 
-class OptimConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
+def _whole_steps(value: float) -> float:
+    if value > 1 and value != int(value):
+        raise ValueError("a number of steps is whole; write a whole number, or a share of all steps below 1")
+    return value
+
+
+def _some_steps(value: int) -> int:
+    if value == 0:
+        raise ValueError("a run without steps trains nothing; set schedule.max_steps to 1 or more, or to -1")
+    return value
+
+
+def _of_evaluation(value: Any) -> Any:
+    """`eval_reward` and `reward` are written by transformers' users, and mean `eval/reward`."""
+    bare = value.removeprefix("eval_").removeprefix("eval/") if isinstance(value, str) else ""
+    return f"eval/{bare}" if bare else value
+
+
+class OptimConfig(Section, frozen=True):
     """AdamW, its learning rate, and the size of micro-batches."""
 
-    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = Field(
-        default="adamw",
-        description="AdamW: PyTorch's fused one, or bitsandbytes' (extra quantization), whose moments have 8 bits in "
-        "place of 32; paged = they move to the host's memory where the GPU's is full. PyTorch only.",
-    )
-    learning_rate: float = Field(
-        default=1e-5,
-        gt=0,
-        description="Peak learning rate. The default suits LoRA, whose few weights need larger steps; "
-        "train all weights (use_peft false) with about 1e-6.",
-    )
-    embedding_lr: float | None = Field(
-        default=None,
-        gt=0,
-        description="Learning rate of the embedding, where it is trained; none = learning_rate.",
-    )
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
+    """AdamW: PyTorch's fused one, or bitsandbytes' (extra quantization), whose moments have 8 bits in place of 32;
+    paged = they move to the host's memory where the GPU's is full. PyTorch only."""
+    learning_rate: float = Field(default=1e-5, gt=0)
+    """Peak learning rate. The default suits LoRA, whose few weights need larger steps; train all weights (use_peft
+    false) with about 1e-6."""
+    embedding_lr: float | None = Field(default=None, gt=0)
+    """Learning rate of the embedding, where it is trained; none = learning_rate."""
     optimizer_parameters: dict[Literal["weight_decay", "beta1", "beta2", "epsilon"], float] = Field(
-        default_factory=dict,
-        description="Parameters of AdamW by name: weight_decay (decoupled; 0), beta1 and beta2 (decay of the mean of "
-        "gradients, 0.9, and of squared gradients, 0.999), epsilon (added to the denominator, 1e-8).",
+        default_factory=dict
     )
-    lr_scheduler_type: ScheduleType = Field(
-        default="linear",
-        description="Course of the learning rate after warm-up, as in transformers: down to 0 (linear, cosine), "
-        "constant, or another of its schedules.",
-    )
-    lr_scheduler_kwargs: dict[str, bool | int | float | str] = Field(
-        default_factory=dict,
-        description="Options of the schedule, such as min_lr of cosine_with_min_lr or num_decay_steps of "
-        "warmup_stable_decay.",
-    )
-    warmup_steps: float = Field(
-        default=0.0,
-        ge=0,
-        description="Optimiser steps over which the learning rate rises from 0; below 1, their share of all steps.",
-    )
-    max_grad_norm: float = Field(
-        default=1.0, ge=0, description="Gradients with a larger norm are scaled down to it; 0 = never."
-    )
-    autocast: Literal["none", "bfloat16", "float16"] = Field(
-        default="none",
-        description="Mixed precision: weights and their optimiser stay as they are (float32), and the products of the "
-        "forward pass are computed in this type, float16 with a loss scale that adapts. none = everything in the "
-        "weights' own type.",
-    )
-    offload: bool = Field(
-        default=False,
-        description="On a GPU: the optimiser's moments, and a reference that is a copy of weights, are in the host's "
-        "memory while nobody uses them. Less memory, and each step waits for the copies. Not measured on a GPU.",
-    )
-    tokens_per_micro_batch: int = Field(
-        default=1024,
-        ge=1,
-        description="Packed tokens in one forward and backward pass; a path of a tree that is longer is kept whole. "
-        "Changes memory and speed only: the gradient is that of the whole step.",
-    )
+    """Parameters of AdamW by name: weight_decay (decoupled; 0), beta1 and beta2 (decay of the mean of gradients, 0.9,
+    and of squared gradients, 0.999), epsilon (added to the denominator, 1e-8)."""
+    lr_scheduler_type: ScheduleType = "linear"
+    """Course of the learning rate after warm-up, as in transformers: down to 0 (linear, cosine), constant, or another
+    of its schedules."""
+    lr_scheduler_kwargs: Options = Field(default_factory=dict)
+    """Options of the schedule, such as min_lr of cosine_with_min_lr or num_decay_steps of warmup_stable_decay."""
+    warmup_steps: Annotated[float, AfterValidator(_whole_steps)] = Field(default=0.0, ge=0)
+    """Optimiser steps over which the learning rate rises from 0; below 1, their share of all steps."""
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    """Gradients with a larger norm are scaled down to it; 0 = never."""
+    autocast: Literal["none", "bfloat16", "float16"] = "none"
+    """Mixed precision: weights and their optimiser stay as they are (float32), and the products of the forward pass are
+    computed in this type, float16 with a loss scale that adapts. none = everything in the weights' own type."""
+    offload: bool = False
+    """On a GPU: the optimiser's moments, and a reference that is a copy of weights, are in the host's memory while
+    nobody uses them. Less memory, and each step waits for the copies. Not measured on a GPU."""
+    tokens_per_micro_batch: int = Field(default=1024, ge=1)
+    """Packed tokens in one forward and backward pass; a path of a tree that is longer is kept whole. Changes memory and
+    speed only: the gradient is that of the whole step."""
 
-    @field_validator("lr_scheduler_kwargs", mode="before")
-    @classmethod
-    def _none_means_empty(cls, value: Any) -> Any:
-        return {} if value is None else value
-
-    @model_validator(mode="after")
-    def _one_saving(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.offload and self.optimizer != "adamw":
-            raise ValueError(
+            yield (
                 f"offload with optimizer={self.optimizer!r}: the host keeps moments of PyTorch's AdamW; set "
                 "optim.optimizer to adamw, or optim.offload to false (paged_adamw_8bit moves its moments by itself)"
             )
-        return self
-
-    @field_validator("warmup_steps", mode="after")
-    @classmethod
-    def _whole_steps(cls, value: float) -> float:
-        if value > 1 and value != int(value):
-            raise ValueError("a number of steps is whole; write a whole number, or a share of all steps below 1")
-        return value
-
-    @model_validator(mode="after")
-    def _parameters_in_range(self) -> Self:
         for name, value in self.optimizer_parameters.items():
             if value < 0 or (name.startswith("beta") and value >= 1) or (name == "epsilon" and value == 0):
                 wanted = {"weight_decay": "0 or more", "epsilon": "more than 0"}.get(name, "0 or more, below 1")
-                raise ValueError(f"optimizer_parameters.{name}={value}: must be {wanted}")
-        return self
+                yield f"optimizer_parameters.{name}={value}: must be {wanted}"
 
 
-class PhaseConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
-    """A stretch of a run with settings of its own. Exactly one of `steps`, `tokens`, `minutes` says how long
-    it is.
-    """
+class PhaseConfig(Section, frozen=True):
+    """A stretch of a run with settings of its own. Exactly one of `steps`, `tokens`, `minutes` says how long it is."""
 
-    name: str = Field(default="", description="Name in logs.")
-    steps: int | None = Field(default=None, ge=1, description="Length in optimiser steps.")
-    tokens: int | None = Field(default=None, ge=1, description="Length in trained tokens.")
-    minutes: float | None = Field(default=None, gt=0, description="Length in minutes of training.")
-    temperature: float | None = Field(default=None, ge=0.001, le=100, description="Replaces sampling.temperature.")
-    beta: float | None = Field(default=None, ge=0, description="Replaces algorithm.beta.")
-    num_generations: int | None = Field(default=None, ge=1, description="Replaces sampling.num_generations.")
-    learning_rate: float | None = Field(
-        default=None, gt=0, description="Replaces the scheduled learning rate, as it stands."
-    )
-    min_accuracy: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="When fewer than this share of the last 10 steps' completions are right, the learning rate is "
-        "multiplied by learning_rate_cut, until a phase sets its own; none = never.",
-    )
-    learning_rate_cut: float = Field(default=0.5, gt=0, lt=1, description="See min_accuracy.")
+    name: str = ""
+    """Name in logs."""
+    steps: int | None = Field(default=None, ge=1)
+    """Length in optimiser steps."""
+    tokens: int | None = Field(default=None, ge=1)
+    """Length in trained tokens."""
+    minutes: float | None = Field(default=None, gt=0)
+    """Length in minutes of training."""
+    temperature: float | None = Field(default=None, ge=0.001, le=100)
+    """Replaces sampling.temperature."""
+    beta: float | None = Field(default=None, ge=0)
+    """Replaces algorithm.beta."""
+    num_generations: int | None = Field(default=None, ge=1)
+    """Replaces sampling.num_generations."""
+    learning_rate: float | None = Field(default=None, gt=0)
+    """Replaces the scheduled learning rate, as it stands."""
+    min_accuracy: float | None = Field(default=None, ge=0, le=1)
+    """When fewer than this share of the last 10 steps' completions are right, the learning rate is multiplied by
+    learning_rate_cut, until a phase sets its own; none = never."""
+    learning_rate_cut: float = Field(default=0.5, gt=0, lt=1)
+    """See min_accuracy."""
 
-    @model_validator(mode="after")
-    def _one_length(self) -> Self:
+    def problems(self) -> Iterator[str]:
         given = [unit for unit in ("steps", "tokens", "minutes") if getattr(self, unit) is not None]
         if len(given) != 1:
-            raise ValueError(
-                f"{' and '.join(given) or 'no length'}: a phase has exactly one length; set one of steps, "
-                "tokens, minutes"
-            )
-        return self
+            which = " and ".join(given) or "no length"
+            yield f"{which}: a phase has exactly one length; set one of steps, tokens, minutes"
 
 
-class ScheduleConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
+class ScheduleConfig(Section, frozen=True):
     """How long a run is, and its phases. The first limit to be reached ends the run."""
 
-    max_steps: int = Field(
-        default=-1,
-        ge=-1,
-        description="Optimiser steps; -1 = as many as num_train_epochs makes, above 0 replaces it.",
-    )
-    max_optimizer_steps: int | None = Field(
-        default=None,
-        ge=1,
-        description="Length in optimiser steps where several are taken on each step's completions (num_iterations, "
-        "num_minibatches), in place of max_steps; warm-up and schedule count them too, and the last step's completions "
-        "are trained on less often where it is no multiple.",
-    )
-    num_train_epochs: float = Field(default=1.0, gt=0, description="Passes over the dataset.")
-    max_minutes: float | None = Field(default=None, gt=0, description="Time limit of the run in minutes; none = none.")
-    phases: Annotated[tuple[PhaseConfig, ...], Field(strict=False)] = Field(
-        default=(),
-        description="Stretches of the run, one after another, each with a name, one length (steps, tokens "
-        "or minutes) and its own temperature, beta, num_generations or learning_rate.",
-    )
-    max_staleness: int = Field(
-        default=0,
-        ge=0,
-        description="Optimiser steps by which the weights that sampled a completion may be older than those that are "
-        "trained on it. 0 = sampling and training take turns; from 1 on the next steps are sampled while this one "
-        "is learnt, and importance_sampling_correction is token_truncate unless it is set.",
-    )
-    stale_groups: Literal["wait", "drop"] = Field(
-        default="wait",
-        description="What keeps groups within max_staleness: wait (after each update, for what is being sampled; the "
-        "same run gives the same numbers) or drop (sampling goes on, and groups that have become older are dropped).",
-    )
+    max_steps: Annotated[int, AfterValidator(_some_steps)] = Field(default=-1, ge=-1)
+    """Optimiser steps; -1 = as many as num_train_epochs makes, above 0 replaces it."""
+    max_optimizer_steps: int | None = Field(default=None, ge=1)
+    """Length in optimiser steps where several are taken on each step's completions (num_iterations, num_minibatches),
+    in place of max_steps; warm-up and schedule count them too, and the last step's completions are trained on less
+    often where it is no multiple."""
+    num_train_epochs: float = Field(default=1.0, gt=0)
+    """Passes over the dataset."""
+    max_minutes: float | None = Field(default=None, gt=0)
+    """Time limit of the run in minutes; none = none."""
+    phases: Annotated[tuple[PhaseConfig, ...], Field(strict=False)] = ()
+    """Stretches of the run, one after another, each with a name, one length (steps, tokens or minutes) and its own
+    temperature, beta, num_generations or learning_rate."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Optimiser steps by which the weights that sampled a completion may be older than those that are trained on it. 0
+    = sampling and training take turns; from 1 on the next steps are sampled while this one is learnt, and
+    importance_sampling_correction is token_truncate unless it is set."""
+    stale_groups: Literal["wait", "drop"] = "wait"
+    """What keeps groups within max_staleness: wait (after each update, for what is being sampled; the same run gives
+    the same numbers) or drop (sampling goes on, and groups that have become older are dropped)."""
 
-    @model_validator(mode="after")
-    def _nothing_to_drop(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.stale_groups == "drop" and self.max_staleness == 0:
-            raise ValueError(
+            yield (
                 "stale_groups='drop' with max_staleness=0: then nothing is sampled ahead and nothing becomes stale; "
                 "set schedule.max_staleness to 1 or more, or leave schedule.stale_groups at 'wait'"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_length(self) -> Self:
         if self.max_optimizer_steps is not None and (self.max_steps > 0 or self.phases):
-            raise ValueError(
+            yield (
                 f"max_optimizer_steps={self.max_optimizer_steps} beside max_steps or phases: each says how long the "
                 "run is; leave one out"
             )
-        return self
-
-    @field_validator("max_steps", mode="after")
-    @classmethod
-    def _no_empty_run(cls, value: int) -> int:
-        if value == 0:
-            raise ValueError("a run without steps trains nothing; set schedule.max_steps to 1 or more, or to -1")
-        return value
 
 
-class EvaluationConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
+class EvaluationConfig(Section, frozen=True):
     """When and on what the policy is measured. Without held-out prompts nothing is evaluated."""
 
-    eval_steps: int = Field(
-        default=50, ge=0, description="Optimiser steps between evaluations; 0 = none while training."
+    eval_steps: int = Field(default=50, ge=0)
+    """Optimiser steps between evaluations; 0 = none while training."""
+    eval_on_start: bool = True
+    """Evaluate before the first step, so that what was learned can be told."""
+    eval_at_end: bool = True
+    """Evaluate after the last step too."""
+    num_eval_prompts: int | None = Field(default=None, ge=1)
+    """Evaluate on the first this many held-out prompts; none = all."""
+    eval_temperature: float = Field(default=0.0, ge=0, le=100)
+    """Sampling temperature in evaluation; 0 = greedy."""
+    num_generations_eval: int = Field(default=1, ge=1)
+    """Completions for each held-out prompt; above 1 only with eval_temperature above 0."""
+    early_stopping_patience: int | None = Field(default=None, ge=1)
+    """Stop after this many evaluations without a better metric; none = never."""
+    metric_for_best_model: Annotated[str, BeforeValidator(_of_evaluation)] = Field(
+        default="eval/accuracy", min_length=1
     )
-    eval_on_start: bool = Field(
-        default=True, description="Evaluate before the first step, so that what was learned can be told."
-    )
-    eval_at_end: bool = Field(default=True, description="Evaluate after the last step too.")
-    num_eval_prompts: int | None = Field(
-        default=None, ge=1, description="Evaluate on the first this many held-out prompts; none = all."
-    )
-    eval_temperature: float = Field(
-        default=0.0, ge=0, le=100, description="Sampling temperature in evaluation; 0 = greedy."
-    )
-    num_generations_eval: int = Field(
-        default=1,
-        ge=1,
-        description="Completions for each held-out prompt; above 1 only with eval_temperature above 0.",
-    )
-    early_stopping_patience: int | None = Field(
-        default=None,
-        ge=1,
-        description="Stop after this many evaluations without a better metric; none = never.",
-    )
-    metric_for_best_model: str = Field(
-        default="eval/accuracy",
-        min_length=1,
-        description="Metric of an evaluation that says which checkpoint is best; more is better. Where nothing says "
-        "which "
-        "completions are right there is no eval/accuracy, and eval/reward takes its place for the whole run.",
-    )
-    load_best_model_at_end: bool = Field(
-        default=False, description="Finish with the weights of the best evaluation instead of the last."
-    )
+    """Metric of an evaluation that says which checkpoint is best; more is better. Where nothing says which completions
+    are right there is no eval/accuracy, and eval/reward takes its place for the whole run."""
+    load_best_model_at_end: bool = False
+    """Finish with the weights of the best evaluation instead of the last."""
 
-    @field_validator("metric_for_best_model", mode="before")
-    @classmethod
-    def _one_spelling(cls, value: Any) -> Any:
-        """`eval_reward` and `reward` are written by transformers' users, and mean `eval/reward`."""
-        bare = value.removeprefix("eval_").removeprefix("eval/") if isinstance(value, str) else ""
-        return f"eval/{bare}" if bare else value
-
-    @model_validator(mode="after")
-    def _greedy_needs_one(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.num_generations_eval > 1 and self.eval_temperature == 0:
-            raise ValueError(
-                f"num_generations_eval={self.num_generations_eval}: greedy completions of a prompt are all "
-                "the same; set evaluation.eval_temperature above 0, or evaluation.num_generations_eval to 1"
+            yield (
+                f"num_generations_eval={self.num_generations_eval}: greedy completions of a prompt are all the same; "
+                "set evaluation.eval_temperature above 0, or evaluation.num_generations_eval to 1"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _best_needs_evaluations(self) -> Self:
-        wish = (
-            "load_best_model_at_end=True"
-            if self.load_best_model_at_end
-            else f"early_stopping_patience={self.early_stopping_patience}"
-        )
-        if self.eval_steps == 0 and (self.load_best_model_at_end or self.early_stopping_patience is not None):
-            raise ValueError(
-                f"{wish}: it compares evaluations made while training, and eval_steps=0 makes none; "
-                "set evaluation.eval_steps to 1 or more"
+        patience, best = self.early_stopping_patience, self.load_best_model_at_end
+        if self.eval_steps == 0 and (best or patience is not None):
+            wish = "load_best_model_at_end=True" if best else f"early_stopping_patience={patience}"
+            yield (
+                f"{wish}: it compares evaluations made while training, and eval_steps=0 makes none; set "
+                "evaluation.eval_steps to 1 or more"
             )
-        return self

@@ -15,13 +15,13 @@ from __future__ import annotations
 import os
 import tomllib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from covey.algorithms import ADVANTAGE_ESTIMATORS, find_estimator
 from covey.algorithms.down_sampling import read_down_sampling
@@ -34,67 +34,53 @@ from covey.config.names import FIELDS, SECTIONS, canonical_names
 from covey.config.rewards import RewardConfig
 from covey.config.run import RunConfig
 from covey.config.sampling import ModelConfig, SamplingConfig, VLLMConfig
+from covey.config.section import Section, shown
 from covey.config.server import ServerConfig
-from covey.config.text import (
-    explain,
-    explain_error,
-    parse_overrides,
-    render_explain,
-    shown,
-    unusable,
-)
-from covey.config.training import EvaluationConfig, OptimConfig, PhaseConfig, ScheduleConfig
+from covey.config.text import explain_error, parse_overrides, unusable
+from covey.config.training import EvaluationConfig, OptimConfig, ScheduleConfig
 from covey.config.vllm import vllm_problems
 from covey.errors import ConfigError
 from covey.files import no_path
 from covey.functions import whole_path
 from covey.metric_names import says_which_is_best
 
-__all__ = ["GRPOConfig", "GRPOTrainingArgs", "explain", "render_explain"]
+__all__ = ["GRPOConfig", "GRPOTrainingArgs"]
 
 
-class GRPOConfig(BaseModel):
-    """All settings of a run, immutable. `covey config --explain` lists every field with its meaning, unit and
-    range.
+class GRPOConfig(Section, frozen=True):
+    """All settings of a run, immutable. `covey config --explain` lists every field with its meaning, unit and range.
 
-    Batch vocabulary: `data.prompts_per_step` prompts times `sampling.num_generations` completions make one
-    optimiser step.
+    Batch vocabulary: `data.prompts_per_step` prompts times `sampling.num_generations` completions make one optimiser
+    step.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    model: ModelConfig = Field(default_factory=ModelConfig, description="The policy network and its adapter.")
-    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="What is optimised.")
-    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How completions are drawn.")
-    vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="vLLM in this process.")
-    data: DataConfig = Field(default_factory=DataConfig, description="Where prompts come from.")
-    rewards: RewardConfig = Field(default_factory=RewardConfig, description="How rewards are combined.")
-    environment: EnvironmentConfig = Field(
-        default_factory=EnvironmentConfig, description="A world in which an agent acts for several turns."
-    )
-    server: ServerConfig = Field(
-        default_factory=ServerConfig, description="Sampling on an inference server in place of this process."
-    )
-    distributed: DistributedConfig = Field(
-        default_factory=DistributedConfig, description="Samplers in other processes and on other machines."
-    )
-    optim: OptimConfig = Field(default_factory=OptimConfig, description="AdamW and its learning rate.")
-    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="How long a run is, in phases.")
-    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="When the policy is measured.")
-    run: RunConfig = Field(default_factory=RunConfig, description="Folder, seed, logging, checkpoints.")
+    model: ModelConfig
+    algorithm: AlgorithmConfig
+    sampling: SamplingConfig
+    vllm: VLLMConfig
+    data: DataConfig
+    rewards: RewardConfig
+    environment: EnvironmentConfig
+    server: ServerConfig
+    distributed: DistributedConfig
+    optim: OptimConfig
+    schedule: ScheduleConfig
+    evaluation: EvaluationConfig
+    run: RunConfig
 
     def __init__(self, output_dir: str | Path | None = None, /, **settings: Any) -> None:
         """Take settings by field name, by section (a mapping or a section object) or by synonym.
         `GRPOConfig("runs/first")` names the run folder.
 
-        Raises:
-            ConfigError: one message with every unknown name or every bad value, one a line.
+        Raises `ConfigError`: one message with every unknown name or every bad value, one a line.
         """
         if output_dir is not None:
             settings = canonical_names({"output_dir": output_dir}) | settings
-        sections = _build_sections(canonical_names(settings))
-        super().__init__(**sections)
-        _check_across_sections(self)
+        super().__init__(**_build_sections(canonical_names(settings)))
+        if problems := list(_across_sections(self)):
+            raise ConfigError("\n".join(problems))
+        for sentence in without_effect(self):
+            warnings.warn(sentence, stacklevel=2)
 
     def __getattr__(self, name: str) -> Any:
         """Read a field without naming its section."""
@@ -117,14 +103,11 @@ class GRPOConfig(BaseModel):
     @property
     def group_sizes(self) -> dict[str, int]:
         """Completions for each prompt, by the setting that says so: that of the run, and those of its phases."""
-        phases = {
-            f"schedule.phases[{number}].num_generations": phase.num_generations
-            for number, phase in enumerate(self.schedule.phases)
-        }
-        return {
-            "sampling.num_generations": self.sampling.num_generations,
-            **{setting: size for setting, size in phases.items() if size is not None},
-        }
+        sizes = {"sampling.num_generations": self.sampling.num_generations}
+        for number, phase in enumerate(self.schedule.phases):
+            if phase.num_generations is not None:
+                sizes[f"schedule.phases[{number}].num_generations"] = phase.num_generations
+        return sizes
 
     @property
     def largest_group(self) -> int:
@@ -133,17 +116,14 @@ class GRPOConfig(BaseModel):
 
     @classmethod
     def from_toml(cls, path: str | Path, overrides: Iterable[str] = ()) -> Self:
-        """Read a TOML file whose tables are sections, then apply overrides such as
-        `sampling.num_generations=8`.
+        """Read a TOML file whose tables are sections, then apply overrides such as `sampling.num_generations=8`.
 
-        An override's value is read as TOML and otherwise taken as text; `none` unsets an optional field. The
-        section may be left out (`beta=0.02`), and synonyms do as well. A `FILE.py:NAME` and a file of data are looked
-        for beside the TOML file and then in the working directory; a model's or an adapter's folder, and what an
-        override names, there only. What is found has its whole path from then on, so that a run can be resumed from
-        anywhere.
+        An override's value is read as TOML and otherwise taken as text; `none` unsets an optional field. The section
+        may be left out (`beta=0.02`), and synonyms do as well. A `FILE.py:NAME` and a file of data are looked for
+        beside the TOML file and then in the working directory; a model's or an adapter's folder, and what an override
+        names, there only. What is found has its whole path from then on, so that a run can be resumed from anywhere.
 
-        Raises:
-            ConfigError: the file cannot be read, is not TOML, or holds unknown names or bad values.
+        Raises `ConfigError`: the file cannot be read, is not TOML, or holds unknown names or bad values.
         """
         try:
             is_odd = os.path.exists(path) and not os.path.isfile(path)
@@ -162,8 +142,7 @@ class GRPOConfig(BaseModel):
     def from_overrides(cls, overrides: Iterable[str]) -> Self:
         """The defaults with overrides such as `sampling.num_generations=8`, read as in `from_toml`.
 
-        Raises:
-            ConfigError: unknown names or bad values.
+        Raises `ConfigError`: unknown names or bad values.
         """
         return cls(**_whole_paths(canonical_names(parse_overrides(overrides)), Path()))
 
@@ -172,8 +151,7 @@ class GRPOConfig(BaseModel):
 
         What equals the default that another setting gives it follows that setting.
 
-        Raises:
-            ConfigError: unknown names or bad values.
+        Raises `ConfigError`: unknown names or bad values.
         """
         own = AlgorithmConfig(loss_type=self.algorithm.loss_type).epsilon  # follows the loss until somebody sets it
         written = {
@@ -192,9 +170,7 @@ class GRPOConfig(BaseModel):
         return self.replace(**changed) if changed else self
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Section -> field -> value, in plain types that JSON can hold. `GRPOConfig(**config.to_dict()) ==
-        config`.
-        """
+        """Section -> field -> value, in plain types that JSON can hold. `GRPOConfig(**config.to_dict()) == config`."""
         return self.model_dump(mode="json")
 
     def to_toml(self) -> str:
@@ -209,8 +185,7 @@ class GRPOConfig(BaseModel):
 
         What nobody has set keeps following its default, also where that depends on another setting.
 
-        Raises:
-            ConfigError: as the constructor.
+        Raises `ConfigError`: as the constructor.
         """
         written: dict[str, Any] = {}
         for name in SECTIONS:
@@ -218,17 +193,6 @@ class GRPOConfig(BaseModel):
             written.update({field: getattr(section, field) for field in section.model_fields_set})
         current = {field: getattr(getattr(self, section), field) for field, section in FIELDS.items()}
         return type(self)(**(written | canonical_names(settings, base=current)))
-
-
-def _frozen(self: BaseModel, name: str, value: Any) -> None:
-    raise ConfigError(
-        f"{name}={shown(value)}: settings are frozen; make others with config.replace({name}=...), or let a run change "
-        "its temperature, beta, num_generations or learning_rate with schedule.phases"
-    )
-
-
-for _settings in (GRPOConfig, PhaseConfig, *SECTIONS.values()):
-    _settings.__setattr__ = _frozen  # type: ignore[method-assign, assignment]
 
 
 def _without_none(value: Any) -> Any:
@@ -243,14 +207,8 @@ _PATHS = ("model", "adapter", "adv_estimator", "dataset", "eval_dataset", "funct
 """Fields that name files, or may."""
 
 _CODE = ("functions", "task", "world", "loss_type", "adv_estimator", "down_sampling", "inference_server_kind")
-"""Fields that may name something in a file of the user's."""
-
-
-_DATA = ("dataset", "eval_dataset")
-"""Fields that may name a file of data."""
-
-_WEIGHTS = ("model", "adapter")
-"""Fields that may name a folder of weights, or a file."""
+_DATA, _WEIGHTS = ("dataset", "eval_dataset"), ("model", "adapter")
+"""Fields that may name something in a file of the user's, a file of data, and a folder or file of weights."""
 
 
 def _whole_paths(values: Mapping[str, Any], *folders: Path) -> dict[str, Any]:
@@ -272,18 +230,14 @@ def _whole_paths(values: Mapping[str, Any], *folders: Path) -> dict[str, Any]:
     return {field: whole(field, value) for field, value in values.items()}
 
 
-def _build_sections(values: Mapping[str, Any]) -> dict[str, BaseModel]:
-    sections: dict[str, BaseModel] = {}
+def _build_sections(values: Mapping[str, Any]) -> dict[str, Section]:
+    sections: dict[str, Section] = {}
     problems: list[str] = []
     for name, section in SECTIONS.items():
         given = {field: values[field] for field in section.model_fields if field in values}
-        odd = {
-            field: why
-            for field, value in given.items()
-            if (why := unusable(value) or (field in _PATHS and no_path(value)))
-        }
-        if odd:
-            problems.extend(f"{name}.{field}={shown(given[field])}: {why}" for field, why in odd.items())
+        odd = {field: unusable(value) or (field in _PATHS and no_path(value)) for field, value in given.items()}
+        if any(odd.values()):
+            problems.extend(f"{name}.{field}={shown(given[field])}: {why}" for field, why in odd.items() if why)
             continue
         try:
             sections[name] = section(**given)
@@ -294,58 +248,57 @@ def _build_sections(values: Mapping[str, Any]) -> dict[str, BaseModel]:
     return sections
 
 
-def _check_across_sections(config: GRPOConfig) -> None:
+def _across_sections(config: GRPOConfig) -> Iterator[str]:
     """Combinations over several sections. What a section can see by itself is checked there."""
-    algorithm, sampling = config.algorithm, config.sampling
-    problems = []
+    algorithm, sampling, model = config.algorithm, config.sampling, config.model
     if algorithm.keep_sampling_mask and not sampling.cuts:
-        problems.append(
+        yield (
             "algorithm.keep_sampling_mask=True: no token is ever cut, so there is nothing to keep; "
             "set sampling.top_k, sampling.top_p or sampling.min_p, or algorithm.keep_sampling_mask to false"
         )
     if config.rewards.soft_overlong_cache >= sampling.max_completion_length:
-        problems.append(
+        yield (
             f"rewards.soft_overlong_cache={config.rewards.soft_overlong_cache}: it is the last part of "
             f"sampling.max_completion_length={sampling.max_completion_length} tokens and must be smaller; lower it"
         )
     metric = config.evaluation.metric_for_best_model
     if not says_which_is_best(metric):
-        problems.append(
+        yield (
             f"evaluation.metric_for_best_model={metric!r}: is no metric of an evaluation of which more is better; use "
             "eval/accuracy, eval/reward, eval/rewards/<function>/mean, or what a reward function logs through "
             "log_metric"
         )
-    if config.model.dtype in ("bfloat16", "float16") and not config.model.use_peft:
-        problems.append(
-            f"model.dtype={config.model.dtype!r} (bf16 or fp16) and model.use_peft=False: weights that are trained "
+    if model.dtype in ("bfloat16", "float16") and not model.use_peft:
+        yield (
+            f"model.dtype={model.dtype!r} (bf16 or fp16) and model.use_peft=False: weights that are trained "
             "in half precision lose most updates, which are smaller than their last digit; set model.dtype to "
             '"float32" and optim.autocast to "bfloat16", or model.use_peft to true'
         )
     if config.environment.world is not None and (config.data.task or config.data.dataset):
-        problems.append(
+        yield (
             f"environment.world={shown(config.environment.world)} and data.task or data.dataset: an agent's tasks "
             "come from its world; remove one of them"
         )
     samplers = config.distributed.samplers
     if samplers and config.server.inference_server_url is not None:
-        problems.append(
+        yield (
             f"distributed.samplers={samplers} and server.inference_server_url={config.server.inference_server_url!r}: "
             "either actors sample or servers do; set distributed.samplers to 0, or remove inference_server_url"
         )
-    problems += vllm_problems(config)
+    yield from vllm_problems(config)
     to_covey = config.server.upload_adapters_to_server and config.server.inference_server_kind == "covey"
-    if to_covey and not config.model.use_peft:
-        problems.append(
+    if to_covey and not model.use_peft:
+        yield (
             "server.inference_server_url and model.use_peft=False: only adapters are uploaded; set "
             "model.use_peft to true"
         )
     if algorithm.adv_estimator in ADVANTAGE_ESTIMATORS:  # somebody's own is looked at when the run is put together
         estimator = find_estimator(algorithm.adv_estimator, algorithm.adv_parameters)
-        problems += filter(None, [estimator.group_problem(config.group_sizes)])
+        yield from filter(None, [estimator.group_problem(config.group_sizes)])
     most = sampling.max_generations
     setting, size = min(config.group_sizes.items(), key=lambda item: item[1])
     if most is not None and most <= size:
-        problems.append(
+        yield (
             f"sampling.max_generations={most}: groups begin with {size} completions ({setting}), so none would grow; "
             "choose more, or remove it"
         )
@@ -353,25 +306,20 @@ def _check_across_sections(config: GRPOConfig) -> None:
     if rule != "none" and number >= config.largest_group:
         sizes = {**config.group_sizes, **({} if most is None else {"sampling.max_generations": most})}
         setting, size = max(sizes.items(), key=lambda item: item[1])
-        problems.append(
+        yield (
             f"algorithm.down_sampling={algorithm.down_sampling!r}: groups have at most {size} completions ({setting}), "
             f"so nothing would be left out of {number}; write a smaller number after the rule, or make groups larger"
         )
     if config.schedule.max_staleness > 0 and config.max_steps_ahead == 0:
-        problems.append(
+        yield (
             f"schedule.max_staleness={config.schedule.max_staleness}: a step takes "
             f"{algorithm.optimizer_steps} optimiser steps (algorithm.num_iterations times num_minibatches), so that "
             f"samples of the step before are too old already; set schedule.max_staleness to "
             f"{algorithm.optimizer_steps} or more, or to 0"
         )
-    model = config.model
     frozen = model.use_peft and model.adapter is None and "embed" not in str(model.lora_target_modules)
     if config.optim.embedding_lr is not None and frozen:
-        problems.append(
+        yield (
             f"optim.embedding_lr={config.optim.embedding_lr:g}: with LoRA the embedding is frozen; remove it, set "
             "model.use_peft to false, or name the embedding (embed_tokens) in model.lora_target_modules"
         )
-    if problems:
-        raise ConfigError("\n".join(problems))
-    for sentence in without_effect(config):
-        warnings.warn(sentence, stacklevel=3)
