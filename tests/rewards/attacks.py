@@ -78,10 +78,7 @@ EVERYWHERE: dict[str, tuple[str, set[str]]] = {
     "numbers that have no text": ("def f(x): return [{10**5000: (10**5000,)}]", {"wrong_answer"}),
     "half a character": ("def f(x): return chr(0xd800)", {"wrong_answer"}),
     "half a character in an error": ("def f(x): raise ValueError(chr(0xd800))", {"error"}),
-    "an error without text": (
-        "class E(Exception):\n    def __str__(self): raise self\ndef f(x): raise E",
-        {"error"},
-    ),
+    "an error without text": ("class E(Exception):\n    def __str__(self): raise self\ndef f(x): raise E", {"error"}),
     "an error whose class lies": (
         "class M(type):\n    def __getattribute__(s, n): raise ValueError\n"
         "class E(Exception, metaclass=M): pass\ndef f(x): raise E",

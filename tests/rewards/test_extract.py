@@ -171,10 +171,7 @@ def test_any_text_gives_a_number_or_none(text: str) -> None:
     assert number is None or isinstance(number, Fraction)
 
 
-@given(
-    st.integers(-(10**12), 10**12),
-    st.sampled_from(["{}", "#### {}", r"\boxed{{{}}}", "answer is {}.", "1 = {}"]),
-)
+@given(st.integers(-(10**12), 10**12), st.sampled_from(["{}", "#### {}", r"\boxed{{{}}}", "answer is {}.", "1 = {}"]))
 def test_every_integer_is_found_in_every_form(value: int, form: str) -> None:
     assert final_number(form.format(value), ALL) == value
     assert final_number(form.format(f"{value:,}"), ALL) == value

@@ -26,12 +26,7 @@ def chat(*texts: str) -> list[list[dict[str, str]]]:
 def test_exact_match() -> None:
     reward = exact_match()
     assert reward.__name__ == "exact_match"
-    assert reward(completions=["Paris", " Paris\n", "paris", "In Paris"], answer=["Paris"] * 4) == [
-        1,
-        1,
-        0,
-        0,
-    ]
+    assert reward(completions=["Paris", " Paris\n", "paris", "In Paris"], answer=["Paris"] * 4) == [1, 1, 0, 0]
     assert exact_match(ignore_case=True)(completions=chat("PARIS"), answer=["Paris"]) == [1.0]
     assert exact_match("capital")(completions=["Rome"], capital=["Rome"], answer=["x"]) == [1.0]
 
@@ -46,11 +41,7 @@ def test_numeric_match_lenient_and_strict() -> None:
 
 def test_numbers_are_compared_exactly() -> None:
     reward = numeric_match()
-    assert reward(completions=["0.1", "1/10", "0.10000000000000001"], answer=[0.1, 0.1, 0.1]) == [
-        1.0,
-        0.0,
-        0.0,
-    ]
+    assert reward(completions=["0.1", "1/10", "0.10000000000000001"], answer=[0.1, 0.1, 0.1]) == [1.0, 0.0, 0.0]
     assert reward(completions=["9007199254740993"], answer=[9007199254740992]) == [0.0]
 
 
@@ -70,11 +61,7 @@ def test_a_bad_reference_is_the_datasets_fault() -> None:
 def test_format_reward() -> None:
     reward = format_reward(r"<think>.*</think>\s*\d+", name="think")
     assert reward.__name__ == "think"
-    assert reward(completions=chat("<think>a\nb</think> 4\n", "<think>a</think>", "x <think></think>4")) == [
-        1,
-        0,
-        0,
-    ]
+    assert reward(completions=chat("<think>a\nb</think> 4\n", "<think>a</think>", "x <think></think>4")) == [1, 0, 0]
     assert format_reward("[0-9]", full=False)(completions=["a1b", "ab"]) == [1.0, 0.0]
     with pytest.raises(ConfigError, match="pattern='\\('"):
         format_reward("(")

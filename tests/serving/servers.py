@@ -11,16 +11,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
+from safetensors.torch import save
+from test_adapters import adapted
 from tiny_models import tiny_model, tiny_tokenizer
 
 from covey.pytorch.engine import Engine
 from covey.serving import BatchingEngine, InferenceClient, ServeSettings, create_app, write_adapter
-from covey.serving.connections import ConnectionLimits, uvicorn_server
+from covey.serving.connections import ConnectionLimits, listen, uvicorn_server
 
 
 class RunningServer:
@@ -39,8 +42,7 @@ class RunningServer:
         defaults: dict[str, Any] = {"max_rows": 8, "max_completion_length": 200}
         self.batching = BatchingEngine(self.engine, self.model, **(defaults | options))
         app = create_app(self.batching, self.tokenizer, settings or ServeSettings("tiny"), self.model)
-        self._socket = socket.socket()
-        self._socket.bind(("127.0.0.1", 0))
+        self._socket = listen("127.0.0.1", 0)
         self._socket.listen(1024)
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -65,46 +67,75 @@ def serving(**options: Any) -> Iterator[RunningServer]:
         server.close()
 
 
+def get(server: RunningServer, path: str, **options: Any) -> httpx.Response:
+    return httpx.get(server.url + path, timeout=60, trust_env=False, **options)
+
+
+def post(server: RunningServer, path: str, *, timeout: Any = 60, **options: Any) -> httpx.Response:
+    return httpx.post(server.url + path, timeout=timeout, trust_env=False, **options)
+
+
 def ask(server: RunningServer, path: str = "/v1/completions", **body: Any) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=60, trust_env=False)
+    return post(server, path, json=body)
+
+
+def events(answer: httpx.Response) -> list[Any]:
+    """Those of a stream, without its end."""
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def send(server: RunningServer, weights: Any, config: Any, **form: Any) -> httpx.Response:
+    """Upload tensors, or a file's bytes, with a config or its text."""
+    files = {
+        "adapter_weights": weights if isinstance(weights, bytes) else save(weights),
+        "adapter_config": config if isinstance(config, bytes) else json.dumps(config).encode(),
+    }
+    return post(server, "/upload_adapter", files=files, data=form)
 
 
 def upload(server: RunningServer, seed: int = 1, **form: Any) -> httpx.Response:
-    from test_adapters import adapted
-
-    weights, config = write_adapter(adapted(seed))
-    files = {"adapter_weights": weights, "adapter_config": json.dumps(config).encode()}
-    return httpx.post(f"{server.url}/upload_adapter", files=files, data=form, timeout=60, trust_env=False)
+    return send(server, *write_adapter(adapted(seed)), **form)
 
 
-def wait_until(holds: Any) -> None:
-    until = time.monotonic() + 30
+def metric(server: RunningServer, name: str) -> float:
+    lines = get(server, "/metrics").text.splitlines()
+    return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
+
+
+def begun(do: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]:
+    """`do`, in a thread of its own."""
+    return ThreadPoolExecutor(1).submit(do, *args, **options)
+
+
+def at_once(do: Callable[[Any], Any], values: Any) -> list[Any]:
+    """What `do` returns for each value, all at the same time."""
+    return [one.result() for one in [begun(do, value) for value in values]]
+
+
+def wait_until(holds: Callable[[], Any]) -> None:
+    until = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < until
-        time.sleep(0.01)
+        time.sleep(0.001)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 class ServerProcess:
     """`covey serve` in a process of its own, which can be killed and started again at the same address."""
 
     def __init__(self, model: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self._command = [
-            sys.executable,
-            "-m",
-            "covey",
-            "serve",
-            str(model),
-            "--port",
-            str(port),
-            "--kv-cache-gb",
-            "0.05",
-        ]
+        serve = ["-m", "covey", "serve", str(model), "--port", str(port), "--kv-cache-gb", "0.05"]
+        self._command = [sys.executable, *serve]
         self._env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-        self._process: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> None:
         """Start it, and let others wait until it answers."""
@@ -115,9 +146,8 @@ class ServerProcess:
         InferenceClient(self.url, retry_seconds=60).health(retry=True)
 
     def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()
+        self._process.wait()
 
     def __enter__(self) -> ServerProcess:
         self.start()
@@ -129,19 +159,13 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def fake_server(answer: Callable[[str, bytes], tuple[int, Any]]) -> Iterator[str]:
-    """A server that answers what `answer(path, body)` says: a status, and JSON or bytes."""
+    """A server that answers what `answer(path, body)` says: a status (0: it hangs up), and JSON or bytes."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._say()
-
-        def do_POST(self) -> None:
-            self._say()
-
-        def _say(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
             status, found = answer(self.path, body)
-            if status == 0:  # drop the connection
+            if status == 0:
                 self.connection.close()
                 return
             content = found if isinstance(found, bytes) else json.dumps(found).encode()
@@ -150,8 +174,9 @@ def fake_server(answer: Callable[[str, bytes], tuple[int, Any]]) -> Iterator[str
             self.end_headers()
             self.wfile.write(content)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
+        do_POST = do_GET  # noqa: N815
+
+        def log_message(self, format: str, *args: Any) -> None: ...
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import RunningServer, serving
+from servers import RunningServer, events, get, metric, post, serving
 
 from covey.rollout.drawing import cut_choices, following
 from covey.serving.requests import ChatRequest, CompletionRequest
@@ -22,8 +22,15 @@ LEAST: dict[str, dict[str, Any]] = {
 
 
 def ask(server: RunningServer, path: str, body: Any) -> httpx.Response:
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(server.url + path, content=content, timeout=60, trust_env=False)
+    return post(server, path, content=body if isinstance(body, bytes) else json.dumps(body).encode())
+
+
+def refused(answer: httpx.Response, status: int = 400) -> str:
+    """What is said of a request that is refused."""
+    assert answer.status_code == status, answer.text
+    message = str(answer.json()["error"]["message"])
+    assert 10 < len(message) < 1000
+    return message
 
 
 def choice(server: RunningServer, path: str, **more: Any) -> Any:
@@ -81,9 +88,7 @@ def test_no_field_is_ignored(
         same = choice(server, path, **{field: value})
         assert (same.get("text"), same.get("message")) == (said.get("text"), said.get("message"))
     for value in refused:
-        answer = ask(server, path, LEAST[path] | {field: value})
-        assert answer.status_code == 400, (field, value, answer.text)
-        assert field in answer.json()["error"]["message"]
+        assert field in refused(ask(server, path, LEAST[path] | {field: value}))
 
 
 VALUES: list[Any] = [
@@ -107,14 +112,13 @@ def test_any_value_of_any_field(server: RunningServer, path: str) -> None:
                 slowest = max(slowest, time.monotonic() - started)
                 assert answer.status_code in (200, 400, 404, 409), (field, value, answer.text)
                 if answer.status_code != 200:
-                    assert 10 < len(answer.json()["error"]["message"]) < 1000, (field, value)
+                    refused(answer, answer.status_code)
     assert slowest < 10
     assert choice(server, path, return_token_ids=True) == before
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
+BODIES = [
+    *(
         b"",
         b"[]",
         b"null",
@@ -123,23 +127,18 @@ def test_any_value_of_any_field(server: RunningServer, path: str) -> None:
         b'"' + b"x" * 100_000,
         b"\xff\xfe{}",
         b'{"prompt": "\xed\xa0\x80"}',
-        b'{"prompt": "\\ud800"}',
-        b'{"prompt": NaN}',
-        b'{"prompt": "x", "temperature": 1e999}',
-        b'{"prompt": "x", "seed": 1' + b"0" * 10_000 + b"}",
-        b'{"prompt": ' + b"[" * 200_000,
-        b'{"messages": ' + b'[{"content":' * 100_000,
-        b'{"prompt": ["x", 1, [1], null]}',
-        b'{"prompt": [1, true]}',
-        b'{"prompt": [5.5]}',
-    ],
-    ids=range(17),
-)
+    ),
+    *(b'{"prompt": "\\ud800"}', b'{"prompt": NaN}', b'{"prompt": "x", "temperature": 1e999}'),
+    b'{"prompt": "x", "seed": 1' + b"0" * 10_000 + b"}",
+    *(b'{"prompt": ' + b"[" * 200_000, b'{"messages": ' + b'[{"content":' * 100_000),
+    *(b'{"prompt": ["x", 1, [1], null]}', b'{"prompt": [1, true]}', b'{"prompt": [5.5]}'),
+]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=range(len(BODIES)))
 @pytest.mark.parametrize("path", [TEXT, CHAT])
 def test_bodies_that_are_no_requests(server: RunningServer, path: str, body: bytes) -> None:
-    answer = ask(server, path, body)
-    assert answer.status_code == 400
-    assert len(answer.json()["error"]["message"]) < 1000
+    refused(ask(server, path, body))
     assert choice(server, path)
 
 
@@ -147,12 +146,10 @@ def test_models_have_names(server: RunningServer) -> None:
     for path in (TEXT, CHAT):
         assert choice(server, path, model="tiny") == choice(server, path, model="") == choice(server, path)
         for name in ("gpt-4", "tiny ", "x" * 5000):
-            answer = ask(server, path, LEAST[path] | {"model": name})
-            assert answer.status_code == 404
-            assert "this server has 'tiny'" in answer.json()["error"]["message"]
-    assert httpx.get(f"{server.url}/v1/models/tiny", trust_env=False).json()["id"] == "tiny"
-    assert httpx.get(f"{server.url}/v1/models/gpt-4", trust_env=False).status_code == 404
-    nowhere = httpx.get(f"{server.url}/v2/nothing", trust_env=False)
+            assert "this server has 'tiny'" in refused(ask(server, path, LEAST[path] | {"model": name}), 404)
+    assert get(server, "/v1/models/tiny").json()["id"] == "tiny"
+    assert get(server, "/v1/models/gpt-4").status_code == 404
+    nowhere = get(server, "/v2/nothing")
     assert (nowhere.status_code, nowhere.json()["error"]["code"]) == (404, 404)
 
 
@@ -186,29 +183,14 @@ def test_parts_of_type_text_are_read(server: RunningServer) -> None:
     ],
 )
 def test_messages_that_are_none(server: RunningServer, messages: Any, words: str) -> None:
-    answer = ask(server, CHAT, LEAST[CHAT] | {"messages": messages})
-    assert answer.status_code == 400
-    assert words in answer.json()["error"]["message"]
+    assert words in refused(ask(server, CHAT, LEAST[CHAT] | {"messages": messages}))
 
 
 VARIABLES: list[dict[str, Any]] = [
-    {"chat_template": "{% for i in range(10**9) %}x{% endfor %}"},
-    {"tokenize": True},
-    {"add_generation_prompt": False},
-    {"continue_final_message": True},
-    {"tools": []},
-    {"documents": []},
-    {"return_tensors": "pt"},
-    {"tokenizer_kwargs": {}},
-    {"messages": []},
-    {"eos_token": "x"},
-    {"raise_exception": "x"},
-    {"range": 5},
-    {"unheard_of": 5},
-    {"brief": {"a": 1}},
-    {"brief": "x" * 2000},
-    {"__class__": 1},
-    {"": 1},
+    *({"chat_template": "{% for i in range(10**9) %}x{% endfor %}"}, {"tokenize": True}, {"return_tensors": "pt"}),
+    *({"add_generation_prompt": False}, {"continue_final_message": True}, {"tools": []}, {"documents": []}),
+    *({"tokenizer_kwargs": {}}, {"messages": []}, {"eos_token": "x"}, {"raise_exception": "x"}, {"range": 5}),
+    *({"unheard_of": 5}, {"brief": {"a": 1}}, {"brief": "x" * 2000}, {"__class__": 1}, {"": 1}),
 ]
 
 
@@ -217,36 +199,26 @@ def test_templates_are_the_servers() -> None:
         before = choice(server, CHAT, return_token_ids=True)
         server.tokenizer.chat_template += "{% if brief %}Be brief.{% endif %}{% for i in range(2) %}{% endfor %}"
         for values in VARIABLES:
-            answer = ask(server, CHAT, LEAST[CHAT] | {"chat_template_kwargs": values})
-            assert answer.status_code == 400, values
-            assert "chat_template_kwargs" in answer.json()["error"]["message"]
+            assert "chat_template_kwargs" in refused(ask(server, CHAT, LEAST[CHAT] | {"chat_template_kwargs": values}))
         brief = choice(server, CHAT, return_token_ids=True, chat_template_kwargs={"brief": True})
         assert len(brief["prompt_token_ids"]) > len(before["prompt_token_ids"])
         assert choice(server, CHAT, return_token_ids=True, chat_template_kwargs={"brief": False}) == before
 
 
 def test_what_a_stream_says_besides(server: RunningServer) -> None:
-    for path in (TEXT, CHAT):
-        body = LEAST[path] | {"stream": True, "stream_options": {"include_usage": True}, "logprobs": path == CHAT or 0}
-        events = [line.removeprefix("data: ") for line in ask(server, path, body).text.splitlines() if line]
-        assert events.pop() == "[DONE]"
-        last = json.loads(events.pop())
-        whole = ask(server, path, LEAST[path] | {"logprobs": path == CHAT or 0}).json()
+    for path, kind in ((TEXT, "token_logprobs"), (CHAT, "content")):
+        body = LEAST[path] | {"logprobs": path == CHAT or 0}
+        *parts, last = events(ask(server, path, body | {"stream": True, "stream_options": {"include_usage": True}}))
+        whole = ask(server, path, body).json()
         assert (last["choices"], last["usage"]) == ([], whole["usage"])
-        parts = [json.loads(event)["choices"][0]["logprobs"] for event in events]
-        if path == CHAT:
-            told = [one for part in parts for one in part["content"]]
-            assert told == whole["choices"][0]["logprobs"]["content"]
-        else:
-            told = [one for part in parts for one in part["token_logprobs"]]
-            assert told == whole["choices"][0]["logprobs"]["token_logprobs"]
+        told = [one for part in parts for one in part["choices"][0]["logprobs"][kind]]
+        assert told == whole["choices"][0]["logprobs"][kind]
         assert len(told) == 2
 
 
 def test_latencies_are_counted(server: RunningServer) -> None:
     def counted() -> dict[str, float]:
-        text = httpx.get(f"{server.url}/metrics", trust_env=False).text
-        lines = [line.split() for line in text.splitlines() if line.startswith("covey_") and "_seconds" in line]
+        lines = [line.split() for line in get(server, "/metrics").text.splitlines() if not line.startswith("#")]
         return {name: float(value) for name, value in lines}
 
     before = counted()
@@ -273,30 +245,17 @@ EOS = 2
         (TEXT, {"prompt": "x", "choices": [[[5, EOS, 6, EOS]]]}, "has an end token (2) before its last place"),
         (TEXT, {"prompt": "x", "choices": [[[5, 6], [7], [5]]]}, "[5] is the beginning of [5, 6]"),
         (TEXT, {"prompt": "x", "choices": [[[5, 6]]], "stop": "a"}, "leave stop out"),
+        (TEXT, b'{"prompt": "x", "n": 1, "n": 2}', "is given twice; send each field once"),
+        (TEXT, b'{"prompt": "x", "stream": true, "stream_options": {"a": 1, "a": 2}}', "is given twice; send each"),
     ],
 )
 def test_one_would_be_ignored(server: RunningServer, path: str, body: Any, words: str) -> None:
-    answer = ask(server, path, body)
-    assert answer.status_code == 400
-    assert words in answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b'{"prompt": "x", "n": 1, "n": 2}', b'{"prompt": "x", "stream": true, "stream_options": {"a": 1, "a": 2}}'],
-)
-def test_fields_are_given_once(server: RunningServer, body: bytes) -> None:
-    answer = ask(server, TEXT, body)
-    assert answer.status_code == 400
-    assert "is given twice; send each field once" in answer.json()["error"]["message"]
+    assert words in refused(ask(server, path, body))
 
 
 def test_those_that_go_together(server: RunningServer) -> None:
     def ids(**more: Any) -> list[int]:
-        body = {"prompt": [5], "max_tokens": 5, "seed": 1, "return_token_ids": True} | more
-        answer = ask(server, TEXT, body)
-        assert answer.status_code == 200, answer.text
-        return list(answer.json()["choices"][0]["token_ids"])
+        return list(choice(server, TEXT, prompt=[5], max_tokens=5, return_token_ids=True, **more)["token_ids"])
 
     assert ids(choices=[[[5, 6, EOS], [5, 6, EOS]]]) == [5, 6, EOS]
     plain = ids(ignore_eos=True)
@@ -307,30 +266,22 @@ def test_those_that_go_together(server: RunningServer) -> None:
 
 
 def test_forms(server: RunningServer) -> None:
+    files = {"adapter_weights": b"x", "adapter_config": b"{}"}
     for version in ("1_0", "+5", "5.0", " 5", "\u0665", "0x5"):
-        files = {"adapter_weights": b"x", "adapter_config": b"{}"}
-        url = f"{server.url}/upload_adapter"
-        answer = httpx.post(url, files=files, data={"policy_version": version}, timeout=30, trust_env=False)
-        assert answer.status_code == 422
-        assert "written in digits" in answer.json()["error"]["message"], version
-    answer = httpx.post(f"{server.url}/release_trainer", data={"trainer": "a", "what": "b"}, trust_env=False)
-    assert answer.status_code == 422
-    assert "'what' is unknown" in answer.json()["error"]["message"]
-    assert httpx.post(f"{server.url}/release_trainer", data={"trainer": "a"}, trust_env=False).status_code == 200
+        said = refused(post(server, "/upload_adapter", files=files, data={"policy_version": version}), 422)
+        assert "written in digits" in said, version
+    said = refused(post(server, "/release_trainer", data={"trainer": "a", "what": "b"}), 422)
+    assert "'what' is unknown" in said
+    assert post(server, "/release_trainer", data={"trainer": "a"}).status_code == 200
 
 
 def test_a_prompt_counts_once(server: RunningServer) -> None:
-    def counted() -> float:
-        lines = httpx.get(f"{server.url}/metrics", trust_env=False).text.splitlines()
-        return float(next(line for line in lines if line.startswith("covey_prompt_tokens_total ")).split()[1])
-
-    before = counted()
+    before = metric(server, "covey_prompt_tokens_total")
     body = {"prompt": [[5, 6], [7, 8, 9]], "n": 4, "max_tokens": 1}
     assert ask(server, TEXT, body).json()["usage"] == {"prompt_tokens": 5, "completion_tokens": 8, "total_tokens": 13}
     more = {"stream": True, "stream_options": {"include_usage": True}}
-    last = ask(server, TEXT, body | more).text.splitlines()[-4].removeprefix("data: ")
-    assert json.loads(last)["usage"]["prompt_tokens"] == 5
-    assert counted() == before + 10
+    assert events(ask(server, TEXT, body | more))[-1]["usage"]["prompt_tokens"] == 5
+    assert metric(server, "covey_prompt_tokens_total") == before + 10
 
 
 def test_choices_that_are_cut_leave_the_same_tokens() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load, save
-from servers import RunningServer, serving
+from servers import RunningServer, ask, at_once, begun, get, post, send, serving, upload, wait_until
 from test_adapters import adapted
 
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.fast_runner import Linear
-from covey.serving import ServeSettings, write_adapter
+from covey.serving import write_adapter
 from covey.types import Request, SamplingSettings
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [40, 41]]
@@ -29,7 +28,7 @@ DOWN = "base_model.model.model.layers.1.mlp.down_proj"
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
     with serving() as server:
-        assert send(server, *good(1), policy_version=5).status_code == 200
+        assert upload(server, 1, policy_version=5).status_code == 200
         yield server
 
 
@@ -38,21 +37,11 @@ def good(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return load(weights), config
 
 
-def send(server: RunningServer, tensors: Any, config: Any, **form: Any) -> httpx.Response:
-    """Upload tensors (or a file's bytes) with a config (or its text)."""
-    files = {
-        "adapter_weights": tensors if isinstance(tensors, bytes) else save(tensors),
-        "adapter_config": config if isinstance(config, bytes) else json.dumps(config).encode(),
-    }
-    return httpx.post(f"{server.url}/upload_adapter", files=files, data=form, timeout=60, trust_env=False)
-
-
 def held(server: RunningServer) -> Any:
     """What a client can see of the weights: their version and hash, greedy completions, every log-probability."""
-    body = {"prompt": PROMPTS, "max_tokens": 12, "temperature": 0, "logprobs": 0, "return_token_ids": True}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60, trust_env=False)
+    answer = ask(server, prompt=PROMPTS, max_tokens=12, temperature=0, logprobs=0, return_token_ids=True)
     assert answer.status_code == 200
-    health = httpx.get(f"{server.url}/health", trust_env=False).json()
+    health = get(server, "/health").json()
     choices = [(c["token_ids"], c["logprobs"]["token_logprobs"], c["policy_version"]) for c in answer.json()["choices"]]
     return choices, health["policy_version"], health["sha256"], health["status"]
 
@@ -82,14 +71,8 @@ def header(change: Callable[[str], str]) -> Callable[[Any, Any], Any]:
 
 
 def twice(tensors: Any, config: Any) -> Any:
-    bare = Q.removeprefix("base_model.model.")
-    return tensors | {
-        f"{bare}.{h}.weight": torch.ones_like(tensors[f"{Q}.{h}.weight"]) for h in ("lora_A", "lora_B")
-    }, config
-
-
-def with_tensor(name: str, tensor: torch.Tensor) -> Callable[[Any, Any], Any]:
-    return lambda t, c: (t | {name: tensor}, c)
+    again = {name.removeprefix("base_model.model."): torch.ones_like(tensors[name]) for name in (A_Q, B_Q)}
+    return tensors | again, config
 
 
 A_Q, B_Q = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
@@ -119,9 +102,9 @@ BAD: list[tuple[str, Callable[[Any, Any], Any], int]] = [
     ("a name in other letters", header(lambda h: h.replace("q_proj", "\\u0444", 1)), 422),
     ("a very long name", header(lambda h: h.replace("q_proj", "q" * 100_000, 1)), 422),
     ("a header of exabytes", lambda t, c: (struct.pack("<Q", 1 << 62) + b"{}", c), 422),
-    ("nothing in a tensor", with_tensor(A_Q, torch.zeros(3, 0)), 422),
-    ("a tensor of truths", with_tensor(A_Q, torch.ones(3, 32, dtype=torch.bool)), 422),
-    ("a tensor of three dimensions", with_tensor(A_Q, torch.zeros(3, 32, 1)), 422),
+    ("nothing in a tensor", lambda t, c: (t | {A_Q: torch.zeros(3, 0)}, c), 422),
+    ("a tensor of truths", lambda t, c: (t | {A_Q: torch.ones(3, 32, dtype=torch.bool)}, c), 422),
+    ("a tensor of three dimensions", lambda t, c: (t | {A_Q: torch.zeros(3, 32, 1)}, c), 422),
     ("r negative", setting(r=-3), 422),
     ("r true", setting(r=True), 422),
     ("r a text", setting(r="3"), 422),
@@ -150,73 +133,69 @@ IN_EVERY_RUN = {
     [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name not in IN_EVERY_RUN)) for name, *case in BAD],
 )
 def test_a_refused_upload_changes_nothing(server: RunningServer, spoil: Callable[..., Any], status: int) -> None:
-    before, (tensors, config) = held(server), good(2)
-    answer = send(server, *spoil(tensors, config))
+    before = held(server)
+    answer = send(server, *spoil(*good(2)))
     assert answer.status_code == status, answer.text
     assert 10 < len(answer.json()["error"]["message"]) < 1000
     assert held(server) == before
-    again = send(server, *good(1), policy_version=5)  # held already: it is not applied again
-    assert again.json()["policy_version"] == 5
+    assert upload(server, 1, policy_version=5).json()["policy_version"] == 5  # held already: it is not applied again
     assert held(server) == before
 
 
-def test_an_upload_that_breaks_off_is_taken_back(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, whole, calls = held(server), Linear.load, []
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
+    """Numbers of the layers that were given weights, and of those that cannot be."""
+    given, failing, whole = list[int](), list[int](), Linear.load
 
-    def breaks(self: Linear, *args: Any) -> None:
-        calls.append(self)
-        if len(calls) == 4:
+    def load(self: Linear, *args: Any) -> None:
+        given.append(len(given))
+        if given[-1] in failing:
             raise RuntimeError("no memory")
         whole(self, *args)
 
-    monkeypatch.setattr(Linear, "load", breaks)
-    answer = send(server, *good(2), policy_version=6)
+    monkeypatch.setattr(Linear, "load", load)
+    return given, failing
+
+
+def test_an_upload_that_breaks_off_is_taken_back(server: RunningServer, broken: tuple[list[int], list[int]]) -> None:
+    before, (given, failing) = held(server), broken
+    failing.append(3)
+    answer = upload(server, 2, policy_version=6)
     assert answer.status_code == 422
     assert "no memory" in answer.json()["error"]["message"]
-    assert len(calls) > 8  # the weights before it were computed again
+    assert len(given) > 8  # the weights before it were computed again
     assert held(server) == before
 
 
-def test_weights_that_are_lost_are_not_sampled_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_lost_are_not_sampled_from(broken: tuple[list[int], list[int]]) -> None:
     with serving() as server:
-        assert send(server, *good(1), policy_version=5).status_code == 200
-        before = held(server)
-        whole, broken = Linear.load, [True]
-
-        def breaks(self: Linear, *args: Any) -> None:
-            if broken:
-                raise RuntimeError("no memory")
-            whole(self, *args)
-
-        monkeypatch.setattr(Linear, "load", breaks)
-        assert send(server, *good(2), policy_version=6).status_code == 422
-        health = httpx.get(f"{server.url}/health", trust_env=False)
+        assert upload(server, 1, policy_version=5).status_code == 200
+        before, (given, failing) = held(server), broken
+        failing.extend(range(len(given), 10_000))
+        assert upload(server, 2, policy_version=6).status_code == 422
+        health = get(server, "/health")
         assert (health.status_code, health.json()["sha256"]) == (503, "")
-        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, trust_env=False)
+        refused = ask(server, prompt="x")
         assert refused.status_code == 503
         assert "upload again" in refused.json()["error"]["message"]
-        broken.clear()
-        assert send(server, *good(1), policy_version=5).status_code == 200  # no repeat: it is not held
+        failing.clear()
+        assert upload(server, 1, policy_version=5).status_code == 200  # no repeat: it is not held
         assert held(server) == before
 
 
 def test_versions_only_grow() -> None:
     with serving() as server:
-        assert send(server, *good(1), policy_version=5).json()["policy_version"] == 5
-        before = held(server)
-        for seed, version, words in (
-            (2, 5, "with other weights"),
-            (2, 4, "does not go back"),
-            (1, 4, "does not go back"),
-        ):
-            answer = send(server, *good(seed), policy_version=version)
+        assert upload(server, 1, policy_version=5).json()["policy_version"] == 5
+        before, back = held(server), "does not go back"
+        for seed, version, words in ((2, 5, "with other weights"), (2, 4, back), (1, 4, back)):
+            answer = upload(server, seed, policy_version=version)
             assert answer.status_code == 409
             assert words in answer.json()["error"]["message"]
             assert held(server) == before
-        assert send(server, *good(2)).json()["policy_version"] == 6
-        for version in (0, -1, 1 << 60, "x", 1.5):
-            assert send(server, *good(3), policy_version=version).status_code == 422
-        began = send(server, *good(3), policy_version=1, restart=True)  # a trainer begins again
+        assert upload(server, 2).json()["policy_version"] == 6
+        for wrong in (0, -1, 1 << 60, "x", 1.5):
+            assert upload(server, 3, policy_version=wrong).status_code == 422
+        began = upload(server, 3, policy_version=1, restart=True)  # a trainer begins again
         assert began.json()["policy_version"] == 1
         assert held(server)[0] != before[0]
         assert server.batching.counts.uploads == 3
@@ -224,20 +203,11 @@ def test_versions_only_grow() -> None:
 
 def test_uploads_at_once() -> None:
     with serving() as server:
-        answers: dict[int, httpx.Response] = {}
-        uploads = [good(seed) for seed in range(4)]
-
-        def one(seed: int) -> None:
-            answers[seed] = send(server, *uploads[seed % 4], policy_version=3)
-
-        threads = [threading.Thread(target=one, args=(seed,)) for seed in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        won = [seed for seed, answer in answers.items() if answer.status_code == 200]
+        uploads = [write_adapter(adapted(seed)) for seed in range(4)]
+        answers = at_once(lambda seed: send(server, *uploads[seed % 4], policy_version=3), range(8))
+        won = [seed for seed, answer in enumerate(answers) if answer.status_code == 200]
         assert len({seed % 4 for seed in won}) == 1  # one of four contents, and its repetition
-        assert {a.status_code for a in answers.values()} <= {200, 409, 429}
+        assert {a.status_code for a in answers} <= {200, 409, 429}
         assert server.batching.counts.uploads == 1
         greedy = SamplingSettings(temperature=0, max_tokens=12, eos_token_ids=(server.tokenizer.eos_token_id,))
         requests = [Request(np.array(ids), (0,)) for ids in PROMPTS]
@@ -245,47 +215,30 @@ def test_uploads_at_once() -> None:
         assert [choice[0] for choice in held(server)[0]] == [c.token_ids.tolist() for c in expected]
 
 
+WEIGHTS, CONFIG = ("adapter_weights", b"x"), ("adapter_config", b"{}")
 GOOD_PARTS = [("adapter_weights", save(good(1)[0])), ("adapter_config", json.dumps(good(1)[1]).encode())]
+PARTS: list[list[tuple[str, bytes | None]]] = [
+    *([WEIGHTS, WEIGHTS, CONFIG], [WEIGHTS, CONFIG, ("adapter_confg", b"{}")], [WEIGHTS, CONFIG, CONFIG], [CONFIG], []),
+    *([*GOOD_PARTS, (name, None)] for name in ("policy_version", "takeover", "restart")),
+]
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        [("adapter_weights", b"x"), ("adapter_weights", b"x"), ("adapter_config", b"{}")],
-        [("adapter_weights", b"x"), ("adapter_config", b"{}"), ("adapter_confg", b"{}")],
-        [("adapter_weights", b"x"), ("adapter_config", b"{}"), ("adapter_config", b"{}")],
-        [("adapter_config", b"{}")],
-        [],
-        *[[*GOOD_PARTS, (name, None)] for name in ("policy_version", "takeover", "restart")],
-    ],
-)
+@pytest.mark.parametrize("parts", PARTS)
 def test_parts_of_an_upload(server: RunningServer, parts: list[tuple[str, bytes | None]]) -> None:
     files = [(name, ("file", content) if content is not None else (None, b"")) for name, content in parts]
-    answer = httpx.post(f"{server.url}/upload_adapter", files=files, timeout=20, trust_env=False)
-    assert answer.status_code == 422
-    broken = httpx.post(
-        f"{server.url}/upload_adapter",
-        content=b"--x\r\nnothing",
-        headers={"content-type": "multipart/form-data; boundary=x"},
-        trust_env=False,
-    )
-    assert 400 <= broken.status_code < 500
+    assert post(server, "/upload_adapter", files=files).status_code == 422
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    assert 400 <= post(server, "/upload_adapter", content=b"--x\r\nnothing", headers=headers).status_code < 500
 
 
 @pytest.mark.slow
 def test_an_upload_whose_client_goes_away() -> None:
-    with serving(settings=ServeSettings("tiny")) as server:
-        long = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "n": 64}
-        thread = threading.Thread(
-            target=lambda: httpx.post(f"{server.url}/v1/completions", json=long, timeout=60, trust_env=False)
-        )
-        thread.start()
-        while httpx.get(f"{server.url}/health", trust_env=False).json()["running"] == 0:
-            assert thread.is_alive()
-        files = {"adapter_weights": save(good(1)[0]), "adapter_config": json.dumps(good(1)[1]).encode()}
+    with serving() as server:
+        busy = begun(ask, server, prompt=[5, 6, 7], max_tokens=200, ignore_eos=True, n=64)
+        wait_until(lambda: get(server, "/health").json()["running"])
         limits = httpx.Timeout(30, read=0.001)  # far less than reading and checking an adapter takes
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/upload_adapter", files=files, timeout=limits, trust_env=False)
-        thread.join()
+            post(server, "/upload_adapter", files=dict(GOOD_PARTS), timeout=limits)
+        busy.result()
         assert held(server)[3] == "ok"
-        assert send(server, *good(2), policy_version=9).status_code == 200
+        assert upload(server, 2, policy_version=9).status_code == 200

@@ -20,14 +20,7 @@ if TYPE_CHECKING:
     from covey.rewards.maths import MathReward
     from covey.rewards.option_letter import extract_choice
     from covey.rewards.parallel import ParallelVerifier
-    from covey.rewards.text import (
-        exact_match,
-        format_reward,
-        json_reward,
-        length_reward,
-        numeric_match,
-        tags_reward,
-    )
+    from covey.rewards.text import exact_match, format_reward, json_reward, length_reward, numeric_match, tags_reward
     from covey.rewards.verifier import RewardFunction, SupportsBatchVerify, Verifier, reward_name, verifier_from_reward
 
 __all__ = [
