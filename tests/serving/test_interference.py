@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from servers import RunningServer, ask
+from servers import RunningServer, ask, begun, post, wait_until
 
 from covey.errors import GenerationError
 from covey.rollout.turns import Row
@@ -34,17 +33,10 @@ def said(server: RunningServer) -> list[list[int]]:
 
 def beside_others(server: RunningServer, do: Callable[[], Any]) -> Any:
     """`do` while the others' completions run; these must be what they are alone."""
-    alone, found = said(server), []
-    thread = threading.Thread(target=lambda: found.append(said(server)))
-    thread.start()
-    until = time.monotonic() + 30
-    while server.batching.load[0] < 2:
-        assert time.monotonic() < until
-        time.sleep(0.001)
+    alone, others = said(server), begun(said, server)
+    wait_until(lambda: server.batching.load[0] >= 2)
     result = do()
-    thread.join()
-    assert found == [alone]
-    assert said(server) == alone
+    assert others.result() == said(server) == alone
     return result
 
 
@@ -58,15 +50,14 @@ def sampled(server: RunningServer, request: Request, **settings: Any) -> Any:
 SLOW = pytest.mark.slow
 
 
+def mostly_slow(*values: Any) -> list[Any]:
+    """The first is in every run."""
+    return [values[0], *(pytest.param(value, marks=SLOW) for value in values[1:])]
+
+
 @pytest.mark.parametrize(
     "choices",
-    [
-        *([[[]]], [[[1000]]]),
-        *(
-            pytest.param(one, marks=SLOW)
-            for one in ([None, [[5]]], [[[5], []]], [[[-1]]], [[[5, 1 << 40]]], [[["x"]]], [[]])
-        ),
-    ],
+    [[[[1000]]], *mostly_slow([[[]]], [None, [[5]]], [[[5], []]], [[[-1]]], [[[5, 1 << 40]]], [[["x"]]], [[]])],
 )
 def test_bad_choices_are_refused(server: RunningServer, choices: Any) -> None:
     answer = beside_others(server, lambda: ask(server, prompt=[5, 6], choices=choices, return_support=True))
@@ -74,9 +65,7 @@ def test_bad_choices_are_refused(server: RunningServer, choices: Any) -> None:
     assert "choices" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    "choices", [((1000,), (1001,)), *(pytest.param(one, marks=SLOW) for one in ((), ((),), ((-5,), (-6,))))]
-)
+@pytest.mark.parametrize("choices", mostly_slow(((1000,), (1001,)), (), ((),), ((-5,), (-6,))))
 def test_bad_choices_that_come_through_end_alone(
     server: RunningServer, choices: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,7 +77,7 @@ def test_bad_choices_that_come_through_end_alone(
     assert "choices allow" in str(found)
 
 
-@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=SLOW)])
+@pytest.mark.parametrize("stream", mostly_slow(False, True))
 def test_logits_that_are_not_finite_end_their_row(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
@@ -140,19 +129,14 @@ def test_values_that_are_not_finite_stay_nowhere(server: RunningServer, monkeypa
 
 
 def test_choices_of_one_cost_others_no_memory(server: RunningServer) -> None:
-    found: list[Any] = []
     plain = Request(np.array([5, 6, 7]), (1,))
-    thread = threading.Thread(
-        target=lambda: found.append(sampled(server, plain, max_tokens=60, keep_support=True, temperature=1.0))
-    )
-    thread.start()
+    other = begun(sampled, server, plain, max_tokens=60, keep_support=True, temperature=1.0)
     choices = tuple((5 + i, *range(5, 40)) for i in range(3))
     chosen = sampled(server, Request(np.array([5, 6]), (1,), choices), max_tokens=40)
     cut = sampled(server, plain, max_tokens=3, keep_support=True, top_k=5)
-    thread.join()
     assert np.diff(chosen.completion.support.offsets).tolist() == [3] + [1] * 35
     assert np.diff(cut.completion.support.offsets).tolist() == [5, 5, 5]
-    assert found[0].completion.support is None  # nothing was cut off: it is the whole vocabulary
+    assert other.result().completion.support is None  # nothing was cut off: it is the whole vocabulary
 
 
 def test_kept_ids_are_bounded(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,19 +155,20 @@ def test_a_prompt_that_the_memory_does_not_hold(server: RunningServer, monkeypat
     assert "has memory for 100" in answer.json()["error"]["message"]
 
 
-def slowest_health(server: RunningServer, busy: threading.Thread) -> float:
+def slowest_health(server: RunningServer, do: Callable[[], Any]) -> tuple[float, Any]:
+    """How long somebody else waits at most meanwhile, and what `do` returns."""
     slowest, url = 0.0, f"{server.url}/health"
     with httpx.Client(trust_env=False, timeout=30) as http:
-        busy.start()
-        while busy.is_alive():
+        busy = begun(do)
+        while not busy.done():
             started = time.monotonic()
             assert http.get(url).status_code == 200
             slowest = max(slowest, time.monotonic() - started)
             time.sleep(0.01)
-    return slowest
+    return slowest, busy.result()
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", pytest.param("/v1/chat/completions", marks=SLOW)])
+@pytest.mark.parametrize("path", mostly_slow("/v1/completions", "/v1/chat/completions"))
 def test_texts_are_read_beside_the_loop(server: RunningServer, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """Tokenising takes three seconds here: nobody else waits for it."""
     encoded = Answering._encoded
@@ -193,37 +178,36 @@ def test_texts_are_read_beside_the_loop(server: RunningServer, monkeypatch: pyte
         return encoded(self, text, special=special)
 
     monkeypatch.setattr(Answering, "_encoded", slow)
-    body: dict[str, Any] = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-    del body["messages" if path == "/v1/completions" else "prompt"]
-    busy = threading.Thread(target=lambda: httpx.post(server.url + path, json=body, timeout=30, trust_env=False))
-    assert slowest_health(server, busy) < 1.5
+    what = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    slowest, answer = slowest_health(server, lambda: ask(server, path, **what, max_tokens=1))
+    assert answer.status_code == 200
+    assert slowest < 1.5
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"prompt": "hello world " * 80_000},
-        {"prompt": [[5]] * 500_000},
-        pytest.param({"prompt": ["a"] * 400_000}, marks=SLOW),
-        pytest.param({"prompt": [5] * 1_000_000}, marks=SLOW),
-        pytest.param({"messages": [{"role": "user", "content": "x" * 1_000_000}]}, marks=SLOW),
-        pytest.param({"messages": [{"role": "user", "content": "x"}] * 4096, "max_tokens": 1}, marks=SLOW),
-        pytest.param({"prompt": "x", "stop": ["a"] * 500_000}, marks=SLOW),
-        pytest.param({"prompt": "x", "streams": [[1] * 1_000_000]}, marks=SLOW),
-        pytest.param({"prompt": "x", "choices": [[[5]] * 500_000]}, marks=SLOW),
-    ],
-    ids=["text", "lists", "texts", "ids", "message", "messages", "stop", "streams", "choices"],
-)
-def test_large_bodies_are_refused_and_hold_up_nobody(server: RunningServer, body: dict[str, Any]) -> None:
-    content, answers = json.dumps(body).encode(), []
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+def of_one(content: str, times: int = 1) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}] * times}
+
+
+LARGE = {
+    "text": {"prompt": "hello world " * 80_000},
+    "lists": {"prompt": [[5]] * 500_000},
+    "texts": {"prompt": ["a"] * 400_000},
+    "ids": {"prompt": [5] * 1_000_000},
+    "message": of_one("x" * 1_000_000),
+    "messages": of_one("x", 4096) | {"max_tokens": 1},
+    "stop": {"prompt": "x", "stop": ["a"] * 500_000},
+    "streams": {"prompt": "x", "streams": [[1] * 1_000_000]},
+    "choices": {"prompt": "x", "choices": [[[5]] * 500_000]},
+}
+
+
+@pytest.mark.parametrize("name", ["text", *mostly_slow(*[*LARGE][1:])])
+def test_large_bodies_are_refused_and_hold_up_nobody(server: RunningServer, name: str) -> None:
+    content = json.dumps(LARGE[name]).encode()
     assert len(content) < 4 << 20
-    busy = threading.Thread(
-        target=lambda: answers.extend(
-            httpx.post(server.url + path, content=content, timeout=60, trust_env=False) for _ in range(3)
-        )
-    )
-    assert slowest_health(server, busy) < 3.0
+    path = "/v1/chat/completions" if "messages" in LARGE[name] else "/v1/completions"
+    slowest, answers = slowest_health(server, lambda: [post(server, path, content=content) for _ in range(3)])
+    assert slowest < 3.0
     assert {answer.status_code for answer in answers} == {400}
     assert len(answers[0].json()["error"]["message"]) < 1000
 

@@ -18,7 +18,7 @@ from test_adapters import adapted
 
 from covey.errors import CoveyError
 from covey.pytorch.engine import Engine
-from covey.serving import ServeSettings, write_adapter
+from covey.serving import ServeSettings
 from covey.serving.answers import Answering
 from covey.serving.batching import Job
 from covey.serving.requests import CompletionRequest
@@ -149,19 +149,6 @@ def test_uploads_count_and_change_what_is_sampled() -> None:
         assert ask(server, **greedy, policy_version=9).status_code == 200
 
 
-def test_a_bad_upload_changes_nothing() -> None:
-    with serving() as server:
-        sha = upload(server).json()["sha256"]
-        weights, config = write_adapter(adapted())
-        alone = post(server, "/upload_adapter", files={"adapter_weights": weights})
-        bad = ((weights[:-5], config), (weights, b"{"), (weights, b"\xff\xfe"), (weights, config | {"r": 4}))
-        for answer in (alone, *(send(server, *one) for one in bad)):
-            assert answer.status_code == 422
-            assert answer.json()["error"]["message"]
-        health = get(server, "/health").json()
-        assert (health["policy_version"], health["sha256"]) == (1, sha)
-
-
 @pytest.mark.parametrize("swap", ["finish", "continue"])
 def test_completions_that_run_at_an_upload(swap: str) -> None:
     with serving(swap=swap) as server:
@@ -257,8 +244,8 @@ def test_a_turn_of_a_chat_costs_its_new_tokens() -> None:
         assert metric(server, "covey_reused_tokens") == 0  # of 72: no turn has reused a whole block of 128
 
 
-def test_bodies_are_bounded_in_size_and_time() -> None:
-    settings = ServeSettings("tiny", max_upload_bytes=50_000, max_body_bytes=2_000, body_seconds=0.5)
+def test_bodies_are_bounded_in_size() -> None:
+    settings = ServeSettings("tiny", max_upload_bytes=50_000, max_body_bytes=2_000)
 
     def chunks() -> Iterator[bytes]:
         for _ in range(50):
@@ -268,9 +255,6 @@ def test_bodies_are_bounded_in_size_and_time() -> None:
         assert ask(server, prompt="x" * 3000).status_code == 413
         assert send(server, b"x" * 60_000, {}).status_code == 413
         assert post(server, "/v1/completions", content=chunks()).status_code == 413  # no length is given
-        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as half_open:
-            half_open.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
-            assert b"408" in half_open.recv(1000)
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as cut_off:
             cut_off.sendall(b"POST /upload_adapter HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\nabc")
         assert ask(server, prompt="x", max_tokens=1).status_code == 200

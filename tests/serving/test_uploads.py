@@ -87,6 +87,10 @@ BAD: list[tuple[str, Callable[[Any, Any], Any], int]] = [
     ("a deep list", text('{"peft_type": "LORA", "r": ' + "[" * 100_000), 400),
     ("a deep object", text('{"a":' * 100_000), 400),
     ("a deep pattern", text('{"peft_type": "LORA", "r": 3, "rank_pattern": ' + "[" * 900 + "1" + "]" * 900 + "}"), 422),
+    ("a config cut off", text("{"), 422),
+    ("a config that is no text", lambda t, c: (t, b"\xff\xfe"), 422),
+    ("a file cut off", lambda t, c: (save(t)[:-5], c), 422),
+    ("another rank", setting(r=4), 422),
     ("a setting twice", text('{"peft_type": "LORA", "r": 3, "r": 3, "lora_alpha": 6}'), 422),
     ("both factors 1e30", times(Q, 1e30), 422),
     ("one factor 1e30", times(B_Q, 1e30), 422),
@@ -121,7 +125,14 @@ BAD: list[tuple[str, Callable[[Any, Any], Any], int]] = [
 
 
 IN_EVERY_RUN = {
-    *("alpha too large for a float32", "alpha that overflows in use", "r a longer one", "a deep object"),
+    *(
+        "a config cut off",
+        "a config that is no text",
+        "a file cut off",
+        "another rank",
+        "alpha too large for a float32",
+    ),
+    *("alpha that overflows in use", "r a longer one", "a deep object"),
     *("a setting twice", "one factor of the last layer 1e30", "a value that is none", "a module twice"),
     *("a tensor twice", "a shape that is not the data's", "a header of exabytes", "rslora"),
 }
@@ -218,7 +229,8 @@ def test_uploads_at_once() -> None:
 WEIGHTS, CONFIG = ("adapter_weights", b"x"), ("adapter_config", b"{}")
 GOOD_PARTS = [("adapter_weights", save(good(1)[0])), ("adapter_config", json.dumps(good(1)[1]).encode())]
 PARTS: list[list[tuple[str, bytes | None]]] = [
-    *([WEIGHTS, WEIGHTS, CONFIG], [WEIGHTS, CONFIG, ("adapter_confg", b"{}")], [WEIGHTS, CONFIG, CONFIG], [CONFIG], []),
+    *([WEIGHTS, WEIGHTS, CONFIG], [WEIGHTS, CONFIG, CONFIG], [GOOD_PARTS[0]], [CONFIG], []),
+    [WEIGHTS, CONFIG, ("adapter_confg", b"{}")],
     *([*GOOD_PARTS, (name, None)] for name in ("policy_version", "takeover", "restart")),
 ]
 
