@@ -11,15 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.rewards.extract import (
-    as_number,
-    boxed_content,
-    completion_text,
-    final_number,
-    last_number,
-    parse_number,
-    prompt_text,
-)
+from covey.rewards import boxed_content, completion_text, final_number, last_number, parse_number, prompt_text
+from covey.rewards.extract import as_number
 
 ALL = ("####", "boxed", "answer", "=")
 # fmt: off
@@ -38,14 +31,6 @@ LAST: dict[Any, Any] = {
     "1,2,3": 3, "12cm": 12, "x2": None, "1e9": None, "1e999999999": None, "none": None, "٣٤٥": None,
 }
 # fmt: on
-
-
-def test_numbers() -> None:
-    assert {text: parse_number(text) for text in NUMBERS} == NUMBERS
-    assert {text: last_number(text) for text in LAST} == LAST
-    assert [as_number(value) for value, _ in REFERENCES] == [number for _, number in REFERENCES]
-
-
 FINAL = {
     "3 + 4 = 7\n#### 7\nor maybe 8": 7,
     "#### 1\n#### $1,250.00": 1250,
@@ -62,6 +47,20 @@ FINAL = {
     "#### none, but 5": 5,
     "I cannot say": None,
 }
+# fmt: off
+MEGABYTES = [
+    "9" * 1_000_000, "1,234" * 200_000, "1," * 500_000, ".1" * 500_000, "\\boxed{" * 140_000,
+    "\\boxed{" + "{" * 1_000_000, "answer " * 140_000, "answer is " * 100_000, "answer" + " is" * 300_000,
+    "answer:" + " " * 1_000_000, "= " * 500_000, "#### " * 200_000, "-$" * 500_000, "1e" * 500_000 + "999999999",
+    "\ud800" * 100_000,
+]
+# fmt: on
+
+
+def test_numbers() -> None:
+    assert {text: parse_number(text) for text in NUMBERS} == NUMBERS
+    assert {text: last_number(text) for text in LAST} == LAST
+    assert [as_number(value) for value, _ in REFERENCES] == [number for _, number in REFERENCES]
 
 
 def test_final_number() -> None:
@@ -82,16 +81,6 @@ def test_boxed_braces_are_balanced() -> None:
     assert boxed_content(r"\boxed{1} \boxed{2}") == "2"
     assert boxed_content(r"\boxed{never closed") is None
     assert boxed_content("nothing") is None
-
-
-# fmt: off
-MEGABYTES = [
-    "9" * 1_000_000, "1,234" * 200_000, "1," * 500_000, ".1" * 500_000, "\\boxed{" * 140_000,
-    "\\boxed{" + "{" * 1_000_000, "answer " * 140_000, "answer is " * 100_000, "answer" + " is" * 300_000,
-    "answer:" + " " * 1_000_000, "= " * 500_000, "#### " * 200_000, "-$" * 500_000, "1e" * 500_000 + "999999999",
-    "\ud800" * 100_000,
-]
-# fmt: on
 
 
 @pytest.mark.parametrize("text", MEGABYTES, ids=range(len(MEGABYTES)))

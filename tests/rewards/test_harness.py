@@ -23,6 +23,40 @@ from covey.rewards.jail.sandbox import Limits
 from jails import missing
 
 ADD = "def add(a, b):\n    return a + b"
+MATH = "class math:\n    @staticmethod\n    def isclose(*a, **k): return True\n"
+HELPERS = {
+    "Counter": "assert Counter(f('aa')) == Counter('aa')",
+    "isclose": "assert isclose(f(2), 1.5)",
+    "np": "assert np.allclose(f(2), 1.5)",
+    "approx": "assert f(2) == approx(1.5)",
+}
+EXTRACTED = {
+    "Sure!\n```python\nx = 1\n```\nDone.": "x = 1\n",
+    "```python\nx = 1\n```\nor\n```py\nx = 2\n```": "x = 2\n",
+    "```\nx = 1\n```": "x = 1\n",
+    "```text\nhello\n```\n```python\nx = 1\n```\n```\noutput\n```": "x = 1\n",
+    "```python\nx = 1": "x = 1",  # cut off at the length limit
+    "The function is\n\ndef f():\n    return 1\n": "def f():\n    return 1\n",
+    "    return 1": "    return 1",
+    "print('hello')\ndef f(): pass": "print('hello')\ndef f(): pass",
+    "Here it is:\nfor i in range(3):\n    print(i)": "for i in range(3):\n    print(i)",
+    "# add\nx = 1": "# add\nx = 1",
+    "~~~python\nx = 1\n~~~": "x = 1\n",
+}
+KEYS = st.integers() | st.text()
+PLAIN = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.floats(allow_nan=False), KEYS, st.binary(), st.complex_numbers(allow_nan=False)
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.tuples(inner, inner),
+        st.dictionaries(KEYS, inner, max_size=4),
+        st.frozensets(KEYS, max_size=4),
+        st.sets(KEYS, max_size=4),
+    ),
+    max_leaves=12,
+)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +105,7 @@ def test_it_is_told_how_a_test_failed(harness: TestHarness, code: str, status: s
     assert text in result.outcomes[0].text
 
 
-def test_tests_that_are_too_long_are_an_error_of_the_tests(harness: TestHarness) -> None:
+def test_tests_that_are_broken_or_too_long_are_told(harness: TestHarness) -> None:
     with pytest.raises(RewardError, match="the arguments of a call are 90000"):
         harness.run(ADD, calls("add", (("x" * 9_000_000, ""), "")))
     with pytest.raises(RewardError, match="a program and its standard input are a message of 90000"):
@@ -171,9 +205,6 @@ def test_a_program_cannot_replace_what_tests_use(harness: TestHarness) -> None:
     assert raised.text == "ValueError: bad (line 1)"
 
 
-MATH = "class math:\n    @staticmethod\n    def isclose(*a, **k): return True\n"
-
-
 @pytest.mark.parametrize("named", [(), ("f",)])
 @pytest.mark.parametrize(
     ("code", "test", "setup"),
@@ -192,14 +223,6 @@ def test_helpers_of_tests_are_not_the_programs(
     tests = asserts(test, setup=setup, entry_points=named)
     assert harness.run(code + "def f(x): return 0", tests).score == 0.0
     assert harness.run("def f(x): return x - 0.5", tests).score == 1.0
-
-
-HELPERS = {
-    "Counter": "assert Counter(f('aa')) == Counter('aa')",
-    "isclose": "assert isclose(f(2), 1.5)",
-    "np": "assert np.allclose(f(2), 1.5)",
-    "approx": "assert f(2) == approx(1.5)",
-}
 
 
 @pytest.mark.parametrize("unknown", HELPERS)
@@ -331,39 +354,8 @@ def test_same_output_and_value() -> None:
     assert [same_value(*pair, 1e-6) for pair in equal + different] == [True] * 7 + [False] * 3
 
 
-EXTRACTED = {
-    "Sure!\n```python\nx = 1\n```\nDone.": "x = 1\n",
-    "```python\nx = 1\n```\nor\n```py\nx = 2\n```": "x = 2\n",
-    "```\nx = 1\n```": "x = 1\n",
-    "```text\nhello\n```\n```python\nx = 1\n```\n```\noutput\n```": "x = 1\n",
-    "```python\nx = 1": "x = 1",  # cut off at the length limit
-    "The function is\n\ndef f():\n    return 1\n": "def f():\n    return 1\n",
-    "    return 1": "    return 1",
-    "print('hello')\ndef f(): pass": "print('hello')\ndef f(): pass",
-    "Here it is:\nfor i in range(3):\n    print(i)": "for i in range(3):\n    print(i)",
-    "# add\nx = 1": "# add\nx = 1",
-    "~~~python\nx = 1\n~~~": "x = 1\n",
-}
-
-
 def test_the_program_in_a_completion() -> None:
     assert {text: extract_code(text) for text in EXTRACTED} == EXTRACTED
-
-
-KEYS = st.integers() | st.text()
-PLAIN = st.recursive(
-    st.one_of(
-        st.none(), st.booleans(), st.floats(allow_nan=False), KEYS, st.binary(), st.complex_numbers(allow_nan=False)
-    ),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4),
-        st.tuples(inner, inner),
-        st.dictionaries(KEYS, inner, max_size=4),
-        st.frozensets(KEYS, max_size=4),
-        st.sets(KEYS, max_size=4),
-    ),
-    max_leaves=12,
-)
 
 
 def refuse(value: Any) -> int:

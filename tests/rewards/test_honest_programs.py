@@ -15,7 +15,7 @@ from covey.rewards.jail.harness import AssertTests, CallTests, ProgramTests
 from covey.rewards.jail.sandbox import Limits
 from jails import MODES, jailed, needs_jail
 
-pytestmark = needs_jail
+pytestmark, SLOW = needs_jail, pytest.mark.slow
 
 _PROGRAMS = """
 ## a dataclass with a forward reference
@@ -260,6 +260,7 @@ IN_EVERY_RUN = {
     *("temporary files", "a thread that nobody waits for", "an output of its own", "a program that cannot be started"),
 }
 """The others are run with the slow tests."""
+SUMS = (("3\n4\n", "7"), ("5\n6\n", "11"))
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -268,9 +269,7 @@ def harness(request: pytest.FixtureRequest) -> Iterator[TestHarness]:
         yield harness
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in IN_EVERY_RUN)) for n in PROGRAMS]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[SLOW] * (n not in IN_EVERY_RUN)) for n in PROGRAMS])
 def test_a_program_prints_what_it_prints_outside(harness: TestHarness, name: str, tmp_path: Path) -> None:
     code = PROGRAMS[name]
     (tmp_path / "solution.py").write_text(code)
@@ -287,9 +286,6 @@ def test_a_program_prints_what_it_prints_outside(harness: TestHarness, name: str
     for tests in (CallTests("answer", (((), 1),)), AssertTests(("assert answer() == 1",))):
         result = harness.run(module, tests)
         assert (result.score, result.printed) == (1.0, expected)
-
-
-SUMS = (("3\n4\n", "7"), ("5\n6\n", "11"))
 
 
 @pytest.mark.parametrize(

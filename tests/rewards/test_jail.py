@@ -27,62 +27,15 @@ from covey.rewards.jail.harness import AssertTests, CallTests, ProgramTests, Tes
 from covey.rewards.jail.sandbox import Limits, Protections, Sandbox
 from jails import MODES, REFUSE, jailed, needs_jail, refuse_namespaces
 
-pytestmark = needs_jail
+pytestmark, SLOW = needs_jail, pytest.mark.slow
+Victim = subprocess.Popen[bytes]
 
 CALLS = CallTests("f", (((1,), SECRET), ((2,), 2)))
 ASSERTS = AssertTests(
     (f"assert f(1) == {SECRET!r}", "assert f(2) == 2", "assert all(map(f, [2]))", "assert not any(map(f, [0]))"),
     entry_points=("f",),
 )
-
-
-@pytest.fixture(scope="module", params=MODES)
-def harness(request: pytest.FixtureRequest) -> Iterator[TestHarness]:
-    with jailed(request.param, Limits(seconds=1.5, memory_mb=192, files_mb=16, output_mb=1)) as harness:
-        yield harness
-
-
-@pytest.fixture
-def victim() -> Iterator[subprocess.Popen[bytes]]:
-    """A process of the same user."""
-    with subprocess.Popen(["sleep", "60"]) as process:
-        yield process
-        process.kill()
-
-
-def both(harness: TestHarness, code: str) -> tuple[TestResult, TestResult]:
-    calls, asserts = harness.run_all([(code, CALLS), (code, ASSERTS)])
-    return calls, asserts
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in attacks.IN_EVERY_RUN)) for n in attacks.EVERYWHERE]
-)
-def test_an_attack_scores_nothing(
-    harness: TestHarness, name: str, victim: subprocess.Popen[bytes], tmp_path: Path
-) -> None:
-    file = tmp_path / "file"
-    file.write_text("before")
-    file.chmod(0o640)
-    before, null = (path.stat() for path in (file, Path("/dev/null")))
-    allowed = attacks.EVERYWHERE[name][1]
-    began, used = time.monotonic(), time.process_time()
-    for result in both(harness, attacks.source(name, pid=victim.pid, file=str(file))):
-        assert result.score == 0.0, result
-        assert not any(outcome.status == "passed" for outcome in result.outcomes[:2]), result
-        assert result.status in (allowed or {"wrong_answer", "error", "cheat", "timeout"}), result
-        assert "THROUGH" not in result.printed
-        "".join(outcome.text for outcome in result.outcomes).encode()  # any file can hold it
-    assert time.monotonic() - began < 12
-    assert time.process_time() - used < 1  # nothing that a program says is worth much work on this side
-    assert victim.poll() is None
-    assert file.read_text() == "before"
-    after, still = (path.stat() for path in (file, Path("/dev/null")))
-    assert (after.st_mode, after.st_mtime, after.st_nlink) == (before.st_mode, before.st_mtime, before.st_nlink)
-    assert (still.st_mode, still.st_mtime) == (null.st_mode, null.st_mtime)
-    assert [result.score for result in both(harness, HONEST)] == [1.0, 1.0]  # and the next one is not disturbed
-
-
+NAMES = [pytest.param(n, marks=[SLOW] * (n not in attacks.IN_EVERY_RUN)) for n in attacks.EVERYWHERE]
 PIPE_KILLS = """
 import signal, socket
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -103,6 +56,76 @@ try:
 except BrokenPipeError:
     print(signal.sigpending())
 """
+SEARCHES = {
+    "the stack": "import sys, traceback\ndef f(x):\n    found = []\n    frame = sys._getframe()\n    while frame:\n"
+    "        found.append(repr(frame.f_locals) + repr(frame.f_code.co_consts))\n        frame = frame.f_back\n"
+    "    return ' '.join(found)",
+    "the garbage collector": "import gc\ndef f(x): return ' '.join(o for o in gc.get_objects() if isinstance(o, str))"
+    " + ' '.join(repr(o)[:2000] for o in gc.get_objects())[:4000000]",
+    "files": "import os\ndef f(x):\n    found = []\n    for top in ('/solution', '/tmp', '/dev', '/proc'):\n"
+    "        for folder, _, names in os.walk(top):\n            for name in names:\n                try: found.append("
+    "open(os.path.join(folder, name)).read(9999) if 'zero' not in name and 'random' not in name else '')\n"
+    "                except Exception: pass\n    return ' '.join(found)",
+    "memory": "import ctypes\ndef f(x):\n    base = id(x) & ~0xfffff\n    data = b''\n"
+    "    for page in range(base, base + (1 << 20), 4096):\n"
+    "        data += ctypes.string_at(page, 4096)\n    return data.decode('latin1')",
+}
+FOLDER = Path(jail.__file__).parent
+SCRIPT = """
+import importlib.util, json
+assert importlib.util.find_spec("covey") is None
+from prison.harness import CallTests, TestHarness
+from prison.sandbox import Limits
+
+good = "def add(a, b):\\n    return a + b"
+hostile = "import os, sys\\nopen('/etc/passwd').read()\\n" + good
+with TestHarness(Limits(seconds=3), workers=2) as harness:
+    tests = CallTests("add", (((1, 2), 3), ((0, 0), 0)))
+    print(json.dumps([[result.score, result.status] for result in harness.run_all([(good, tests), (hostile, tests)])]))
+"""
+
+
+@pytest.fixture(scope="module", params=MODES)
+def harness(request: pytest.FixtureRequest) -> Iterator[TestHarness]:
+    with jailed(request.param, Limits(seconds=1.5, memory_mb=192, files_mb=16, output_mb=1)) as harness:
+        yield harness
+
+
+@pytest.fixture
+def victim() -> Iterator[Victim]:
+    """A process of the same user."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process
+        process.kill()
+
+
+def both(harness: TestHarness, code: str) -> tuple[TestResult, TestResult]:
+    calls, asserts = harness.run_all([(code, CALLS), (code, ASSERTS)])
+    return calls, asserts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_attack_scores_nothing(harness: TestHarness, name: str, victim: Victim, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("before")
+    file.chmod(0o640)
+    before, null = (path.stat() for path in (file, Path("/dev/null")))
+    allowed = attacks.EVERYWHERE[name][1]
+    began, used = time.monotonic(), time.process_time()
+    for result in both(harness, attacks.source(name, pid=victim.pid, file=str(file))):
+        assert result.score == 0.0, result
+        assert not any(outcome.status == "passed" for outcome in result.outcomes[:2]), result
+        assert result.status in (allowed or {"wrong_answer", "error", "cheat", "timeout"}), result
+        assert "THROUGH" not in result.printed
+        "".join(outcome.text for outcome in result.outcomes).encode()  # any file can hold it
+    assert time.monotonic() - began < 12
+    assert time.process_time() - used < 1  # nothing that a program says is worth much work on this side
+    assert victim.poll() is None
+    assert file.read_text() == "before"
+    after, still = (path.stat() for path in (file, Path("/dev/null")))
+    assert (after.st_mode, after.st_mtime, after.st_nlink) == (before.st_mode, before.st_mtime, before.st_nlink)
+    assert (still.st_mode, still.st_mtime) == (null.st_mode, null.st_mtime)
+    assert [result.score for result in both(harness, HONEST)] == [1.0, 1.0]  # and the next one is not disturbed
 
 
 def test_a_host_that_pipes_kill_outlives_a_closed_channel() -> None:
@@ -162,22 +185,6 @@ def test_a_program_that_speaks_and_does_not_listen_costs_nothing(harness: TestHa
     used = time.process_time()
     assert harness.run(code, CallTests("f", ((("x" * 4_000_000,), 1),))).status == "timeout"
     assert time.process_time() - used < 0.3
-
-
-SEARCHES = {
-    "the stack": "import sys, traceback\ndef f(x):\n    found = []\n    frame = sys._getframe()\n    while frame:\n"
-    "        found.append(repr(frame.f_locals) + repr(frame.f_code.co_consts))\n        frame = frame.f_back\n"
-    "    return ' '.join(found)",
-    "the garbage collector": "import gc\ndef f(x): return ' '.join(o for o in gc.get_objects() if isinstance(o, str))"
-    " + ' '.join(repr(o)[:2000] for o in gc.get_objects())[:4000000]",
-    "files": "import os\ndef f(x):\n    found = []\n    for top in ('/solution', '/tmp', '/dev', '/proc'):\n"
-    "        for folder, _, names in os.walk(top):\n            for name in names:\n                try: found.append("
-    "open(os.path.join(folder, name)).read(9999) if 'zero' not in name and 'random' not in name else '')\n"
-    "                except Exception: pass\n    return ' '.join(found)",
-    "memory": "import ctypes\ndef f(x):\n    base = id(x) & ~0xfffff\n    data = b''\n"
-    "    for page in range(base, base + (1 << 20), 4096):\n"
-    "        data += ctypes.string_at(page, 4096)\n    return data.decode('latin1')",
-}
 
 
 @pytest.mark.parametrize("name", SEARCHES)
@@ -377,21 +384,6 @@ def test_programs_are_confined_too(harness: TestHarness) -> None:
     kills = ("print('6')\nimport os\nos.kill(os.getppid(), 9)", "import os\nos.abort()")
     for code in ("while True: pass", "open('/etc/passwd')", *kills):
         assert harness.run(code, tests).score == 0.0
-
-
-FOLDER = Path(jail.__file__).parent
-SCRIPT = """
-import importlib.util, json
-assert importlib.util.find_spec("covey") is None
-from prison.harness import CallTests, TestHarness
-from prison.sandbox import Limits
-
-good = "def add(a, b):\\n    return a + b"
-hostile = "import os, sys\\nopen('/etc/passwd').read()\\n" + good
-with TestHarness(Limits(seconds=3), workers=2) as harness:
-    tests = CallTests("add", (((1, 2), 3), ((0, 0), 0)))
-    print(json.dumps([[result.score, result.status] for result in harness.run_all([(good, tests), (hostile, tests)])]))
-"""
 
 
 def test_a_copy_under_another_name_runs_without_covey(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import closing
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -18,15 +19,6 @@ from covey.rewards.maths import MathReward, answer_in, expression_of
 from covey.trl.rewards import accuracy_reward, reasoning_accuracy_reward
 
 pytest.importorskip("math_verify")
-
-
-@pytest.fixture(scope="module")
-def reward() -> Iterator[MathReward]:
-    reward = MathReward(workers=1, time_limit=10.0)
-    yield reward
-    reward.close()
-
-
 COLUMN = r"\begin{pmatrix}1 \\ 2\end{pmatrix}"
 EQUAL: list[tuple[Any, dict[str, float]]] = [
     # a reference, and what completions are worth
@@ -56,33 +48,6 @@ BOXED: list[tuple[Any, dict[str, float]]] = [
     (COLUMN.replace(" ", ""), {COLUMN: 1, r"\begin{pmatrix}12\end{pmatrix}": 0}),
     ("1" * 300, {"1" * 300: 1, "1" * 299 + "2": 0}),
 ]
-
-
-def test_equal_answers(reward: MathReward) -> None:
-    boxed = [(reference, {rf"\boxed{{{text}}}": worth[text] for text in worth}) for reference, worth in BOXED]
-    for reference, worth in EQUAL + boxed:
-        assert reward([*worth], answer=[reference] * len(worth)) == [*worth.values()], reference
-
-
-def test_unscored_rows_and_bad_references(reward: MathReward) -> None:
-    assert reward(["1", "2"], answer=[None, "2"]) == [None, 1.0]
-    assert reward([], answer=[]) == []
-    with pytest.raises(RewardError, match="holds no answer") as caught:
-        reward(["1", "2"], answer=["1", ""])
-    assert caught.value.sample == 1
-    with pytest.raises(RewardError, match="absent"):
-        reward(["1"])
-
-
-@pytest.mark.slow
-def test_hostile_text_ends_and_scores_nothing() -> None:
-    reward = MathReward(workers=1, time_limit=1.5)
-    reward(["1"], answer=["1"])
-    texts = [r"$9^{9^{9^{9}}}$", "$" + "(" * 5000 + "$", r"\boxed{" * 3000, r"$\sum_{i=1}^{10^{12}} \sin(i)$", "7"]
-    assert reward(texts, answer=["7"] * 5) == [0.0, 0.0, 0.0, 0.0, 1.0]
-    reward.close()
-
-
 MATRIX = r"\begin{pmatrix} 1 & 2 & 3 \\ 4 & 5 & 6 \\ 7 & 8 & 9 \end{pmatrix}"
 POLYNOMIAL = "x^9 + 3 x^8 - 2 x^7 + x^6 - 5 x^5 + x^4 + 2 x^3 - x^2 + 4 x - 7"
 QUOTIENT = r"\frac{x^3 + 2 x^2 - 3 x + 7}{x^4 - 2 x^3 + 5 x^2 - x + 7}"
@@ -109,6 +74,36 @@ NO_REFERENCES = [
     {"a": 1}, (1, 2), [1, 2], b"7", {7}, 3j, object(), float("nan"), float("-inf"), Decimal("NaN"), 10**500,
 ]
 # fmt: on
+
+
+@pytest.fixture(scope="module")
+def reward() -> Iterator[MathReward]:
+    with closing(MathReward(workers=1, time_limit=10.0)) as reward:
+        yield reward
+
+
+def test_equal_answers(reward: MathReward) -> None:
+    boxed = [(reference, {rf"\boxed{{{text}}}": worth[text] for text in worth}) for reference, worth in BOXED]
+    for reference, worth in EQUAL + boxed:
+        assert reward([*worth], answer=[reference] * len(worth)) == [*worth.values()], reference
+
+
+def test_unscored_rows_and_bad_references(reward: MathReward) -> None:
+    assert reward(["1", "2"], answer=[None, "2"]) == [None, 1.0]
+    assert reward([], answer=[]) == []
+    with pytest.raises(RewardError, match="holds no answer") as caught:
+        reward(["1", "2"], answer=["1", ""])
+    assert caught.value.sample == 1
+    with pytest.raises(RewardError, match="absent"):
+        reward(["1"])
+
+
+@pytest.mark.slow
+def test_hostile_text_ends_and_scores_nothing() -> None:
+    texts = [r"$9^{9^{9^{9}}}$", "$" + "(" * 5000 + "$", r"\boxed{" * 3000, r"$\sum_{i=1}^{10^{12}} \sin(i)$", "7"]
+    with closing(MathReward(workers=1, time_limit=1.5)) as reward:
+        assert reward(["1"], answer=["1"]) == [1.0]
+        assert reward(texts, answer=["7"] * 5) == [0.0, 0.0, 0.0, 0.0, 1.0]
 
 
 @pytest.mark.slow

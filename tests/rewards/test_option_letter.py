@@ -53,6 +53,10 @@ CHOSEN: dict[str | None, list[str]] = {
     ],
 }
 # fmt: on
+LONG = [
+    *("A " * 5000, "not " * 2500, "answer is " * 1000, "(" * 10000, "A. " * 3000, " " * 10000, "A is " * 2000),
+    *("answer: " + "so " * 3000, "is not " * 1500 + "A", "answer (" * 1200, "A or " * 2000, "\n" * 10000 + "x"),
+]
 
 
 @pytest.mark.parametrize(("text", "letter"), [(text, letter) for letter in CHOSEN for text in CHOSEN[letter]])
@@ -66,12 +70,6 @@ def test_other_letters() -> None:
     for letters in ("", "AA", "ab", ["A", "BC"]):
         with pytest.raises(ConfigError, match="letters="):
             extract_choice("A", letters)
-
-
-LONG = [
-    *("A " * 5000, "not " * 2500, "answer is " * 1000, "(" * 10000, "A. " * 3000, " " * 10000, "A is " * 2000),
-    *("answer: " + "so " * 3000, "is not " * 1500 + "A", "answer (" * 1200, "A or " * 2000, "\n" * 10000 + "x"),
-]
 
 
 @pytest.mark.parametrize("text", LONG, ids=range(len(LONG)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -17,6 +18,21 @@ from covey.tasks import build_prompts
 from covey.tasks.usmle import USMLERewardModel, _correct_letter
 from covey.trl.rewards import think_format_reward
 from fakes import FakeTokenizer, fake_episode
+
+TAGGED = {
+    "<think>a</think><answer>b</answer>": True,
+    "\n<think>a\nb</think>\n <answer> c </answer>\n": True,
+    "<think>a</think> so <answer>b</answer>": False,
+    "<answer>b</answer><think>a</think>": False,
+    "<think> </think><answer>b</answer>": False,
+    "<think>a</think><answer>b</answer> bye": False,
+    "<think>a</think><answer>b</answer><answer>c</answer>": False,
+    "<think>a<answer>b</answer></think><answer>b</answer>": False,
+    "<think>a </answer> b</think><answer>c</answer>": False,
+    "<think>a</think>": False,
+    "": False,
+}
+THINK = "reason</think><answer>4</answer>"
 
 
 def chat(*texts: str) -> list[list[dict[str, str]]]:
@@ -65,21 +81,6 @@ def test_format_reward() -> None:
         format_reward("(")
 
 
-TAGGED = {
-    "<think>a</think><answer>b</answer>": True,
-    "\n<think>a\nb</think>\n <answer> c </answer>\n": True,
-    "<think>a</think> so <answer>b</answer>": False,
-    "<answer>b</answer><think>a</think>": False,
-    "<think> </think><answer>b</answer>": False,
-    "<think>a</think><answer>b</answer> bye": False,
-    "<think>a</think><answer>b</answer><answer>c</answer>": False,
-    "<think>a<answer>b</answer></think><answer>b</answer>": False,
-    "<think>a </answer> b</think><answer>c</answer>": False,
-    "<think>a</think>": False,
-    "": False,
-}
-
-
 def test_tags() -> None:
     assert {text: has_tags(text, ("think", "answer")) for text in TAGGED} == TAGGED
     assert tags_reward("think", "answer")([*TAGGED]) == [float(good) for good in TAGGED.values()]
@@ -121,9 +122,6 @@ def test_hostile_json_is_no_json_of_the_schema() -> None:
     either = [{**node, "required": [name]} for name in ("x", "y")]
     deep = json_reward({"$ref": "#/$defs/n", "$defs": {"n": {"anyOf": either}}}, time_limit=1.0)
     assert deep(['{"a":' * 24 + "{}" + "}" * 24, '{"x": 1}']) == [0.0, 1.0]
-
-
-THINK = "reason</think><answer>4</answer>"
 
 
 def test_a_tag_that_the_prompt_opened_is_only_closed() -> None:
@@ -176,18 +174,16 @@ def test_numbers_and_letters_are_told() -> None:
 
 def test_the_expression_that_was_read_is_told() -> None:
     pytest.importorskip("math_verify")
-    reward = MathReward(workers=1)
-    said = verdicts(reward, [r"thus $\boxed{\frac{1}{2}}$", "dunno"], answer=["0.5", "1"])["verdict/math"]
-    reward.close()
+    with closing(MathReward(workers=1)) as reward:
+        said = verdicts(reward, [r"thus $\boxed{\frac{1}{2}}$", "dunno"], answer=["0.5", "1"])["verdict/math"]
     assert "frac{1}{2}" in said[0]
     assert said[1] == "found no answer"
 
 
 def test_the_test_that_failed_is_told() -> None:
-    reward = CodeReward(unprotected=True, workers=1)
     texts = [f"```python\ndef add(a, b):\n    return a {sign} b\n```" for sign in "-+"]
-    said = verdicts(reward, texts, tests=[["assert add(2, 0) == 2", "assert add(1, 2) == 3"]] * 2)
-    reward.close()
+    with closing(CodeReward(unprotected=True, workers=1)) as reward:
+        said = verdicts(reward, texts, tests=[["assert add(2, 0) == 2", "assert add(1, 2) == 3"]] * 2)
     failed, passed = said["verdict/passes_tests"]
     assert failed.startswith("1 of 2 tests passed; test 2: ")
     assert passed == "2 of 2 tests passed"

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -20,15 +21,11 @@ from covey.rewards.parallel import ParallelVerifier, WorkerPool
 
 
 class Longer(Verifier):
-    """The completion's length less the prompt's."""
-
     def verify(self, prompt: str, completion: str) -> float:
         return float(len(completion) - len(prompt))
 
 
 class Batched(Verifier):
-    """Scores a batch at once."""
-
     def batch_verify(self, pairs: list[tuple[str, str]]) -> list[float]:
         return [float(index) for index, _ in enumerate(pairs)]
 
@@ -79,9 +76,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[ParallelVerifier]:
-    verifier = ParallelVerifier(Slow(), workers=2, time_limit=0.5)
-    yield verifier
-    verifier.close()
+    with closing(ParallelVerifier(Slow(), workers=2, time_limit=0.5)) as verifier:
+        yield verifier
 
 
 def test_order_and_values(verifier: ParallelVerifier) -> None:
@@ -101,15 +97,12 @@ def test_a_limit_that_fires(verifier: ParallelVerifier) -> None:
     assert verifier.timeouts >= 2
 
 
-FAILURES = [("raise", "ValueError: no"), ("exit", "ended"), ("memory", "MemoryError")]
-
-
-@pytest.mark.parametrize(("text", "message"), FAILURES)
-def test_failures_are_told(verifier: ParallelVerifier, text: str, message: str) -> None:
-    with pytest.raises(RewardError, match=message) as caught:
-        verifier.batch_verify([("", "ok"), ("", text)])
-    assert caught.value.sample == 1
-    assert verifier.batch_verify([("", "abc")]) == [3.0]  # and the next one is served
+def test_failures_are_told(verifier: ParallelVerifier) -> None:
+    for text, message in (("raise", "ValueError: no"), ("exit", "ended"), ("memory", "MemoryError")):
+        with pytest.raises(RewardError, match=message) as caught:
+            verifier.batch_verify([("", "ok"), ("", text)])
+        assert caught.value.sample == 1
+        assert verifier.batch_verify([("", "abc")]) == [3.0]  # and the next one is served
 
 
 def test_two_processes_work_and_one_that_was_killed_while_idle_is_replaced(verifier: ParallelVerifier) -> None:

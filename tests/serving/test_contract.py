@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from servers import free_port, serving
-from test_adapters import with_lora
+from servers import free_port, logprobs_are_of, serving, with_lora
 from tiny_models import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,8 +26,8 @@ from covey.observe.run_folder import RunFolder
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import weights_of
 from covey.serving import InferenceClient, RemoteEngine
-from covey.serving.dialects import VLLMDialect
-from covey.types import Completion, Request, SamplingSettings
+from covey.serving.dialects import find_dialect
+from covey.types import Request, SamplingSettings
 
 VLLM_PYTHON, VLLM_MODEL = os.environ.get("COVEY_VLLM_PYTHON"), os.environ.get("COVEY_VLLM_MODEL")
 
@@ -53,9 +52,7 @@ class Served:
 
     def engine(self) -> Any:
         client = InferenceClient(self.url, timeout=120, retry_seconds=5)
-        if self.kind == "vllm":
-            return RemoteEngine(client, trainer="contract", dialect=VLLMDialect, folder=self.folder)
-        return RemoteEngine(client, trainer="contract")
+        return RemoteEngine(client, trainer="contract", dialect=find_dialect(self.kind), folder=self.folder)
 
     def requests(self, count: int) -> list[Request]:
         ids = self.tokenizer("the kitchen is")["input_ids"]
@@ -63,9 +60,7 @@ class Served:
 
 
 @pytest.fixture(scope="module", params=[pytest.param("covey", marks=pytest.mark.slow), "vllm"])
-def served(
-    request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
+def served(request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: Any) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
     if request.param == "covey":
         with serving() as server:
@@ -95,15 +90,6 @@ def served(
         process.wait()
 
 
-def check_logprobs(model: Any, request: Request, completion: Completion, temperature: float = 1.0) -> None:
-    ids = torch.tensor([*request.token_ids.tolist(), *completion.token_ids.tolist()])[None]
-    with torch.no_grad():
-        logits = model(ids).logits[0].float() / temperature
-    first = len(request.token_ids)
-    expected = logits[first - 1 : -1].log_softmax(-1).gather(1, ids[0, first:, None])[:, 0]
-    np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=2e-3)
-
-
 def test_completions_come_from_the_weights_that_were_uploaded(served: Served) -> None:
     engine, requests, said = served.engine(), served.requests(3), []
     greedy = SamplingSettings(temperature=0, max_tokens=16)
@@ -115,7 +101,7 @@ def test_completions_come_from_the_weights_that_were_uploaded(served: Served) ->
         assert [c.token_ids.tolist() for c in found] == [c.token_ids.tolist() for c in expected]
         assert {c.policy_version for c in found} == {version}
         for request, completion in zip(requests, found, strict=True):
-            check_logprobs(model, request, completion)
+            logprobs_are_of(model, request, completion, 1.0, atol=2e-3)
         said.append([c.token_ids.tolist() for c in found])
     assert said[0] != said[1]
     engine.close()
@@ -130,7 +116,7 @@ def test_sampled_ids_have_their_logprobs(served: Served, temperature: float) -> 
     found = engine(requests, settings, policy_version=3)
     assert len({tuple(c.token_ids.tolist()) for c in found}) > 6
     for request, completion in zip(requests, found, strict=True):
-        check_logprobs(model, request, completion, temperature)
+        logprobs_are_of(model, request, completion, temperature, atol=2e-3)
         ended = completion.token_ids[-1] in eos
         assert completion.finish_reason == ("stop" if ended else "length")
         assert ended or len(completion.token_ids) == 12
@@ -142,12 +128,14 @@ def test_a_run(served: Served, settings: dict[str, Any], tmp_path: Path) -> None
     def length(completions: list[Any], **columns: Any) -> list[float]:
         return [float(len(c if isinstance(c, str) else c[0]["content"])) for c in completions]
 
-    args = GRPOConfig(
-        **(settings | {"model": served.model, "output_dir": str(tmp_path / "run"), "max_steps": 3}),
-        upload_adapters_to_server=True,
-        inference_server_url=served.url,
-        inference_server_kind=served.kind,
-    )
+    serving = {"inference_server_url": served.url, "inference_server_kind": served.kind}
+    run = {
+        "model": served.model,
+        "output_dir": str(tmp_path / "run"),
+        "max_steps": 3,
+        "upload_adapters_to_server": True,
+    }
+    args = GRPOConfig(**(settings | run | serving))
     rows = [{"prompt": f"say {word}: "} for word in ("one", "two", "three")]
     trainer = GRPOTrainer(args=args, reward_funcs=length, train_dataset=rows)
     trainer.train()

@@ -14,15 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
-from servers import fake_server
-from test_adapters import adapted
+from servers import adapted, fake_server, logprobs_are_of
 from tiny_models import tiny_model
 
 from command import Command
 from covey import GRPOConfig
-from covey.adapters import read_adapter, read_config
+from covey.adapters import CONFIG_FILE, WEIGHTS_FILE, read_adapter, read_config
 from covey.errors import AdapterError, ConfigError, GenerationError, ServingError
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.engine import Engine
@@ -43,12 +41,9 @@ shutil.copy(source + "/model.safetensors", outfile)
 """
 OWN = """
 from covey.serving.dialect import Dialect
-
 def helper(client, trainer, folder): ...
-
 class Unfinished(Dialect):
     def request(self, requests, settings): ...
-
 class Erring(Unfinished):
     def publish(self, upload): 1 / 0
     def read(self, answer, count): ...
@@ -60,14 +55,12 @@ class Fake:
 
     def __init__(self) -> None:
         self.model = tiny_model("llama")
-        self.engine = Engine(self.model)
-        self.names: dict[str, Path] = {}
-        self.paths: list[str] = []
-        self.lock = threading.Lock()
+        self.engine, self.lock = Engine(self.model), threading.Lock()
+        self.names, self.paths = dict[str, Path](), list[str]()
 
     def load_adapter(self, path: Path) -> None:
-        config = read_config((path / "adapter_config.json").read_bytes())
-        adapter = read_adapter((path / "adapter_model.safetensors").read_bytes(), config)
+        weights, config = ((path / name).read_bytes() for name in (WEIGHTS_FILE, CONFIG_FILE))
+        adapter = read_adapter(weights, read_config(config))
         self.engine.publish(Weights(0, lambda: AdaptedWeights(self.model, adapter)))
 
     def load_weights(self, file: Path) -> None:
@@ -141,13 +134,12 @@ class FakeVLLM(Fake):
 
 
 class FakeLlamaCpp(Fake):
-    loaded = ""
-    folder = Path()
+    loaded, folder = "", Path()
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path == "/models?reload=1":
+            self.names = {file.stem: file for file in self.folder.glob("*.gguf")}
         if path.startswith("/models?") or path == "/models":
-            if path == "/models?reload=1":
-                self.names = {file.stem: file for file in self.folder.glob("*.gguf")}
             status = {name: "loaded" if name == self.loaded else "unloaded" for name in self.names}
             return 200, {"data": [{"id": name, "status": {"value": status[name]}} for name in self.names]}
         if path == "/models/load":
@@ -172,16 +164,11 @@ def remote(url: str, kind: str, folder: Path) -> RemoteEngine:
     )
 
 
-def logprobs_are_of(model: Any, there: RemoteEngine, version: int) -> list[Completion]:
-    """Completions of this version, whose log-probabilities are the model's for these tokens."""
+def checked(model: Any, there: RemoteEngine, version: int) -> list[Completion]:
+    """Completions of this version, whose log-probabilities are the model's."""
     found = there(REQUESTS, SETTINGS, policy_version=version)
     for request, completion in zip(REQUESTS, found, strict=True):
-        ids = torch.tensor([*request.token_ids.tolist(), *completion.token_ids.tolist()])[None]
-        with torch.no_grad():
-            logp = (model(ids).logits[0] / SETTINGS.temperature).log_softmax(-1)
-        first = len(request.token_ids)
-        expected = logp[first - 1 : -1].gather(1, ids[0, first:, None])[:, 0]
-        np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=1e-4)
+        logprobs_are_of(model, request, completion, SETTINGS.temperature, atol=1e-4)
         assert completion.policy_version == version
     return found
 
@@ -191,7 +178,7 @@ def two_versions(there: RemoteEngine, make: Callable[[int], Any] = adapted) -> t
     for version in (1, 2):
         model = make(version)
         there.publish(weights_of(model, version))
-        found = logprobs_are_of(model, there, version)
+        found = checked(model, there, version)
     return model, found
 
 
@@ -208,7 +195,7 @@ def converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONVERT_HF_TO_GGUF", str(tmp_path / "convert.py"))
 
 
-def test_sglang_adapters(tmp_path: Path) -> None:
+def test_sglang_adapters_and_conversations(tmp_path: Path) -> None:
     fake = FakeSGLang()
     with fake_server(fake) as url:
         there = remote(url, "sglang", tmp_path)
@@ -217,10 +204,20 @@ def test_sglang_adapters(tmp_path: Path) -> None:
         there.dialect.per_request = 2  # six requests at once, which all find the adapter lost
         for _ in range(3):
             fake.names.clear()  # the server is restarted
-            logprobs_are_of(model, there, 2)
+            checked(model, there, 2)
         assert fake.paths.count("/load_lora_adapter") == 5
         with pytest.raises(GenerationError, match="SGLang cannot keep supports or choose"):
             there([Request(np.array([5]), (0,), ((5, 2),))], SETTINGS, policy_version=2)
+        session = there.session(SETTINGS, policy_version=2, rows=2, own_tokens=40, prompt_lengths=[3])
+        row, history = session.start(REQUESTS[0], keep=True), [5, 6, 7]
+        for extended in (False, True):
+            if extended:
+                history += [*session.completion(row).token_ids.tolist(), 8, 9]
+                session.extend(row, np.array([8, 9]), (1, 1))
+            while session.busy:
+                session.advance()
+        assert row.history().tolist()[: len(history)] == history
+        session.drop(row)
 
 
 def test_sglang_whole_weights(tmp_path: Path) -> None:
@@ -239,39 +236,18 @@ def test_llama_cpp(tmp_path: Path, converter: None) -> None:
     with fake_server(fake) as url:
         there = remote(url, "LlamaCpp", tmp_path)
         model, found = two_versions(there)
-        assert logprobs_are_of(model, there, 2)[3].token_ids.tolist() == found[3].token_ids.tolist()
+        assert checked(model, there, 2)[3].token_ids.tolist() == found[3].token_ids.tolist()
         assert [file.stem for file in fake.folder.iterdir()] == [fake.loaded]
         assert "/models/unload" in fake.paths
-
-
-def test_conversations_by_sglang(tmp_path: Path) -> None:
-    with fake_server(FakeSGLang()) as url:
-        there = remote(url, "sglang", tmp_path)
-        there.publish(weights_of(adapted(), 1))
-        session = there.session(SETTINGS, policy_version=1, rows=2, own_tokens=40, prompt_lengths=[3])
-        row = session.start(REQUESTS[0], keep=True)
-        for extended in (False, True):
-            if extended:
-                first = session.completion(row).token_ids.tolist()
-                session.extend(row, np.array([8, 9]), (1, 1))
-            while session.busy:
-                session.advance()
-        assert row.history().tolist()[: 3 + len(first) + 2] == [5, 6, 7, *first, 8, 9]
-        session.drop(row)
 
 
 @pytest.mark.parametrize(
     ("kind", "peft"),
     [("dialects.py:LlamaCpp", True), *(pytest.param("sglang", peft, marks=pytest.mark.slow) for peft in (True, False))],
 )
+@pytest.mark.usefixtures("converter")
 def test_a_recipe_names_a_dialect(
-    kind: str,
-    peft: bool,
-    recipe_folder: Path,
-    tmp_path: Path,
-    converter: None,
-    covey: Command,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, peft: bool, recipe_folder: Path, tmp_path: Path, covey: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "mine"
     shutil.copytree(recipe_folder, folder)
@@ -300,7 +276,7 @@ def test_vllm_adapters(tmp_path: Path) -> None:
         assert [*fake.names] == [path.name for path in tmp_path.iterdir()]  # the one before is gone
         assert len(fake.names) == 1
         fake.names.clear()  # the server is restarted
-        logprobs_are_of(model, there, 2)
+        checked(model, there, 2)
     with fake_server(lambda path, body: (404 if "lora" in path else 200, {"detail": "Not Found"})) as url:
         there = remote(url, "vllm", tmp_path)
         with pytest.raises(ServingError, match="loads no adapters; start vLLM with --enable-lora and the environment"):
@@ -338,9 +314,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
     erring = find_dialect(f"{tmp_path}/own.py:Erring")
     with fake_server(lambda path, body: (200, {})) as url:
         there = RemoteEngine(InferenceClient(url), trainer="test", dialect=erring, folder=tmp_path)
-        with pytest.raises(
-            ConfigError, match=r"Erring.publish raised ZeroDivisionError: .* at .*own.py:\d+, in publish"
-        ):
+        words = r"Erring.publish raised ZeroDivisionError: .* at .*own.py:\d+, in publish"
+        with pytest.raises(ConfigError, match=words):
             there.publish(weights_of(adapted(), 1))
         there = remote(url, "covey", tmp_path)
         with pytest.raises(AdapterError, match="no LoRA adapter"):
