@@ -10,10 +10,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import attacks
@@ -27,13 +27,62 @@ from covey.rewards.jail.harness import AssertTests, CallTests, ProgramTests, Tes
 from covey.rewards.jail.sandbox import Limits, Protections, Sandbox
 from jails import MODES, REFUSE, jailed, needs_jail, refuse_namespaces
 
-pytestmark = needs_jail
+pytestmark, SLOW = needs_jail, pytest.mark.slow
+Victim = subprocess.Popen[bytes]
 
 CALLS = CallTests("f", (((1,), SECRET), ((2,), 2)))
 ASSERTS = AssertTests(
     (f"assert f(1) == {SECRET!r}", "assert f(2) == 2", "assert all(map(f, [2]))", "assert not any(map(f, [0]))"),
     entry_points=("f",),
 )
+NAMES = [pytest.param(n, marks=[SLOW] * (n not in attacks.IN_EVERY_RUN)) for n in attacks.EVERYWHERE]
+PIPE_KILLS = """
+import signal, socket
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+from covey.rewards.code import TestHarness
+from covey.rewards.jail import messages
+from covey.rewards.jail.harness import AssertTests, CallTests
+code = 'import os, socket\\ns = socket.socket(fileno=os.dup(3))\\ns.shutdown(0)\\ndef f(x): return x'
+with TestHarness() as harness:
+    for tests in (CallTests('f', (((1,), 1), ((2,), 2))), AssertTests(('assert f(1) == 1',) * 2)):
+        print(harness.run(code, tests).score)
+    harness._sandbox._process.kill()
+    harness._sandbox._process.wait()
+    print(harness.run('def f(x): return 1', CallTests('f', (((1,), 1),))).score)
+ours, theirs = socket.socketpair()
+theirs.close()
+try:
+    messages.send(ours.fileno(), {})
+except BrokenPipeError:
+    print(signal.sigpending())
+"""
+SEARCHES = {
+    "the stack": "import sys, traceback\ndef f(x):\n    found = []\n    frame = sys._getframe()\n    while frame:\n"
+    "        found.append(repr(frame.f_locals) + repr(frame.f_code.co_consts))\n        frame = frame.f_back\n"
+    "    return ' '.join(found)",
+    "the garbage collector": "import gc\ndef f(x): return ' '.join(o for o in gc.get_objects() if isinstance(o, str))"
+    " + ' '.join(repr(o)[:2000] for o in gc.get_objects())[:4000000]",
+    "files": "import os\ndef f(x):\n    found = []\n    for top in ('/solution', '/tmp', '/dev', '/proc'):\n"
+    "        for folder, _, names in os.walk(top):\n            for name in names:\n                try: found.append("
+    "open(os.path.join(folder, name)).read(9999) if 'zero' not in name and 'random' not in name else '')\n"
+    "                except Exception: pass\n    return ' '.join(found)",
+    "memory": "import ctypes\ndef f(x):\n    base = id(x) & ~0xfffff\n    data = b''\n"
+    "    for page in range(base, base + (1 << 20), 4096):\n"
+    "        data += ctypes.string_at(page, 4096)\n    return data.decode('latin1')",
+}
+FOLDER = Path(jail.__file__).parent
+SCRIPT = """
+import importlib.util, json
+assert importlib.util.find_spec("covey") is None
+from prison.harness import CallTests, TestHarness
+from prison.sandbox import Limits
+
+good = "def add(a, b):\\n    return a + b"
+hostile = "import os, sys\\nopen('/etc/passwd').read()\\n" + good
+with TestHarness(Limits(seconds=3), workers=2) as harness:
+    tests = CallTests("add", (((1, 2), 3), ((0, 0), 0)))
+    print(json.dumps([[result.score, result.status] for result in harness.run_all([(good, tests), (hostile, tests)])]))
+"""
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -43,7 +92,7 @@ def harness(request: pytest.FixtureRequest) -> Iterator[TestHarness]:
 
 
 @pytest.fixture
-def victim() -> Iterator[subprocess.Popen[bytes]]:
+def victim() -> Iterator[Victim]:
     """A process of the same user."""
     with subprocess.Popen(["sleep", "60"]) as process:
         yield process
@@ -55,12 +104,8 @@ def both(harness: TestHarness, code: str) -> tuple[TestResult, TestResult]:
     return calls, asserts
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in attacks.IN_EVERY_RUN)) for n in attacks.EVERYWHERE]
-)
-def test_an_attack_scores_nothing(
-    harness: TestHarness, name: str, victim: subprocess.Popen[bytes], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_an_attack_scores_nothing(harness: TestHarness, name: str, victim: Victim, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("before")
     file.chmod(0o640)
@@ -72,8 +117,7 @@ def test_an_attack_scores_nothing(
         assert not any(outcome.status == "passed" for outcome in result.outcomes[:2]), result
         assert result.status in (allowed or {"wrong_answer", "error", "cheat", "timeout"}), result
         assert "THROUGH" not in result.printed
-        for outcome in result.outcomes:
-            outcome.text.encode()  # any file can hold it
+        "".join(outcome.text for outcome in result.outcomes).encode()  # any file can hold it
     assert time.monotonic() - began < 12
     assert time.process_time() - used < 1  # nothing that a program says is worth much work on this side
     assert victim.poll() is None
@@ -81,26 +125,12 @@ def test_an_attack_scores_nothing(
     after, still = (path.stat() for path in (file, Path("/dev/null")))
     assert (after.st_mode, after.st_mtime, after.st_nlink) == (before.st_mode, before.st_mtime, before.st_nlink)
     assert (still.st_mode, still.st_mtime) == (null.st_mode, null.st_mtime)
-    for result in both(harness, HONEST):  # and the next program is not disturbed
-        assert result.score == 1.0, result
+    assert [result.score for result in both(harness, HONEST)] == [1.0, 1.0]  # and the next one is not disturbed
 
 
 def test_a_host_that_pipes_kill_outlives_a_closed_channel() -> None:
     """`SIGPIPE` as a shell's filters have it: the channel's end is an error here, for the jail and for frames."""
-    script = (
-        "import signal, socket\nsignal.signal(signal.SIGPIPE, signal.SIG_DFL)\n"
-        "from covey.rewards.code import TestHarness\n"
-        "from covey.rewards.jail import messages\nfrom covey.rewards.jail.harness import AssertTests, CallTests\n"
-        "code = 'import os, socket\\ns = socket.socket(fileno=os.dup(3))\\ns.shutdown(0)\\ndef f(x): return x'\n"
-        "with TestHarness() as harness:\n"
-        "    for tests in (CallTests('f', (((1,), 1), ((2,), 2))), AssertTests(('assert f(1) == 1',) * 2)):\n"
-        "        print(harness.run(code, tests).score)\n"
-        "    harness._sandbox._process.kill()\n    harness._sandbox._process.wait()\n"
-        "    print(harness.run('def f(x): return 1', CallTests('f', (((1,), 1),))).score)\n"
-        "ours, theirs = socket.socketpair()\ntheirs.close()\n"
-        "try:\n    messages.send(ours.fileno(), {})\nexcept BrokenPipeError:\n    print(signal.sigpending())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", PIPE_KILLS], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.split()) == (0, ["0.0", "0.0", "1.0", "set()"]), done
 
 
@@ -138,10 +168,7 @@ def test_what_is_readable_by_name_leads_nowhere_else(tmp_path: Path) -> None:
     assert any(Path(os.path.realpath(json.__file__)).is_relative_to(path) for path in inner)
 
 
-FORGERS = ("[1]", "3", "{{{")
-
-
-@pytest.mark.parametrize("noise", FORGERS)
+@pytest.mark.parametrize("noise", ["[1]", "3", "{{{"])
 def test_a_test_that_catches_all_does_not_hide_a_cheat(harness: TestHarness, noise: str) -> None:
     forger = f"import os, struct\ndef f(x):\n    os.write(3, struct.pack('!I', {len(noise)}) + {noise.encode()!r})"
     caught = "try:\n    y = f(1)\nexcept:\n    y = 1\nassert y == 1"
@@ -160,33 +187,14 @@ def test_a_program_that_speaks_and_does_not_listen_costs_nothing(harness: TestHa
     assert time.process_time() - used < 0.3
 
 
-SEARCHES = {
-    "the stack": "import sys, traceback\ndef f(x):\n    found = []\n    frame = sys._getframe()\n    while frame:\n"
-    "        found.append(repr(frame.f_locals) + repr(frame.f_code.co_consts))\n        frame = frame.f_back\n"
-    "    return ' '.join(found)",
-    "the garbage collector": "import gc\ndef f(x): return ' '.join(o for o in gc.get_objects() if isinstance(o, str))"
-    " + ' '.join(repr(o)[:2000] for o in gc.get_objects())[:4000000]",
-    "files": "import os\ndef f(x):\n    found = []\n    for top in ('/solution', '/tmp', '/dev', '/proc'):\n"
-    "        for folder, _, names in os.walk(top):\n            for name in names:\n                try: found.append("
-    "open(os.path.join(folder, name)).read(9999) if 'zero' not in name and 'random' not in name else '')\n"
-    "                except Exception: pass\n    return ' '.join(found)",
-    "memory": "import ctypes\ndef f(x):\n    base = id(x) & ~0xfffff\n    data = b''\n"
-    "    for page in range(base, base + (1 << 20), 4096):\n"
-    "        data += ctypes.string_at(page, 4096)\n    return data.decode('latin1')",
-}
-
-
 @pytest.mark.parametrize("name", SEARCHES)
 def test_what_a_program_can_find_does_not_hold_the_expected_result(harness: TestHarness, name: str) -> None:
     """The search runs after the same tests were run by another program: nothing is left over from it either."""
     both(harness, HONEST)
     # its bytes are in the program, the text itself is not before the search is over
-    hunt = (
-        SEARCHES[name]
-        + f"\n_f = f\ndef f(x):\n    found = _f(x)\n    return bytes({list(SECRET.encode())}).decode() in found"
-    )
-    control = SEARCHES[name] + "\n_f = f\ndef f(x): return len(_f(x)) > 100"
-    results = harness.run_all([(hunt, CallTests("f", (((1,), True),))), (control, CallTests("f", (((1,), True),)))])
+    looking = f"found = _f(x)\n    return bytes({list(SECRET.encode())}).decode() in found"
+    hunt, control = (f"{SEARCHES[name]}\n_f = f\ndef f(x):\n    {do}" for do in (looking, "return len(_f(x)) > 100"))
+    results = harness.run_all([(code, CallTests("f", (((1,), True),))) for code in (hunt, control)])
     assert results[0].score == 0.0, f"found by searching {name}: {results[0]}"
     if name not in ("files", "memory"):  # there is nothing to find, or the search crashes, which is as good
         assert results[1].score == 1.0, results[1]
@@ -215,8 +223,12 @@ def test_nothing_is_left_behind(harness: TestHarness) -> None:
             both(own, code)
         assert children(top) == first
         assert not any(children(int(pid)) for pid in first)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in (top, *first))
+    assert not any(map(runs, (top, *first)))
     assert folders() == before
+
+
+def runs(pid: int | str) -> bool:
+    return Path(f"/proc/{pid}").exists()
 
 
 def children(pid: int) -> list[str]:
@@ -230,18 +242,16 @@ def test_the_jail_ends_with_its_owner(mode: str) -> None:
         script += f"sandbox._START = sandbox._START.replace('from jail import zygote\\n', {REFUSE!r})\n"
     script += "jail = sandbox.Sandbox()\nprint(jail._process.pid, flush=True)\ntime.sleep(60)"
     before = folders()
-    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
-    pid = int(owner.stdout.readline())
-    processes = [pid, *map(int, children(pid))]
-    owner.kill()
-    owner.wait()
-    owner.stdout.close()
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        pid = int(owner.stdout.readline())
+        processes = [pid, *map(int, children(pid))]
+        owner.kill()
     for _ in range(50):
-        if not any(Path(f"/proc/{pid}").exists() for pid in processes) and folders() <= before:
+        if not any(map(runs, processes)) and folders() <= before:
             break
         time.sleep(0.1)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
+    assert not any(map(runs, processes))
     assert folders() <= before
 
 
@@ -265,13 +275,14 @@ def test_a_jail_that_died_is_started_anew() -> None:
         assert harness.run(HONEST, CALLS).score == 1.0
         # in the middle of a step: all is scored, and by one new jail
         killed = harness._sandbox
-        timer = threading.Timer(0.3, killed._process.kill)
-        timer.start()
         slow = "import time\n" + HONEST.replace("return", "time.sleep(0.05)\n    return")
-        results = harness.run_all([(slow, CALLS), (slow, ASSERTS)] * 6)
-        timer.join()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: (time.sleep(0.3), killed._process.kill()))
+            results = harness.run_all([(slow, CALLS), (slow, ASSERTS)] * 6)
         assert [result.score for result in results] == [1.0] * 12
         assert harness._sandbox is not killed
+        with ThreadPoolExecutor(8) as pool:  # and many threads share one
+            assert [one.score for one in pool.map(lambda _: harness.run(HONEST, CALLS), range(8))] == [1.0] * 8
 
 
 def test_a_program_in_whose_time_the_jail_ends_twice_is_worth_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,12 +300,11 @@ def test_a_program_in_whose_time_the_jail_ends_twice_is_worth_nothing(monkeypatc
 
 def test_threads_are_counted(harness: TestHarness) -> None:
     code = (
-        "import threading\ndone = threading.Event()\nthreads = []\n"
+        "import threading\nthreading.stack_size(1 << 16)\ndone = threading.Event()\nthreads = []\n"
         "def f(x):\n    try:\n        while True:\n            threads.append(threading.Thread(target=done.wait))\n"
         "            threads[-1].start()\n    except RuntimeError:\n        return len(threads)"
     )
-    small = "import threading\nthreading.stack_size(1 << 16)\n" + code
-    assert harness.run(small, CallTests("f", (((1,), 64),))).score == 1.0
+    assert harness.run(code, CallTests("f", (((1,), 64),))).score == 1.0
 
 
 def test_a_large_answer_costs_its_program_the_test_and_this_side_nothing(harness: TestHarness) -> None:
@@ -311,11 +321,8 @@ def test_a_large_answer_costs_its_program_the_test_and_this_side_nothing(harness
     assert "bytes, the expected value has" in result.outcomes[0].text
     assert time.thread_time() - began < 1
     assert peak < 40 << 20
-    # a large value that is expected is read
-    large = list(range(50_000))
-    assert (
-        harness.run("def f(n): return [float(i) for i in range(n)]", CallTests("f", (((50_000,), large),))).score == 1
-    )
+    large = CallTests("f", (((50_000,), list(range(50_000))),))  # one that is expected is read
+    assert harness.run("def f(n): return [float(i) for i in range(n)]", large).score == 1
 
 
 def test_sets_come_in_the_same_order_in_each_jail() -> None:
@@ -360,61 +367,25 @@ def test_without_namespaces_landlock_keeps_files_away(monkeypatch: pytest.Monkey
 def test_without_a_supervisor_there_are_no_threads_and_no_new_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that have no user notification."""
     none = "from jail import seccomp\nseccomp.supervise = lambda *, files: None\n"
-    for start in (none, REFUSE + none):
+    for start, made in ((none, "passed"), (REFUSE + none, "error")):
         monkeypatch.undo()
-        monkeypatch.setattr(
-            sandbox, "_START", sandbox._START.replace("from jail import zygote\n", start + "from jail import zygote\n")
-        )
+        begins = sandbox._START.replace("from jail import zygote\n", start + "from jail import zygote\n")
+        monkeypatch.setattr(sandbox, "_START", begins)
         with TestHarness(Limits(seconds=2)) as harness:
             assert harness.run(HONEST, ASSERTS).score == 1.0
             thread = "import threading\ndef f(x): threading.Thread(target=print).start()"
             assert "can't start new thread" in harness.run(thread, CALLS).outcomes[0].text
-            made = harness.run("import os\nos.mkdir('x')\nopen('y', 'w')\n" + HONEST, CALLS)
-            assert made.status == ("error" if start.startswith(REFUSE) else "passed"), made
-
-
-def test_many_threads_share_a_jail(harness: TestHarness) -> None:
-    found: list[float] = []
-
-    def work() -> None:
-        found.append(harness.run(HONEST, CALLS).score)
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [1.0] * 8
+            assert harness.run("import os\nos.mkdir('x')\nopen('y', 'w')\n" + HONEST, CALLS).status == made
 
 
 def test_programs_are_confined_too(harness: TestHarness) -> None:
     tests = ProgramTests((("3\n", "6\n"),))
     assert harness.run("print(2 * int(input()))", tests).score == 1.0
-    for code in (
-        "while True: pass",
-        "open('/etc/passwd')",
-        "print('6')\nimport os\nos.kill(os.getppid(), 9)",
-        "import os\nos.abort()",
-    ):
+    kills = ("print('6')\nimport os\nos.kill(os.getppid(), 9)", "import os\nos.abort()")
+    for code in ("while True: pass", "open('/etc/passwd')", *kills):
         assert harness.run(code, tests).score == 0.0
 
 
-FOLDER = Path(jail.__file__).parent
-SCRIPT = """
-import importlib.util, json
-assert importlib.util.find_spec("covey") is None
-from prison.harness import CallTests, TestHarness
-from prison.sandbox import Limits
-
-good = "def add(a, b):\\n    return a + b"
-hostile = "import os, sys\\nopen('/etc/passwd').read()\\n" + good
-with TestHarness(Limits(seconds=3), workers=2) as harness:
-    tests = CallTests("add", (((1, 2), 3), ((0, 0), 0)))
-    print(json.dumps([[result.score, result.status] for result in harness.run_all([(good, tests), (hostile, tests)])]))
-"""
-
-
-@needs_jail
 def test_a_copy_under_another_name_runs_without_covey(tmp_path: Path) -> None:
     shutil.copytree(FOLDER, tmp_path / "prison", ignore=shutil.ignore_patterns("__pycache__"))
     script = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n{SCRIPT}"
@@ -424,16 +395,13 @@ def test_a_copy_under_another_name_runs_without_covey(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == [[1.0, "passed"], [0.0, "error"]]
 
 
-def test_it_imports_the_standard_library_and_itself() -> None:
+def test_it_imports_the_standard_library_and_itself_and_every_file_is_in_the_readme() -> None:
+    told = (FOLDER / "README.md").read_text(encoding="utf-8")
     for path in FOLDER.glob("*.py"):
+        assert path.name == "__init__.py" or f"`{path.name}`" in told
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 assert {alias.name.split(".")[0] for alias in node.names} <= sys.stdlib_module_names, path.name
             elif isinstance(node, ast.ImportFrom):
                 inside = node.level == 1 or (node.module or "").split(".")[0] in sys.stdlib_module_names
                 assert inside, f"{path.name}: {ast.unparse(node)}"
-
-
-def test_every_file_is_in_the_readme() -> None:
-    told = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert all(f"`{path.name}`" in told for path in FOLDER.glob("*.py") if path.name != "__init__.py")

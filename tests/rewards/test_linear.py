@@ -19,29 +19,23 @@ from covey.trl.toolchat import calls_in
 
 ACTIONS = ["go", "go to the red door"]
 UNIQUE = json_reward({"type": "array", "uniqueItems": True})
+# fmt: off
 READERS: dict[str, Callable[[str], Any]] = {
-    "a choice, as printed": extract_answer_literal,
-    "a USMLE answer": extract_answer,
-    "whether there is a choice": has_choice_letter,
-    "repetition": is_repetitive,
-    "a final number": final_number,
+    "a choice, as printed": extract_answer_literal, "a USMLE answer": extract_answer,
+    "whether there is a choice": has_choice_letter, "repetition": is_repetitive, "a final number": final_number,
+    "the last number": last_number, "a number": parse_number, "a box": boxed_content, "a program": extract_code,
     "a number after =": lambda text: final_number(text, ("=", "answer", "boxed", "####")),
-    "the last number": last_number,
-    "a number": parse_number,
-    "a box": boxed_content,
     "an answer to the bundled task": lambda text: read_answer(text, (3, 5)),
-    "a program": extract_code,
     "printed numbers": lambda text: same_output(text, text[:-1] + "0", 0.1),
     "tags": lambda text: has_tags(text, ("think", "answer")),
     "JSON": lambda text: UNIQUE([text]),
     "an action in tags": lambda text: parse_action(text, "tags", ACTIONS),
     "an action as a line": lambda text: parse_action(text, "text", ACTIONS),
     "an action as a call": lambda text: parse_action(text, "tool", ACTIONS),
+    "an action as it is": lambda text: parse_action(text, "choice", ACTIONS),
     "calls of tools": lambda text: calls_in(text, (), ended=True, bare=True),
     "calls of tools in tags": lambda text: calls_in(f"<tool_call><function=f>{text}", (), ended=True, bare=True),
-    "an action as it is": lambda text: parse_action(text, "choice", ACTIONS),
 }
-# fmt: off
 UNITS = [
     "a", "_", "a_", "*", "`", " ", "\n", "\t", "\x0c", "(", ")", " )", "  ) ", "[", "{", "}", ":", ": ", ". ", ",",
     "-", "−", "=", "%", "$", "@", "e", "0.", "1", "1,", "-1.", "1/2 ", "1 2\n", "B (", "A. ", "A or ", "A is the ",
@@ -53,18 +47,15 @@ UNITS = [
 # fmt: on
 SURROUNDINGS = (("", ""), ("A", " x"), ("```python\n", "a"), ("[", "1]"))
 SIZE = 2_000
-
-
 SLOW = ("a USMLE answer", "a number after =", "a final number", "an answer to the bundled task", "JSON")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in READERS])
 def test_time_grows_no_faster_than_the_text(name: str) -> None:
     def seconds(unit: str, size: int) -> float:
-        texts = [before + unit * (size // len(unit)) + after for before, after in SURROUNDINGS]
         began = time.thread_time()
-        for text in texts:
-            READERS[name](text)
+        for before, after in SURROUNDINGS:
+            READERS[name](before + unit * (size // len(unit)) + after)
         return time.thread_time() - began
 
     for unit in UNITS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import closing
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -18,31 +19,73 @@ from covey.rewards.maths import MathReward, answer_in, expression_of
 from covey.trl.rewards import accuracy_reward, reasoning_accuracy_reward
 
 pytest.importorskip("math_verify")
+COLUMN = r"\begin{pmatrix}1 \\ 2\end{pmatrix}"
+EQUAL: list[tuple[Any, dict[str, float]]] = [
+    # a reference, and what completions are worth
+    (r"\frac{1}{2}", {r"so we get $\frac{1}{2}$": 1.0, r"\boxed{0.5}": 1.0}),
+    ("12", {"The answer is 12.": 1.0, "The answer is 13.": 0.0}),
+    (r"x^2+2x+1", {r"$(x+1)^2$": 1.0}),
+    (r"\{1, 2\}", {r"$\{2, 1\}$": 1.0}),
+    (r"\sqrt{8}", {r"$2\sqrt{2}$": 1.0}),
+    ("5", {"": 0.0, "no idea": 0.0}),
+    (7, {r"\boxed{7}": 1.0}),
+    (r"We add them up and find that the answer is \boxed{7}.", {"7": 1.0}),
+]
+BOXED: list[tuple[Any, dict[str, float]]] = [
+    (5e-05, {"0.00005": 1, r"5 \times 10^{-5}": 1, "5e-05": 1, "0.00006": 0, "5e - 5": 0, "0": 0}),
+    (5e-08, {r"\frac{1}{20000000}": 1, "0.00000006": 0, "0": 0}),
+    (1e16, {"10000000000000000": 1, "10^{16}": 1, "10000000000000001": 0}),
+    (7.0, {"7": 1, "7.0": 1, "8": 0}),
+    (Fraction(1, 3), {r"\frac{1}{3}": 1, "0.333333": 1, "0.33": 0}),
+    ("3 1/2", {r"\frac{7}{2}": 1, "2": 0}),
+    (r"1\,234", {"1234": 1, "1,234": 1, "235": 0}),
+    # units and names are as in plain text
+    ("10 m/s", {r"10 \text{ m/s}": 1, r"11 \text{ m/s}": 0}),
+    ("12:30 PM", {r"12:30\text{ PM}": 1, r"12:30 \text{ AM}": 0}),
+    (r"12:30 \text{ PM}", {"12:30 PM": 1, "12:30 AM": 0}),
+    ("O(n log n)", {r"O(n \log n)": 1, r"O(n \log m)": 0}),
+    ("\u221e", {"\u221e": 1, r"-\infty": 0}),
+    (COLUMN.replace(" ", ""), {COLUMN: 1, r"\begin{pmatrix}12\end{pmatrix}": 0}),
+    ("1" * 300, {"1" * 300: 1, "1" * 299 + "2": 0}),
+]
+MATRIX = r"\begin{pmatrix} 1 & 2 & 3 \\ 4 & 5 & 6 \\ 7 & 8 & 9 \end{pmatrix}"
+POLYNOMIAL = "x^9 + 3 x^8 - 2 x^7 + x^6 - 5 x^5 + x^4 + 2 x^3 - x^2 + 4 x - 7"
+QUOTIENT = r"\frac{x^3 + 2 x^2 - 3 x + 7}{x^4 - 2 x^3 + 5 x^2 - x + 7}"
+NUMBERS = "1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 7"
+LONG = [
+    (MATRIX, MATRIX.replace("4 & 5", "5 & 4")),
+    (MATRIX.replace(r"\\ ", "\\\\\n"), MATRIX.replace("9", "8")),
+    (POLYNOMIAL, POLYNOMIAL.replace("- 7", "+ 7")),
+    (NUMBERS, NUMBERS + ", 15"),
+    (r"\{" + NUMBERS + r"\}", r"\{" + NUMBERS.replace("14", "15") + r"\}"),
+    (QUOTIENT, QUOTIENT.replace("+ 5 x^2 ", "")),
+    (r"(-\infty, -5) \cup (-3, -1) \cup (1, 3) \cup (5, 7)", r"(-\infty, -5) \cup (-3, -1) \cup (1, 3] \cup (5, 7)"),
+    ("2 x + 3 y - 4 z + 5 u - 6 v + 8 w = 7", "2 x + 3 y - 4 z + 5 u - 6 v + 8 w = 9"),
+]
+SENTENCE = "all whole numbers that are greater than two and at most five hundred and divisible by 7"
+# fmt: off
+NUMBERS_OF_TYPES: list[tuple[Any, str]] = [
+    (7, "7"), (7.0, "7"), (5e-05, "0.00005"), (1e16, "10000000000000000"), (5e-08, "0.00000005"), (0.1, "0.1"),
+    (-2.5, "-2.5"), (np.float32(0.1), "0.1"), (np.float64(1e22), "1" + "0" * 22), (np.int64(3), "3"),
+    (Decimal("1E-7"), "0.0000001"), (Decimal("2.50"), "2.5"), (Fraction(-1, 3), "-1/3"), ("5e-05", "0.00005"),
+    ("1E16", "10000000000000000"),
+]
+NO_REFERENCES = [
+    {"a": 1}, (1, 2), [1, 2], b"7", {7}, 3j, object(), float("nan"), float("-inf"), Decimal("NaN"), 10**500,
+]
+# fmt: on
 
 
 @pytest.fixture(scope="module")
 def reward() -> Iterator[MathReward]:
-    reward = MathReward(workers=1, time_limit=10.0)
-    yield reward
-    reward.close()
+    with closing(MathReward(workers=1, time_limit=10.0)) as reward:
+        yield reward
 
 
 def test_equal_answers(reward: MathReward) -> None:
-    cases = [
-        (r"\frac{1}{2}", r"so we get $\frac{1}{2}$", 1.0),
-        (r"\frac{1}{2}", r"\boxed{0.5}", 1.0),
-        ("12", "The answer is 12.", 1.0),
-        ("12", "The answer is 13.", 0.0),
-        (r"x^2+2x+1", r"$(x+1)^2$", 1.0),
-        (r"\{1, 2\}", r"$\{2, 1\}$", 1.0),
-        (r"\sqrt{8}", r"$2\sqrt{2}$", 1.0),
-        ("5", "", 0.0),
-        ("5", "no idea", 0.0),
-        (7, r"\boxed{7}", 1.0),
-        (r"We add them up and find that the answer is \boxed{7}.", "7", 1.0),
-    ]
-    found = reward([text for _, text, _ in cases], answer=[reference for reference, _, _ in cases])
-    assert found == [expected for _, _, expected in cases]
+    boxed = [(reference, {rf"\boxed{{{text}}}": worth[text] for text in worth}) for reference, worth in BOXED]
+    for reference, worth in EQUAL + boxed:
+        assert reward([*worth], answer=[reference] * len(worth)) == [*worth.values()], reference
 
 
 def test_unscored_rows_and_bad_references(reward: MathReward) -> None:
@@ -57,62 +100,10 @@ def test_unscored_rows_and_bad_references(reward: MathReward) -> None:
 
 @pytest.mark.slow
 def test_hostile_text_ends_and_scores_nothing() -> None:
-    reward = MathReward(workers=1, time_limit=1.5)
-    try:
-        reward(["1"], answer=["1"])
-        texts = [r"$9^{9^{9^{9}}}$", "$" + "(" * 5000 + "$", r"\boxed{" * 3000, r"$\sum_{i=1}^{10^{12}} \sin(i)$", "7"]
+    texts = [r"$9^{9^{9^{9}}}$", "$" + "(" * 5000 + "$", r"\boxed{" * 3000, r"$\sum_{i=1}^{10^{12}} \sin(i)$", "7"]
+    with closing(MathReward(workers=1, time_limit=1.5)) as reward:
+        assert reward(["1"], answer=["1"]) == [1.0]
         assert reward(texts, answer=["7"] * 5) == [0.0, 0.0, 0.0, 0.0, 1.0]
-    finally:
-        reward.close()
-
-
-MATRIX = r"\begin{pmatrix} 1 & 2 & 3 \\ 4 & 5 & 6 \\ 7 & 8 & 9 \end{pmatrix}"
-POLYNOMIAL = "x^9 + 3 x^8 - 2 x^7 + x^6 - 5 x^5 + x^4 + 2 x^3 - x^2 + 4 x - 7"
-NUMBERS = "1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 7"
-LONG = [
-    (MATRIX, MATRIX.replace("4 & 5", "5 & 4")),
-    (MATRIX.replace(r"\\ ", "\\\\\n"), MATRIX.replace("9", "8")),
-    (POLYNOMIAL, POLYNOMIAL.replace("- 7", "+ 7")),
-    (NUMBERS, NUMBERS + ", 15"),
-    (r"\{" + NUMBERS + r"\}", r"\{" + NUMBERS.replace("14", "15") + r"\}"),
-    (
-        r"\frac{x^3 + 2 x^2 - 3 x + 7}{x^4 - 2 x^3 + 5 x^2 - x + 7}",
-        r"\frac{x^3 + 2 x^2 - 3 x + 7}{x^4 - 2 x^3 - x + 7}",
-    ),
-    (r"(-\infty, -5) \cup (-3, -1) \cup (1, 3) \cup (5, 7)", r"(-\infty, -5) \cup (-3, -1) \cup (1, 3] \cup (5, 7)"),
-    ("2 x + 3 y - 4 z + 5 u - 6 v + 8 w = 7", "2 x + 3 y - 4 z + 5 u - 6 v + 8 w = 9"),
-]
-SENTENCE = "all whole numbers that are greater than two and at most five hundred and divisible by 7"
-NUMBERS_OF_TYPES: list[tuple[Any, str]] = [
-    (7, "7"),
-    (7.0, "7"),
-    (5e-05, "0.00005"),
-    (1e16, "10000000000000000"),
-    (5e-08, "0.00000005"),
-    (0.1, "0.1"),
-    (-2.5, "-2.5"),
-    (np.float32(0.1), "0.1"),
-    (np.float64(1e22), "1" + "0" * 22),
-    (np.int64(3), "3"),
-    (Decimal("1E-7"), "0.0000001"),
-    (Decimal("2.50"), "2.5"),
-    (Fraction(-1, 3), "-1/3"),
-    ("5e-05", "0.00005"),
-    ("1E16", "10000000000000000"),
-]
-NO_REFERENCES = [
-    {"a": 1},
-    (1, 2),
-    [1, 2],
-    b"7",
-    {7},
-    3j,
-    object(),
-    float("nan"),
-    float("-inf"),
-    Decimal("NaN"),
-    10**500,
-]
 
 
 @pytest.mark.slow
@@ -134,21 +125,6 @@ def test_a_number_is_written_in_digits(value: Any, digits: str) -> None:
     assert numeric_match()([f"#### {digits}"], answer=[value]) == ([0.0] if "/" in digits else [1.0])
     if not isinstance(value, str):
         assert exact_match()([digits], answer=[value]) == [1.0]
-
-
-def test_a_small_or_large_number_is_equal_to_itself_only(reward: MathReward) -> None:
-    cases = [
-        (5e-05, ["0.00005", r"5 \times 10^{-5}", "5e-05", "0.00006", "5e - 5", "0"], [1, 1, 1, 0, 0, 0]),
-        (5e-08, [r"\frac{1}{20000000}", "0.00000006", "0"], [1, 0, 0]),
-        (1e16, ["10000000000000000", "10^{16}", "10000000000000001"], [1, 1, 0]),
-        (7.0, ["7", "7.0", "8"], [1, 1, 0]),
-        (Fraction(1, 3), [r"\frac{1}{3}", "0.333333", "0.33"], [1, 1, 0]),
-        ("3 1/2", [r"\frac{7}{2}", "2"], [1, 0]),
-        (r"1\,234", ["1234", "1,234", "235"], [1, 1, 0]),
-    ]
-    for reference, answers, expected in cases:
-        texts = [rf"\boxed{{{answer}}}" for answer in answers]
-        assert reward(texts, answer=[reference] * len(texts)) == expected, reference
 
 
 @pytest.mark.parametrize("value", [*NO_REFERENCES, True, np.bool_(True)])
@@ -202,7 +178,6 @@ def test_the_box_is_the_answer_even_one_that_cannot_be_read(reward: MathReward) 
     ]
     assert reward(unread, answer=["7"] * 6) == [0.0] * 6
     assert [final_number(text) for text in unread] == [None, None, None, None, None, 8]
-    assert reward([rf"\boxed{{{'1' * 300}}}", rf"\boxed{{{'1' * 299}2}}"], answer=["1" * 300] * 2) == [1.0, 0.0]
     texts = [r"\boxed{1} and \boxed{2}", r"\boxed{1}. But then we see that it is \boxed{2}", r"\boxed{\boxed{2}}"]
     assert [answer_in(text) for text in texts] == ["1, 2", "2", "2"]
     assert answer_in("none") is None
@@ -230,22 +205,4 @@ def test_what_trl_does_not_score_is_not_scored(caplog: pytest.LogCaptureFixture)
 def test_a_number_that_no_completion_can_equal_is_refused(value: Any) -> None:
     with pytest.raises(RewardError, match=r"answer=.* is not a number of at most 64 characters"):
         numeric_match()(["1"], answer=[value])
-
-
-def test_zero_has_no_sign() -> None:
-    assert exact_match()(["0"], answer=[-0.0]) == numeric_match()(["0"], answer=[-0.0]) == [1.0]
-
-
-@pytest.mark.parametrize(
-    ("reference", "right", "wrong"),
-    [
-        ("10 m/s", r"10 \text{ m/s}", r"11 \text{ m/s}"),
-        ("12:30 PM", r"12:30\text{ PM}", r"12:30 \text{ AM}"),
-        (r"12:30 \text{ PM}", "12:30 PM", "12:30 AM"),
-        ("O(n log n)", r"O(n \log n)", r"O(n \log m)"),
-        ("\u221e", "\u221e", r"-\infty"),
-        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1 \\ 2\end{pmatrix}", r"\begin{pmatrix}12\end{pmatrix}"),
-    ],
-)
-def test_units_and_names_are_as_in_plain_text(reward: MathReward, reference: str, right: str, wrong: str) -> None:
-    assert reward([rf"\boxed{{{right}}}", rf"\boxed{{{wrong}}}"], answer=[reference] * 2) == [1.0, 0.0]
+    assert exact_match()(["0"], answer=[-0.0]) == numeric_match()(["0"], answer=[-0.0]) == [1.0]  # zero has no sign

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -18,6 +19,21 @@ from covey.tasks.usmle import USMLERewardModel, _correct_letter
 from covey.trl.rewards import think_format_reward
 from fakes import FakeTokenizer, fake_episode
 
+TAGGED = {
+    "<think>a</think><answer>b</answer>": True,
+    "\n<think>a\nb</think>\n <answer> c </answer>\n": True,
+    "<think>a</think> so <answer>b</answer>": False,
+    "<answer>b</answer><think>a</think>": False,
+    "<think> </think><answer>b</answer>": False,
+    "<think>a</think><answer>b</answer> bye": False,
+    "<think>a</think><answer>b</answer><answer>c</answer>": False,
+    "<think>a<answer>b</answer></think><answer>b</answer>": False,
+    "<think>a </answer> b</think><answer>c</answer>": False,
+    "<think>a</think>": False,
+    "": False,
+}
+THINK = "reason</think><answer>4</answer>"
+
 
 def chat(*texts: str) -> list[list[dict[str, str]]]:
     return [[{"role": "assistant", "content": text}] for text in texts]
@@ -26,14 +42,10 @@ def chat(*texts: str) -> list[list[dict[str, str]]]:
 def test_exact_match() -> None:
     reward = exact_match()
     assert reward.__name__ == "exact_match"
-    assert reward(completions=["Paris", " Paris\n", "paris", "In Paris"], answer=["Paris"] * 4) == [
-        1,
-        1,
-        0,
-        0,
-    ]
+    assert reward(completions=["Paris", " Paris\n", "paris", "In Paris"], answer=["Paris"] * 4) == [1, 1, 0, 0]
     assert exact_match(ignore_case=True)(completions=chat("PARIS"), answer=["Paris"]) == [1.0]
     assert exact_match("capital")(completions=["Rome"], capital=["Rome"], answer=["x"]) == [1.0]
+    assert exact_match()(completions=["1"], answer=[None]) == [None]  # a row without a reference is not scored
 
 
 def test_numeric_match_lenient_and_strict() -> None:
@@ -46,58 +58,32 @@ def test_numeric_match_lenient_and_strict() -> None:
 
 def test_numbers_are_compared_exactly() -> None:
     reward = numeric_match()
-    assert reward(completions=["0.1", "1/10", "0.10000000000000001"], answer=[0.1, 0.1, 0.1]) == [
-        1.0,
-        0.0,
-        0.0,
-    ]
+    assert reward(completions=["0.1", "1/10", "0.10000000000000001"], answer=[0.1] * 3) == [1.0, 0.0, 0.0]
     assert reward(completions=["9007199254740993"], answer=[9007199254740992]) == [0.0]
-
-
-def test_a_row_without_reference_is_not_scored() -> None:
-    assert numeric_match()(completions=["1", "1"], answer=[None, 1]) == [None, 1.0]
-    assert exact_match()(completions=["1"], answer=[None]) == [None]
+    assert reward(completions=["1", "1"], answer=[None, 1]) == [None, 1.0]
 
 
 def test_a_bad_reference_is_the_datasets_fault() -> None:
     with pytest.raises(RewardError, match="answer='seven' is not a number") as caught:
         numeric_match()(completions=["1", "7"], answer=["1", "seven"])
     assert caught.value.sample == 1
-    with pytest.raises(RewardError, match="'answer', which is absent \\(present: label\\)"):
+    with pytest.raises(RewardError, match=r"'answer', which is absent \(present: label\)"):
         numeric_match()(completions=["1"], label=["1"])
 
 
 def test_format_reward() -> None:
     reward = format_reward(r"<think>.*</think>\s*\d+", name="think")
     assert reward.__name__ == "think"
-    assert reward(completions=chat("<think>a\nb</think> 4\n", "<think>a</think>", "x <think></think>4")) == [
-        1,
-        0,
-        0,
-    ]
+    texts = chat("<think>a\nb</think> 4\n", "<think>a</think>", "x <think></think>4")
+    assert reward(completions=texts) == [1, 0, 0]
     assert format_reward("[0-9]", full=False)(completions=["a1b", "ab"]) == [1.0, 0.0]
     with pytest.raises(ConfigError, match="pattern='\\('"):
         format_reward("(")
 
 
-@pytest.mark.parametrize(
-    ("text", "good"),
-    [
-        ("<think>a</think><answer>b</answer>", True),
-        ("\n<think>a\nb</think>\n <answer> c </answer>\n", True),
-        ("<think>a</think> so <answer>b</answer>", False),
-        ("<answer>b</answer><think>a</think>", False),
-        ("<think> </think><answer>b</answer>", False),
-        ("<think>a</think><answer>b</answer> bye", False),
-        ("<think>a</think><answer>b</answer><answer>c</answer>", False),
-        ("<think>a<answer>b</answer></think><answer>b</answer>", False),
-        ("<think>a</think>", False),
-        ("", False),
-    ],
-)
-def test_tags(text: str, good: bool) -> None:
-    assert has_tags(text, ("think", "answer")) is good
-    assert tags_reward("think", "answer")([text]) == [float(good)]
+def test_tags() -> None:
+    assert {text: has_tags(text, ("think", "answer")) for text in TAGGED} == TAGGED
+    assert tags_reward("think", "answer")([*TAGGED]) == [float(good) for good in TAGGED.values()]
 
 
 def test_json() -> None:
@@ -138,13 +124,6 @@ def test_hostile_json_is_no_json_of_the_schema() -> None:
     assert deep(['{"a":' * 24 + "{}" + "}" * 24, '{"x": 1}']) == [0.0, 1.0]
 
 
-def test_a_closing_tag_elsewhere() -> None:
-    assert not has_tags("<think>a </answer> b</think><answer>c</answer>", ("think", "answer"))
-
-
-THINK = "reason</think><answer>4</answer>"
-
-
 def test_a_tag_that_the_prompt_opened_is_only_closed() -> None:
     reward = tags_reward("think", "answer")
     ends = ["<think>\n", "<|assistant|><think>", "", "<think>done</think>", "<other>"]
@@ -160,11 +139,8 @@ def test_a_tag_that_the_prompt_opened_is_only_closed() -> None:
 
 
 def test_rewards_learn_from_the_trainer_how_a_templates_prompt_ends() -> None:
-    prompts = build_prompts(
-        [{"prompt": [{"role": "user", "content": "2+2"}]}] * 2,
-        FakeTokenizer(),
-        chat_template_kwargs={"enable_thinking": 1},
-    )
+    rows, thinking = [{"prompt": [{"role": "user", "content": "2+2"}]}] * 2, {"enable_thinking": 1}
+    prompts = build_prompts(rows, FakeTokenizer(), chat_template_kwargs=thinking)
     scorer = Scorer([think_format_reward, tags_reward("think", "answer")])
     rewards, _ = scorer.score(prompts, [fake_episode(text, p) for text, p in zip([THINK, "4"], prompts, strict=True)])
     assert rewards.tolist() == [2.0, 0.0]
@@ -183,10 +159,9 @@ def verdicts(reward: Any, texts: list[str], **columns: Any) -> dict[str, list[An
 
 def test_numbers_and_letters_are_told() -> None:
     texts = ["so it is #### 42", "no idea"]
-    assert verdicts(numeric_match(), texts, answer=["42", "1"]) == {
-        "verdict/numeric_match": ["found 42", "found no answer"]
-    }
-    assert verdicts(numeric_match(), texts, answer=["42", None]) == {"verdict/numeric_match": ["found 42", None]}
+    for second, word in (("1", "found no answer"), (None, None)):
+        said = verdicts(numeric_match(), texts, answer=["42", second])
+        assert said == {"verdict/numeric_match": ["found 42", word]}
     assert verdicts(exact_match(), texts, answer=["42", "1"]) == {}
     options = [{"A": "x", "B": "y"}] * 2
     for reward, name in ((_correct_letter, "correct_letter"), (USMLERewardModel(), "usmle_reward")):
@@ -199,22 +174,16 @@ def test_numbers_and_letters_are_told() -> None:
 
 def test_the_expression_that_was_read_is_told() -> None:
     pytest.importorskip("math_verify")
-    reward = MathReward(workers=1)
-    try:
+    with closing(MathReward(workers=1)) as reward:
         said = verdicts(reward, [r"thus $\boxed{\frac{1}{2}}$", "dunno"], answer=["0.5", "1"])["verdict/math"]
-    finally:
-        reward.close()
     assert "frac{1}{2}" in said[0]
     assert said[1] == "found no answer"
 
 
 def test_the_test_that_failed_is_told() -> None:
-    reward = CodeReward(unprotected=True, workers=1)
-    texts = ["```python\ndef add(a, b):\n    return a - b\n```", "```python\ndef add(a, b):\n    return a + b\n```"]
-    try:
+    texts = [f"```python\ndef add(a, b):\n    return a {sign} b\n```" for sign in "-+"]
+    with closing(CodeReward(unprotected=True, workers=1)) as reward:
         said = verdicts(reward, texts, tests=[["assert add(2, 0) == 2", "assert add(1, 2) == 3"]] * 2)
-    finally:
-        reward.close()
     failed, passed = said["verdict/passes_tests"]
     assert failed.startswith("1 of 2 tests passed; test 2: ")
     assert passed == "2 of 2 tests passed"

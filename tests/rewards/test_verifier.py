@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -20,15 +21,11 @@ from covey.rewards.parallel import ParallelVerifier, WorkerPool
 
 
 class Longer(Verifier):
-    """The completion's length less the prompt's."""
-
     def verify(self, prompt: str, completion: str) -> float:
         return float(len(completion) - len(prompt))
 
 
 class Batched(Verifier):
-    """Scores a batch at once."""
-
     def batch_verify(self, pairs: list[tuple[str, str]]) -> list[float]:
         return [float(index) for index, _ in enumerate(pairs)]
 
@@ -39,9 +36,7 @@ def test_one_pair_at_a_time_or_all_at_once() -> None:
     assert isinstance(Longer(), SupportsBatchVerify)
     with pytest.raises(NotImplementedError, match="neither verify nor batch_verify"):
         Verifier().verify("a", "b")
-
-
-def test_a_verifier_is_a_reward_function() -> None:
+    # and it is a reward function
     prompts = ["ab", [{"role": "system", "content": "long text"}, {"role": "user", "content": "ab"}]]
     completions = ["abc", [{"role": "assistant", "content": "abcd"}]]
     assert Longer()(prompts=prompts, completions=completions, answer=["x", "y"]) == [1.0, 2.0]
@@ -63,8 +58,6 @@ def test_a_reward_function_is_a_verifier() -> None:
     assert verifier.verify("2+3=", "5") == 1.0
     assert reward_name(verifier) == "exact_match"
 
-
-def test_names() -> None:
     def length(completions: list[str], scale: float) -> list[float]:
         return [scale * len(text) for text in completions]
 
@@ -83,9 +76,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[ParallelVerifier]:
-    verifier = ParallelVerifier(Slow(), workers=2, time_limit=0.5)
-    yield verifier
-    verifier.close()
+    with closing(ParallelVerifier(Slow(), workers=2, time_limit=0.5)) as verifier:
+        yield verifier
 
 
 def test_order_and_values(verifier: ParallelVerifier) -> None:
@@ -105,22 +97,18 @@ def test_a_limit_that_fires(verifier: ParallelVerifier) -> None:
     assert verifier.timeouts >= 2
 
 
-def test_several_processes_work(verifier: ParallelVerifier) -> None:
-    assert len(set(verifier.batch_verify([("", "pid")] * 40))) == 2
+def test_failures_are_told(verifier: ParallelVerifier) -> None:
+    for text, message in (("raise", "ValueError: no"), ("exit", "ended"), ("memory", "MemoryError")):
+        with pytest.raises(RewardError, match=message) as caught:
+            verifier.batch_verify([("", "ok"), ("", text)])
+        assert caught.value.sample == 1
+        assert verifier.batch_verify([("", "abc")]) == [3.0]  # and the next one is served
 
 
-@pytest.mark.parametrize(
-    ("text", "message"), [("raise", "ValueError: no"), ("exit", "ended"), ("memory", "MemoryError")]
-)
-def test_failures_are_told(verifier: ParallelVerifier, text: str, message: str) -> None:
-    with pytest.raises(RewardError, match=message) as caught:
-        verifier.batch_verify([("", "ok"), ("", text)])
-    assert caught.value.sample == 1
-    assert verifier.batch_verify([("", "abc")]) == [3.0]  # and the next one is served
-
-
-def test_a_process_that_was_killed_while_idle_is_replaced(verifier: ParallelVerifier) -> None:
-    for process in {int(found or 0) for found in verifier.batch_verify([("", "pid")] * 40)}:
+def test_two_processes_work_and_one_that_was_killed_while_idle_is_replaced(verifier: ParallelVerifier) -> None:
+    processes = {int(found or 0) for found in verifier.batch_verify([("", "pid")] * 40)}
+    assert len(processes) == 2
+    for process in processes:
         os.kill(process, signal.SIGKILL)
     time.sleep(0.2)
     assert verifier.batch_verify([("", "abc")] * 2) == [3.0, 3.0]

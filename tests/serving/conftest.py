@@ -1,4 +1,4 @@
-"""A server with a tiny model for the tests of a file; what they do to it they take back."""
+"""Servers with a tiny model: one for the tests of a file, which take back what they do to it, and one for each test."""
 
 from __future__ import annotations
 
@@ -10,5 +10,11 @@ from servers import RunningServer, serving
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def fresh() -> Iterator[RunningServer]:
     with serving() as server:
         yield server

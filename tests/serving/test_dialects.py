@@ -8,20 +8,19 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
-from servers import fake_server
-from test_adapters import adapted
+from servers import adapted, fake_server, logprobs_are_of
 from tiny_models import tiny_model
 
 from command import Command
 from covey import GRPOConfig
-from covey.adapters import read_adapter, read_config
+from covey.adapters import CONFIG_FILE, WEIGHTS_FILE, read_adapter, read_config
 from covey.errors import AdapterError, ConfigError, GenerationError, ServingError
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.engine import Engine
@@ -29,8 +28,8 @@ from covey.pytorch.engine.merge import AdaptedWeights, weights_of
 from covey.rollout.learning import Weights
 from covey.serving import InferenceClient, RemoteEngine
 from covey.serving.dialect import Dialect
-from covey.serving.dialects import DIALECTS, VLLMDialect, find_dialect
-from covey.types import Request, SamplingSettings
+from covey.serving.dialects import DIALECTS, find_dialect
+from covey.types import Completion, Request, SamplingSettings
 
 OF_A_STRANGER = Path(__file__).parents[2] / "docs" / "dialects.py"
 SETTINGS = SamplingSettings(temperature=0.9, max_tokens=12, eos_token_ids=(2,))
@@ -40,16 +39,11 @@ import shutil, sys
 source, outfile = sys.argv[1], sys.argv[sys.argv.index("--outfile") + 1]
 shutil.copy(source + "/model.safetensors", outfile)
 """
-
-
 OWN = """
 from covey.serving.dialect import Dialect
-
 def helper(client, trainer, folder): ...
-
 class Unfinished(Dialect):
     def request(self, requests, settings): ...
-
 class Erring(Unfinished):
     def publish(self, upload): 1 / 0
     def read(self, answer, count): ...
@@ -61,14 +55,12 @@ class Fake:
 
     def __init__(self) -> None:
         self.model = tiny_model("llama")
-        self.engine = Engine(self.model)
-        self.names: dict[str, Path] = {}
-        self.paths: list[str] = []
-        self.lock = threading.Lock()
+        self.engine, self.lock = Engine(self.model), threading.Lock()
+        self.names, self.paths = dict[str, Path](), list[str]()
 
     def load_adapter(self, path: Path) -> None:
-        config = read_config((path / "adapter_config.json").read_bytes())
-        adapter = read_adapter((path / "adapter_model.safetensors").read_bytes(), config)
+        weights, config = ((path / name).read_bytes() for name in (WEIGHTS_FILE, CONFIG_FILE))
+        adapter = read_adapter(weights, read_config(config))
         self.engine.publish(Weights(0, lambda: AdaptedWeights(self.model, adapter)))
 
     def load_weights(self, file: Path) -> None:
@@ -76,17 +68,15 @@ class Fake:
         other.load_state_dict(load_file(file), strict=False)
         self.engine.publish(weights_of(other, 0))
 
-    def sample(self, prompts: list[list[int]], streams: list[tuple[int, ...]], settings: SamplingSettings) -> Any:
-        requests = [Request(np.array(ids), stream) for ids, stream in zip(prompts, streams, strict=True)]
+    def sample(self, prompts: list[list[int]], temperature: float, most: int, ends: Any, seed: int = 9) -> Any:
+        requests = [Request(np.array(ids), (seed, place)) for place, ids in enumerate(prompts)]
+        settings = SamplingSettings(temperature, max_tokens=most, eos_token_ids=tuple(ends or ()))
         return self.engine(requests, settings, policy_version=0)
 
     def __call__(self, path: str, body: bytes) -> tuple[int, Any]:
         with self.lock:
             self.paths.append(path)
-            return self.answer(path, json.loads(body) if body else {})
-
-    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        raise NotImplementedError
+            return self.answer(path, json.loads(body) if body else {})  # type: ignore[attr-defined]
 
 
 class FakeSGLang(Fake):
@@ -112,24 +102,13 @@ class FakeSGLang(Fake):
             self.load_adapter(self.names[body["lora_path"]])
         p = body["sampling_params"]
         assert p["ignore_eos"] == (p["stop_token_ids"] is None)
-        settings = SamplingSettings(
-            p["temperature"], 0, 1.0, 0.0, p["max_new_tokens"], tuple(p["stop_token_ids"] or ())
-        )
-        found = self.sample(body["input_ids"], [(9, i) for i in range(len(body["input_ids"]))], settings)
-        return 200, [
-            {
-                "text": "",
-                "output_ids": c.token_ids.tolist(),
-                "meta_info": {
-                    "weight_version": self.version,
-                    "finish_reason": {"type": c.finish_reason},
-                    "output_token_logprobs": [
-                        [float(lp), int(token), None] for token, lp in zip(c.token_ids, c.logprobs, strict=True)
-                    ],
-                },
-            }
-            for c in found
-        ]
+        found = self.sample(body["input_ids"], p["temperature"], p["max_new_tokens"], p["stop_token_ids"])
+        return 200, [{"text": "", "output_ids": c.token_ids.tolist(), "meta_info": self.meta(c)} for c in found]
+
+    def meta(self, c: Completion) -> dict[str, Any]:
+        told = [[lp, token, None] for lp, token in zip(c.logprobs.tolist(), c.token_ids.tolist(), strict=True)]
+        reason = {"type": c.finish_reason}
+        return {"weight_version": self.version, "finish_reason": reason, "output_token_logprobs": told}
 
 
 class FakeVLLM(Fake):
@@ -145,28 +124,22 @@ class FakeVLLM(Fake):
         if body["model"] not in self.names:
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
         self.load_adapter(self.names[body["model"]])
-        settings = SamplingSettings(body["temperature"], max_tokens=body["max_tokens"], eos_token_ids=(2,))
-        found = self.sample(body["prompt"], [(9, i) for i in range(len(body["prompt"]))], settings)
+        found = self.sample(body["prompt"], body["temperature"], body["max_tokens"], (2,))
         choices = [
-            {
-                "index": index,
-                "token_ids": c.token_ids.tolist(),
-                "logprobs": {"token_logprobs": c.logprobs.tolist()},
-                "finish_reason": c.finish_reason,
-            }
+            {"index": index, "token_ids": c.token_ids.tolist(), "finish_reason": c.finish_reason}
+            | {"logprobs": {"token_logprobs": c.logprobs.tolist()}}
             for index, c in enumerate(found)
         ]
         return 200, {"model": body["model"], "choices": choices[::-1]}
 
 
 class FakeLlamaCpp(Fake):
-    loaded = ""
-    folder = Path()
+    loaded, folder = "", Path()
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path == "/models?reload=1":
+            self.names = {file.stem: file for file in self.folder.glob("*.gguf")}
         if path.startswith("/models?") or path == "/models":
-            if path == "/models?reload=1":
-                self.names = {file.stem: file for file in self.folder.glob("*.gguf")}
             status = {name: "loaded" if name == self.loaded else "unloaded" for name in self.names}
             return 200, {"data": [{"id": name, "status": {"value": status[name]}} for name in self.names]}
         if path == "/models/load":
@@ -176,39 +149,44 @@ class FakeLlamaCpp(Fake):
             return 200, {"success": True}
         assert body["model"] == self.loaded
         assert body["samplers"] == ["temperature", "top_k", "top_p", "min_p"]
-        settings = SamplingSettings(
-            body["temperature"], 0, 1.0, 0.0, body["n_predict"], () if body["ignore_eos"] else (2,)
-        )
-        (c,) = self.sample([body["prompt"]], [(body["seed"],)], settings)
-        return 200, {
-            "content": "",
-            "stop_type": "limit" if c.finish_reason == "length" else "eos",
-            "completion_probabilities": [
-                {"id": int(token), "prob": float(np.exp(np.float64(lp))), "top_probs": []}
-                for token, lp in zip(c.token_ids, c.logprobs, strict=True)
-            ],
-        }
+        ends = () if body["ignore_eos"] else (2,)
+        (c,) = self.sample([body["prompt"]], body["temperature"], body["n_predict"], ends, body["seed"])
+        said = zip(c.token_ids.tolist(), np.exp(c.logprobs.astype(np.float64)).tolist(), strict=True)
+        told = [{"id": token, "prob": chance, "top_probs": []} for token, chance in said]
+        reason = "limit" if c.finish_reason == "length" else "eos"
+        return 200, {"content": "", "stop_type": reason, "completion_probabilities": told}
 
 
 def remote(url: str, kind: str, folder: Path) -> RemoteEngine:
-    client = InferenceClient(url, timeout=20, retry_seconds=5)
+    dialect = find_dialect(kind if kind in DIALECTS else f"{OF_A_STRANGER}:{kind}")
     return RemoteEngine(
-        client,
-        trainer="test",
-        dialect=find_dialect(kind if kind in DIALECTS else f"{OF_A_STRANGER}:{kind}"),
-        folder=folder,
+        InferenceClient(url, timeout=20, retry_seconds=5), trainer="test", dialect=dialect, folder=folder
     )
 
 
-def logprobs_are_of(model: Any, found: list[Any]) -> None:
-    """The log-probabilities are the model's for these tokens."""
+def checked(model: Any, there: RemoteEngine, version: int) -> list[Completion]:
+    """Completions of this version, whose log-probabilities are the model's."""
+    found = there(REQUESTS, SETTINGS, policy_version=version)
     for request, completion in zip(REQUESTS, found, strict=True):
-        ids = torch.tensor([*request.token_ids.tolist(), *completion.token_ids.tolist()])[None]
-        with torch.no_grad():
-            logp = (model(ids).logits[0] / SETTINGS.temperature).log_softmax(-1)
-        first = len(request.token_ids)
-        expected = logp[first - 1 : -1].gather(1, ids[0, first:, None])[:, 0]
-        np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=1e-4)
+        logprobs_are_of(model, request, completion, SETTINGS.temperature, atol=1e-4)
+        assert completion.policy_version == version
+    return found
+
+
+def two_versions(there: RemoteEngine, make: Callable[[int], Any] = adapted) -> tuple[Any, list[Completion]]:
+    """Publishes two versions and samples from each; the last one's model and completions."""
+    for version in (1, 2):
+        model = make(version)
+        there.publish(weights_of(model, version))
+        found = checked(model, there, version)
+    return model, found
+
+
+def scaled(version: int) -> Any:
+    model = tiny_model("llama")
+    for parameter in model.parameters():
+        parameter.data *= 1.1**version
+    return model
 
 
 @pytest.fixture
@@ -217,36 +195,36 @@ def converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONVERT_HF_TO_GGUF", str(tmp_path / "convert.py"))
 
 
-def test_sglang_adapters(tmp_path: Path) -> None:
+def test_sglang_adapters_and_conversations(tmp_path: Path) -> None:
     fake = FakeSGLang()
     with fake_server(fake) as url:
         there = remote(url, "sglang", tmp_path)
-        for version in (1, 2):
-            model = adapted(version)
-            there.publish(weights_of(model, version))
-            found = there(REQUESTS, SETTINGS, policy_version=version)
-            logprobs_are_of(model, found)
-            assert {c.policy_version for c in found} == {version}
+        model, _ = two_versions(there)
         assert len(fake.names) == 1  # the one before is gone
         there.dialect.per_request = 2  # six requests at once, which all find the adapter lost
         for _ in range(3):
             fake.names.clear()  # the server is restarted
-            logprobs_are_of(model, there(REQUESTS, SETTINGS, policy_version=2))
+            checked(model, there, 2)
         assert fake.paths.count("/load_lora_adapter") == 5
         with pytest.raises(GenerationError, match="SGLang cannot keep supports or choose"):
             there([Request(np.array([5]), (0,), ((5, 2),))], SETTINGS, policy_version=2)
+        session = there.session(SETTINGS, policy_version=2, rows=2, own_tokens=40, prompt_lengths=[3])
+        row, history = session.start(REQUESTS[0], keep=True), [5, 6, 7]
+        for extended in (False, True):
+            if extended:
+                history += [*session.completion(row).token_ids.tolist(), 8, 9]
+                session.extend(row, np.array([8, 9]), (1, 1))
+            while session.busy:
+                session.advance()
+        assert row.history().tolist()[: len(history)] == history
+        session.drop(row)
 
 
 def test_sglang_whole_weights(tmp_path: Path) -> None:
     fake = FakeSGLang()
     with fake_server(fake) as url:
         there = remote(url, "sglang", tmp_path)
-        model = tiny_model("llama")
-        for version in (1, 2):
-            for parameter in model.parameters():
-                parameter.data *= 1.1
-            there.publish(weights_of(model, version))
-            logprobs_are_of(model, there(REQUESTS, SETTINGS, policy_version=version))
+        two_versions(there, scaled)
         fake.version = "somebody else's"
         with pytest.raises(ServingError, match="somebody else"):
             there(REQUESTS, SETTINGS, policy_version=2)
@@ -257,48 +235,19 @@ def test_llama_cpp(tmp_path: Path, converter: None) -> None:
     fake.folder = tmp_path / "gguf"
     with fake_server(fake) as url:
         there = remote(url, "LlamaCpp", tmp_path)
-        for version in (1, 2):
-            model = adapted(version)
-            there.publish(weights_of(model, version))
-            found = there(REQUESTS, SETTINGS, policy_version=version)
-            logprobs_are_of(model, found)
-        assert there(REQUESTS, SETTINGS, policy_version=2)[3].token_ids.tolist() == found[3].token_ids.tolist()
+        model, found = two_versions(there)
+        assert checked(model, there, 2)[3].token_ids.tolist() == found[3].token_ids.tolist()
         assert [file.stem for file in fake.folder.iterdir()] == [fake.loaded]
         assert "/models/unload" in fake.paths
 
 
-def test_conversations_by_sglang(tmp_path: Path) -> None:
-    with fake_server(FakeSGLang()) as url:
-        there = remote(url, "sglang", tmp_path)
-        there.publish(weights_of(adapted(), 1))
-        session = there.session(SETTINGS, policy_version=1, rows=2, own_tokens=40, prompt_lengths=[3])
-        row = session.start(REQUESTS[0], keep=True)
-        while session.busy:
-            session.advance()
-        first = session.completion(row).token_ids.tolist()
-        session.extend(row, np.array([8, 9]), (1, 1))
-        while session.busy:
-            session.advance()
-        assert row.history().tolist()[: 3 + len(first) + 2] == [5, 6, 7, *first, 8, 9]
-        session.drop(row)
-
-
 @pytest.mark.parametrize(
     ("kind", "peft"),
-    [
-        ("dialects.py:LlamaCpp", True),
-        pytest.param("sglang", True, marks=pytest.mark.slow),
-        pytest.param("sglang", False, marks=pytest.mark.slow),
-    ],
+    [("dialects.py:LlamaCpp", True), *(pytest.param("sglang", peft, marks=pytest.mark.slow) for peft in (True, False))],
 )
+@pytest.mark.usefixtures("converter")
 def test_a_recipe_names_a_dialect(
-    kind: str,
-    peft: bool,
-    recipe_folder: Path,
-    tmp_path: Path,
-    converter: None,
-    covey: Command,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, peft: bool, recipe_folder: Path, tmp_path: Path, covey: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "mine"
     shutil.copytree(recipe_folder, folder)
@@ -306,45 +255,30 @@ def test_a_recipe_names_a_dialect(
     fake = FakeSGLang() if kind == "sglang" else FakeLlamaCpp()
     fake.folder = folder / "files" / "gguf"  # type: ignore[attr-defined]
     monkeypatch.chdir(folder)
+    server = {"upload_adapters_to_server": "true", "inference_server_kind": kind, "adapter_folder": "files"}
     with fake_server(fake) as url:
         code, out, err = covey(
-            "train",
-            "recipe.toml",
-            "run.output_dir=run",
-            "server.upload_adapters_to_server=true",
-            f"server.inference_server_url={url}",
-            f"server.inference_server_kind={kind}",
-            "server.adapter_folder=files",
-            f"model.use_peft={str(peft).lower()}",
+            *("train", "recipe.toml", "run.output_dir=run", "schedule.max_steps=2", f"model.use_peft={peft}".lower()),
+            *(f"server.{name}={value}" for name, value in (server | {"inference_server_url": url}).items()),
             *([] if peft else ["algorithm.beta=0"]),
-            "schedule.max_steps=2",
         )
     assert code == 0, out + err
     records = [r for r in RunFolder.read("run").read_metrics() if "loss" in r]
     assert len(records) == 2
-    for record in records:
-        assert record["sampling/sampling_logp_difference/max"] < 1e-3
+    assert all(record["sampling/sampling_logp_difference/max"] < 1e-3 for record in records)
 
 
 def test_vllm_adapters(tmp_path: Path) -> None:
     fake = FakeVLLM()
     with fake_server(fake) as url:
-        there = RemoteEngine(
-            InferenceClient(url, retry_seconds=5), trainer="test", dialect=VLLMDialect, folder=tmp_path
-        )
-        for version in (1, 2):
-            model = adapted(version)
-            there.publish(weights_of(model, version))
-            logprobs_are_of(model, there(REQUESTS, SETTINGS, policy_version=version))
+        there = remote(url, "vllm", tmp_path)
+        model, _ = two_versions(there)
         assert [*fake.names] == [path.name for path in tmp_path.iterdir()]  # the one before is gone
         assert len(fake.names) == 1
         fake.names.clear()  # the server is restarted
-        logprobs_are_of(model, there(REQUESTS, SETTINGS, policy_version=2))
-
+        checked(model, there, 2)
     with fake_server(lambda path, body: (404 if "lora" in path else 200, {"detail": "Not Found"})) as url:
-        there = RemoteEngine(
-            InferenceClient(url, retry_seconds=0), trainer="test", dialect=VLLMDialect, folder=tmp_path
-        )
+        there = remote(url, "vllm", tmp_path)
         with pytest.raises(ServingError, match="loads no adapters; start vLLM with --enable-lora and the environment"):
             there.publish(weights_of(model, 1))
 
@@ -357,9 +291,8 @@ def test_vllm_reads_whole_weights_from_its_folder(tmp_path: Path) -> None:
         return 200, {"data": [{"id": "served", "max_model_len": 77}]} if path == "/v1/models" else {}
 
     with fake_server(answer) as url:
-        there = RemoteEngine(InferenceClient(url), trainer="test", dialect=VLLMDialect, folder=tmp_path)
+        there, model = remote(url, "vllm", tmp_path), tiny_model("llama")
         assert there.context_length == 77
-        model = tiny_model("llama")
         there.publish(weights_of(model, 1))
     assert asked[2:] == [("/collective_rpc", {"method": "reload_weights"}), ("/reset_prefix_cache", {})]
     saved = load_file(tmp_path / "model.safetensors")
@@ -367,24 +300,23 @@ def test_vllm_reads_whole_weights_from_its_folder(tmp_path: Path) -> None:
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
     with pytest.raises(ConfigError, match="inference_server_kind"):
         GRPOConfig(inference_server_kind="tgi")
-    with pytest.raises(ConfigError, match="no such file"):
-        find_dialect("nowhere.py:SGLang")
-    (tmp_path / "own.py").write_text(OWN)
-    with pytest.raises(ConfigError, match=r"own.py:helper'.* no class derived from covey.serving.dialect.Dialect"):
-        find_dialect(f"{tmp_path}/own.py:helper")
-    with pytest.raises(ConfigError, match=r"own.py:Unfinished'.* lacks publish, read; add it"):
-        find_dialect(f"{tmp_path}/own.py:Unfinished")
-    with fake_server(lambda path, body: (200, {})) as url:
-        own = find_dialect(f"{tmp_path}/own.py:Erring")
-        there = RemoteEngine(InferenceClient(url), trainer="test", dialect=own, folder=tmp_path)
-        with pytest.raises(
-            ConfigError, match=r"Erring.publish raised ZeroDivisionError: .* at .*own.py:\d+, in publish"
-        ):
-            there.publish(weights_of(adapted(), 1))
+    for kind, words in (
+        ("nowhere.py:SGLang", "no such file"),
+        (f"{tmp_path}/own.py:helper", r"own.py:helper'.* no class derived from covey.serving.dialect.Dialect"),
+        (f"{tmp_path}/own.py:Unfinished", r"own.py:Unfinished'.* lacks publish, read; add it"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            find_dialect(kind)
     assert issubclass(find_dialect("vllm"), Dialect)
+    erring = find_dialect(f"{tmp_path}/own.py:Erring")
     with fake_server(lambda path, body: (200, {})) as url:
-        there = RemoteEngine(InferenceClient(url), trainer="test")
+        there = RemoteEngine(InferenceClient(url), trainer="test", dialect=erring, folder=tmp_path)
+        words = r"Erring.publish raised ZeroDivisionError: .* at .*own.py:\d+, in publish"
+        with pytest.raises(ConfigError, match=words):
+            there.publish(weights_of(adapted(), 1))
+        there = remote(url, "covey", tmp_path)
         with pytest.raises(AdapterError, match="no LoRA adapter"):
             there.publish(weights_of(tiny_model("llama"), 1))

@@ -6,42 +6,33 @@ import asyncio
 import json
 import logging
 import socket
-import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from servers import RunningServer, ask, serving, upload, wait_until
-from test_adapters import adapted
+from servers import RunningServer, adapted, at_once, begun, events, refused, serving, wait_until
 
 from covey.errors import CoveyError
 from covey.pytorch.engine import Engine
-from covey.serving import ServeSettings, write_adapter
+from covey.serving import ServeSettings
 from covey.serving.answers import Answering
 from covey.serving.batching import Job
 from covey.serving.requests import CompletionRequest
 from covey.types import Request, SamplingSettings
 
 IDS = [[5, 6, 7, 8], [9, 10, 11], [5, 6, 7, 8]]
+LONG = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
 
 
 def test_token_ids_and_logprobs_are_the_engines(server: RunningServer) -> None:
     streams = [[3, 1], [3, 2], [3, 3]]
-    answer = ask(
-        server,
-        prompt=IDS,
-        streams=streams,
-        max_tokens=9,
-        temperature=0.9,
-        top_k=40,
-        logprobs=0,
-        return_token_ids=True,
-        return_support=True,
-        stop_token_ids=[],
-    ).json()
+    drawn = {"max_tokens": 9, "temperature": 0.9, "top_k": 40, "stop_token_ids": [], "streams": streams}
+    told = {"logprobs": 0, "return_token_ids": True, "return_support": True}
+    answer = server.ask(prompt=IDS, **drawn, **told).json()
     settings = SamplingSettings(temperature=0.9, top_k=40, max_tokens=9, keep_support=True)
     requests = [Request(np.array(ids), tuple(stream)) for ids, stream in zip(IDS, streams, strict=True)]
     expected = Engine(server.model, server.tokenizer)(requests, settings, policy_version=0)
@@ -55,39 +46,24 @@ def test_token_ids_and_logprobs_are_the_engines(server: RunningServer) -> None:
     assert answer["usage"] == {"prompt_tokens": 11, "completion_tokens": 27, "total_tokens": 38}
 
 
-def test_n_and_seed(server: RunningServer) -> None:
+def test_n_and_seed_and_requests_with_different_settings_together(server: RunningServer) -> None:
     def texts(**more: Any) -> list[str]:
-        return [c["text"] for c in ask(server, prompt="say one", n=5, max_tokens=12, **more).json()["choices"]]
+        return [c["text"] for c in server.ask(prompt="say one", n=5, max_tokens=12, **more).json()["choices"]]
 
     assert texts(seed=4) == texts(seed=4) != texts(seed=5)
     assert len(set(texts(seed=4))) > 1
     assert texts() != texts()
     assert len(set(texts(temperature=0))) == 1
-
-
-def test_requests_with_different_settings_run_together(server: RunningServer) -> None:
-    alone = [ask(server, prompt=[5, 6, 7], seed=1, max_tokens=30, temperature=t).json() for t in (0.0, 0.7, 1.3)]
-    together: dict[float, Any] = {}
-
-    def one(temperature: float) -> None:
-        together[temperature] = ask(server, prompt=[5, 6, 7], seed=1, max_tokens=30, temperature=temperature).json()
-
-    threads = [threading.Thread(target=one, args=(t,)) for t in (0.0, 0.7, 1.3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for temperature, answer in zip((0.0, 0.7, 1.3), alone, strict=True):
-        assert together[temperature]["choices"][0]["text"] == answer["choices"][0]["text"]
+    drawn = [{"seed": 1, "temperature": temperature} for temperature in (0.0, 0.7, 1.3)]
+    assert at_once(lambda one: texts(**one), drawn) == [texts(**one) for one in drawn]
 
 
 def test_chat_and_stop_strings(server: RunningServer) -> None:
-    messages = [{"role": "user", "content": "hello"}]
-    answer = ask(server, "/v1/chat/completions", messages=messages, max_tokens=20, seed=1).json()
-    said = answer["choices"][0]["message"]
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 20, "seed": 1}
+    said = server.ask("/v1/chat/completions", **body).json()["choices"][0]["message"]
     assert said["role"] == "assistant"
     stop = said["content"][3:5]
-    cut = ask(server, "/v1/chat/completions", messages=messages, max_tokens=20, seed=1, stop=stop).json()["choices"][0]
+    cut = server.ask("/v1/chat/completions", **body, stop=stop).json()["choices"][0]
     assert said["content"].startswith(cut["message"]["content"])
     assert len(cut["message"]["content"]) < len(said["content"])
     assert stop in cut["message"]["content"]
@@ -96,120 +72,41 @@ def test_chat_and_stop_strings(server: RunningServer) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_stream_says_what_the_whole_answer_says(server: RunningServer, path: str) -> None:
-    what: dict[str, Any] = {"prompt": "say two"}
-    if "chat" in path:
-        what = {"messages": [{"role": "user", "content": "say two"}]}
-    body = {**what, "n": 2, "max_tokens": 15, "seed": 3, "return_token_ids": True}
-    whole = ask(server, path, **body).json()["choices"]
+    chat = "chat" in path
+    what = {"messages": [{"role": "user", "content": "say two"}]} if chat else {"prompt": "say two"}
+    body: dict[str, Any] = {**what, "n": 2, "max_tokens": 15, "seed": 3, "return_token_ids": True}
+    whole = server.ask(path, **body).json()["choices"]
     texts, ids = ["", ""], [[], []]  # type: ignore[var-annotated]
-    with httpx.stream("POST", server.url + path, json=body | {"stream": True}, timeout=60, trust_env=False) as response:
-        events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-    assert events.pop() == "[DONE]"
-    for event in map(json.loads, events):
+    for event in events(server.ask(path, **body, stream=True)):
         (choice,) = event["choices"]
-        texts[choice["index"]] += choice["delta"]["content"] if "chat" in path else choice["text"]
+        texts[choice["index"]] += choice["delta"]["content"] if chat else choice["text"]
         ids[choice["index"]] += choice["token_ids"]
         assert event["policy_version"] == server.batching.version
     assert ids == [choice["token_ids"] for choice in whole]
-    assert texts == [c["message"]["content"] if "chat" in path else c["text"] for c in whole]
+    assert texts == [c["message"]["content"] if chat else c["text"] for c in whole]
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"prompt": "x", "temperature": -1}, "temperature: Input should be greater"),
-        ({"prompt": "x", "temperature": 1e-30}, "must be 0 (greedy) or at least 0.001"),
-        ({"prompt": [96, 97]}, "token id of 97; the vocabulary has"),
-        ({"prompt": []}, "prompt: an empty list"),
-        ({"prompt": [[]]}, "the prompt has 0 tokens"),
-        ({"prompt": [5] * 600}, "the prompt has 600 tokens"),
-        ({"prompt": "x", "max_tokens": 201}, "completions of up to 200 tokens"),
-        ({"prompt": "x", "n": 2000}, "n: Input should be less"),
-        ({"prompt": "x", "streams": [[1], [2]]}, "streams has 2 entries for 1 completions"),
-        ({"prompt": "x", "logprobs": 5}, "logprobs: Input should be less"),
-        ({"max_tokens": 3}, "prompt: Field required"),
-        ({"prompt": {"a": 1}}, "prompt"),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_bad_requests_are_told_what_is_wrong(
-    server: RunningServer, body: dict[str, Any], message: str, stream: bool
-) -> None:
-    answer = ask(server, **body, stream=stream)
-    assert answer.status_code == 400
-    assert message in answer.json()["error"]["message"]
-    assert ask(server, prompt="x", max_tokens=1).status_code == 200
-
-
-def test_models_health_metrics(server: RunningServer) -> None:
-    assert httpx.get(f"{server.url}/v1/models", trust_env=False).json()["data"][0]["id"] == "tiny"
-    before = httpx.get(f"{server.url}/metrics", trust_env=False).text
-    ask(server, prompt=[5, 6], max_tokens=3, ignore_eos=True)
-    after = httpx.get(f"{server.url}/metrics", trust_env=False).text
-
-    def value(text: str, name: str) -> float:
-        return float(next(line for line in text.splitlines() if line.startswith(f"{name} ")).split()[1])
-
-    assert value(after, "covey_tokens_total") == value(before, "covey_tokens_total") + 3
-    assert value(after, "covey_running") == 0
-    assert httpx.get(f"{server.url}/health", trust_env=False).json()["status"] == "ok"
-
-
-def test_uploads_count_and_change_what_is_sampled() -> None:
-    with serving() as server:
-        greedy = {"prompt": [5, 6, 7, 8], "max_tokens": 12, "temperature": 0, "return_token_ids": True}
-        plain = ask(server, **greedy).json()
-        assert plain["policy_version"] == 0
-        first = upload(server).json()
-        assert first["policy_version"] == 1
-        changed = ask(server, **greedy).json()
-        assert changed["policy_version"] == 1
-        assert changed["choices"][0]["token_ids"] != plain["choices"][0]["token_ids"]
-        expected = Engine(adapted())(
-            [Request(np.array([5, 6, 7, 8]), (0,))],
-            SamplingSettings(temperature=0, max_tokens=12, eos_token_ids=(server.tokenizer.eos_token_id,)),
-            policy_version=0,
-        )[0]
-        assert changed["choices"][0]["token_ids"] == expected.token_ids.tolist()  # no prompt of version 0 was reused
-        assert upload(server, seed=2).json()["policy_version"] == 2
-        assert upload(server, seed=3, policy_version=9).json()["policy_version"] == 9
-        again = upload(server, seed=3, policy_version=9).json()  # the answer was lost, and it is sent once more
-        assert (again["policy_version"], server.batching.counts.uploads) == (9, 3)
-        assert ask(server, **greedy, policy_version=8).status_code == 409
-        assert ask(server, **greedy, policy_version=9).status_code == 200
-
-
-def test_a_bad_upload_changes_nothing() -> None:
-    with serving() as server:
-        sha = upload(server).json()["sha256"]
-        weights, config = write_adapter(adapted())
-        url = f"{server.url}/upload_adapter"
-        for files in (
-            {"adapter_weights": weights[:-5], "adapter_config": json.dumps(config).encode()},
-            {"adapter_weights": weights, "adapter_config": b"{"},
-            {"adapter_weights": weights, "adapter_config": b"\xff\xfe"},
-            {"adapter_weights": weights},
-            {"adapter_weights": weights, "adapter_config": json.dumps(config | {"r": 4}).encode()},
-        ):
-            answer = httpx.post(url, files=files, timeout=60, trust_env=False)
-            assert answer.status_code == 422
-            assert answer.json()["error"]["message"]
-        health = httpx.get(f"{server.url}/health", trust_env=False).json()
-        assert (health["policy_version"], health["sha256"]) == (1, sha)
+def test_uploads_count_and_change_what_is_sampled(fresh: RunningServer) -> None:
+    greedy = {"prompt": [5, 6, 7, 8], "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+    plain = fresh.ask(**greedy).json()
+    assert plain["policy_version"] == 0
+    assert fresh.upload().json()["policy_version"] == 1
+    changed = fresh.ask(**greedy).json()
+    assert changed["policy_version"] == 1
+    assert changed["choices"][0]["token_ids"] != plain["choices"][0]["token_ids"]
+    settings = SamplingSettings(temperature=0, max_tokens=12, eos_token_ids=(fresh.tokenizer.eos_token_id,))
+    (expected,) = Engine(adapted())([Request(np.array([5, 6, 7, 8]), (0,))], settings, policy_version=0)
+    assert changed["choices"][0]["token_ids"] == expected.token_ids.tolist()  # no prompt of version 0 was reused
 
 
 @pytest.mark.parametrize("swap", ["finish", "continue"])
 def test_completions_that_run_at_an_upload(swap: str) -> None:
     with serving(swap=swap) as server:
-        body = {"prompt": [5, 6, 7, 8], "max_tokens": 200, "ignore_eos": True, "seed": 1, "return_token_ids": True}
-        found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.append(ask(server, **body).json()["choices"][0]))
-        thread.start()
+        found = begun(server.ask, **LONG, seed=1)
         wait_until(lambda: server.batching.load[0] == 1 and next(iter(server.batching._running.values())).row)
-        assert upload(server).json()["policy_version"] == 1
-        after = ask(server, **body).json()["choices"][0]
-        thread.join()
-        (running,) = found
+        assert server.upload().json()["policy_version"] == 1
+        after = server.ask(**LONG, seed=1).json()["choices"][0]
+        running = found.result().json()["choices"][0]
         assert running["policy_version"] == 0
         assert after["policy_versions"] == [[0, 1]]
         if swap == "finish":
@@ -220,160 +117,119 @@ def test_completions_that_run_at_an_upload(swap: str) -> None:
             assert 0 < place < 200
 
 
-def test_two_trainers_are_refused() -> None:
-    with serving() as server:
-        assert upload(server, trainer="one").status_code == 200
-        refused = upload(server, seed=2, trainer="two")
-        assert refused.status_code == 409
-        assert "'one' did " in refused.json()["error"]["message"]
-        assert upload(server, seed=2).status_code == 409  # nor one without a name
-        assert upload(server, seed=2, trainer="one").json()["policy_version"] == 2
-        assert upload(server, seed=3, trainer="two", takeover=True).json()["policy_version"] == 3
-        assert upload(server, trainer="one").status_code == 409
-        for name in ("one", "two"):  # who does not hold it gives nothing back
-            httpx.post(f"{server.url}/release_trainer", data={"trainer": name}, trust_env=False)
-            assert upload(server, trainer="one").status_code == (409 if name == "one" else 200)
+def test_two_trainers_are_refused(fresh: RunningServer) -> None:
+    assert fresh.upload(trainer="one").status_code == 200
+    assert "'one' did " in refused(fresh.upload(seed=2, trainer="two"), 409)
+    assert fresh.upload(seed=2).status_code == 409  # nor one without a name
+    assert fresh.upload(seed=2, trainer="one").json()["policy_version"] == 2
+    assert fresh.upload(seed=3, trainer="two", takeover=True).json()["policy_version"] == 3
+    assert fresh.upload(trainer="one").status_code == 409
+    for name in ("one", "two"):  # who does not hold it gives nothing back
+        fresh.post("/release_trainer", data={"trainer": name})
+        assert fresh.upload(trainer="one").status_code == (409 if name == "one" else 200)
 
 
 def test_a_full_queue_says_so() -> None:
     with serving(max_rows=1, max_waiting=2) as server:
-        body = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
-        threads = [threading.Thread(target=lambda: ask(server, **body)) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-            wait_until(lambda: sum(server.batching.load) > 0)
-        wait_until(lambda: server.batching.load == (1, 2) or not any(t.is_alive() for t in threads))
-        answers = [ask(server, **body, n=3) for _ in range(2)]
+        running = [begun(server.ask, **LONG)]
+        wait_until(lambda: server.batching.load[0] == 1)
+        running += [begun(server.ask, **LONG) for _ in range(2)]
+        wait_until(lambda: server.batching.load == (1, 2) or all(one.done() for one in running))
+        answers = [server.ask(**LONG, n=3) for _ in range(2)]
         assert {answer.status_code for answer in answers} == {429}
         assert answers[0].headers["retry-after"] == "1"
-        for thread in threads:
-            thread.join()
 
 
 def test_a_client_that_goes_away_frees_its_place() -> None:
     with serving(max_rows=1) as server:
-        body = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "n": 40}
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.3, trust_env=False)
+            server.post("/v1/completions", json=LONG | {"n": 40}, timeout=0.3)
         wait_until(lambda: server.batching.load == (0, 0))
         assert server.batching.counts.cancelled > 30
-        with httpx.stream(
-            "POST", f"{server.url}/v1/completions", json=body | {"stream": True}, trust_env=False
-        ) as response:
-            next(response.iter_lines())
+        leave_stream(server, LONG | {"n": 40})
         wait_until(lambda: server.batching.load == (0, 0))
-        assert ask(server, prompt="x", max_tokens=2).status_code == 200
+        assert server.ask(prompt="x", max_tokens=2).status_code == 200
 
 
-def test_prompts_are_remembered_until_the_next_upload() -> None:
-    with serving() as server:
-        for _ in range(3):
-            ask(server, prompt=[5, 6, 7, 8], max_tokens=2)
-        assert server.batching.counts.reused_prompts == 2
-        for start in range(40):  # more than the cache holds: the oldest make room
-            assert ask(server, prompt=[5 + start % 60] * 300, max_tokens=2).status_code == 200
-        upload(server)
-        ask(server, prompt=[5, 6, 7, 8], max_tokens=2)
-        assert server.batching.counts.reused_prompts == 0
+def leave_stream(server: RunningServer, body: dict[str, Any]) -> None:
+    """Ask for a stream, and go away after its first line."""
+    url = f"{server.url}/v1/completions"
+    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60, trust_env=False) as response:
+        next(response.iter_lines())
 
 
-def test_a_turn_of_a_chat_costs_its_new_tokens() -> None:
+def test_prompts_are_remembered_until_the_next_upload(fresh: RunningServer) -> None:
+    for _ in range(3):
+        fresh.ask(prompt=[5, 6, 7, 8], max_tokens=2)
+    assert fresh.batching.counts.reused_prompts == 2
+    for _ in range(2):
+        assert fresh.ask(prompt=[5, 6] * 100, max_tokens=1).status_code == 200
+    assert fresh.metric("covey_reused_tokens") == 128  # of 199 or 200: whole blocks alone are told
+    assert "covey_reused_prompts" not in fresh.get("/metrics").text
+    for start in range(40):  # more than the cache holds: the oldest make room
+        assert fresh.ask(prompt=[5 + start % 60] * 300, max_tokens=2).status_code == 200
+    fresh.upload()
+    fresh.ask(prompt=[5, 6, 7, 8], max_tokens=2)
+    assert fresh.batching.counts.reused_prompts == 0
+
+
+def test_a_turn_of_a_chat_costs_its_new_tokens(fresh: RunningServer) -> None:
     """Any client: a prompt is what was asked before, what was answered, and something new."""
-    with serving() as server:
-        alone = Engine(server.model)
-        history, counted = [*range(5, 16)], []
-        for turn in range(4):
-            body = {"prompt": history, "max_tokens": 6, "ignore_eos": True, "return_token_ids": True, "temperature": 0}
-            said = ask(server, **body).json()["choices"][0]["token_ids"]
-            greedy = SamplingSettings(temperature=0.0, max_tokens=6)
-            (expected,) = alone([Request(np.array(history))], greedy, policy_version=0)
-            assert said == expected.token_ids.tolist()
-            stats = server.batching._session.stats()
-            counted.append((stats.prefill_tokens, stats.reused_tokens))
-            history = [*history, *said, 20 + turn, 30]
-        # each turn: the last token of the answer before it, which was not run, and two new ones
-        assert counted == [(11, 0), (11 + 3, 16), (11 + 6, 16 + 24), (11 + 9, 16 + 24 + 32)]
-        text = httpx.get(f"{server.url}/metrics", trust_env=False).text
-        assert "covey_reused_tokens 0.0" in text  # of 72: no turn has reused a whole block of 128
+    alone = Engine(fresh.model)
+    history, counted = [*range(5, 16)], []
+    for turn in range(4):
+        body = {"prompt": history, "max_tokens": 6, "ignore_eos": True, "return_token_ids": True, "temperature": 0}
+        said = fresh.ask(**body).json()["choices"][0]["token_ids"]
+        greedy = SamplingSettings(temperature=0.0, max_tokens=6)
+        (expected,) = alone([Request(np.array(history))], greedy, policy_version=0)
+        assert said == expected.token_ids.tolist()
+        stats = fresh.batching._session.stats()
+        counted.append((stats.prefill_tokens, stats.reused_tokens))
+        history = [*history, *said, 20 + turn, 30]
+    # each turn: the last token of the answer before it, which was not run, and two new ones
+    assert counted == [(11, 0), (11 + 3, 16), (11 + 6, 16 + 24), (11 + 9, 16 + 24 + 32)]
+    assert fresh.metric("covey_reused_tokens") == 0  # of 72: no turn has reused a whole block of 128
 
 
-def test_bodies_are_bounded_in_size_and_time() -> None:
-    settings = ServeSettings("tiny", max_upload_bytes=50_000, max_body_bytes=2_000, body_seconds=0.5)
+def test_bodies_are_bounded_in_size() -> None:
+    settings = ServeSettings("tiny", max_upload_bytes=50_000, max_body_bytes=2_000)
+
+    def chunks() -> Iterator[bytes]:
+        for _ in range(50):
+            yield b"x" * 100
+
     with serving(settings=settings) as server:
-        assert ask(server, prompt="x" * 3000).status_code == 413
-        files = {"adapter_weights": b"x" * 60_000, "adapter_config": b"{}"}
-        assert httpx.post(f"{server.url}/upload_adapter", files=files, trust_env=False).status_code == 413
-
-        def chunks() -> Iterator[bytes]:
-            for _ in range(50):
-                yield b"x" * 100
-
-        answer = httpx.post(f"{server.url}/v1/completions", content=chunks(), trust_env=False)  # no length is given
-        assert answer.status_code == 413
-        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as half_open:
-            half_open.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
-            assert b"408" in half_open.recv(1000)
-        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as cut_off:
-            cut_off.sendall(b"POST /upload_adapter HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\nabc")
-        assert ask(server, prompt="x", max_tokens=1).status_code == 200
+        assert server.ask(prompt="x" * 3000).status_code == 413
+        assert server.send(b"x" * 60_000, {}).status_code == 413
+        assert server.post("/v1/completions", content=chunks()).status_code == 413  # no length is given
+        assert server.ask(prompt="x", max_tokens=1).status_code == 200
         assert server.batching.version == 0
-
-
-def test_a_token_is_asked_for_where_one_is_set() -> None:
-    with serving(settings=ServeSettings("tiny", token="secret")) as server:
-        assert ask(server, prompt="x").status_code == 401
-        assert upload(server).status_code == 401
-        assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
-        headers = {"authorization": "Bearer secret"}
-        body = {"prompt": "x", "max_tokens": 1}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, trust_env=False)
-        assert answer.status_code == 200
-        wrong = {"authorization": "Bearer secreT"}
-        assert httpx.get(f"{server.url}/metrics", headers=wrong, trust_env=False).status_code == 401
 
 
 def test_closing_lets_what_runs_finish() -> None:
     server = RunningServer(graceful=15)
-    found: list[Any] = []
-    body = {"prompt": [5, 6, 7], "max_tokens": 150, "ignore_eos": True}
-    thread = threading.Thread(target=lambda: found.append(ask(server, **body)))
-    thread.start()
+    found = begun(server.ask, **LONG | {"max_tokens": 150})
     wait_until(lambda: server.batching.load[0] == 1)
     server.close()
-    thread.join()
-    assert found[0].status_code == 200
-    assert found[0].json()["usage"]["completion_tokens"] == 150
-
-
-def events(server: RunningServer, path: str, **body: Any) -> list[Any]:
-    lines = [line.removeprefix("data: ") for line in ask(server, path, **body, stream=True).text.splitlines() if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
+    assert found.result().status_code == 200
+    assert found.result().json()["usage"]["completion_tokens"] == 150
 
 
 def test_events_name_the_version_of_their_tokens() -> None:
     """An upload between sampling and delivery changes nothing: the first three tokens are version 0's, the rest 7's."""
 
-    class Engine:
-        context_length, max_completion_length, vocabulary, version = 64, 16, 96, 9
+    def submit(jobs: list[Job]) -> None:
+        for version, token in ((0, 5), (0, 6), (0, 7), (7, 8)):
+            assert jobs[0].on_tokens is not None
+            jobs[0].on_tokens([token], [-1.0], version)
+        jobs[0].on_end(CoveyError("the end"))
 
-        def submit(self, jobs: list[Job]) -> None:
-            for version, token in ((0, 5), (0, 6), (0, 7), (7, 8)):
-                assert jobs[0].on_tokens is not None
-                jobs[0].on_tokens([token], [-1.0], version)
-            jobs[0].on_end(CoveyError("the end"))
-
-        def cancel(self, jobs: list[Job]) -> None:
-            pass
-
-    class Tokenizer:
-        eos_token_id = None
-
-        def decode(self, ids: list[int], **_: Any) -> str:
-            return "x" * len(ids)
+    sizes = {"context_length": 64, "max_completion_length": 16, "vocabulary": 96}
+    engine = SimpleNamespace(submit=submit, cancel=lambda jobs: None, version=9, **sizes)
+    tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda ids, **_: "x" * len(ids))
 
     async def versions() -> list[int]:
-        answering = Answering(Engine(), Tokenizer(), "tiny")  # type: ignore[arg-type]
+        answering = Answering(engine, tokenizer, "tiny")  # type: ignore[arg-type]
         chunks = await answering.chunks(CompletionRequest(prompt=[5], stream=True))
         said = [event async for chunk in chunks for event in chunk]
         answering.close()
@@ -383,44 +239,24 @@ def test_events_name_the_version_of_their_tokens() -> None:
     assert asyncio.run(versions()) == [0, 0, 0, 7]
 
 
-def test_log_probabilities_have_tokens_and_roles_come_once() -> None:
-    with serving() as server:
-        body: dict[str, Any] = {"prompt": [5, 6], "max_tokens": 4, "seed": 1, "ignore_eos": True, "logprobs": 0}
-        whole = ask(server, **body).json()["choices"][0]["logprobs"]
-        assert len(whole["tokens"]) == len(whole["token_logprobs"]) == 4
-        parts = [event["choices"][0]["logprobs"] for event in events(server, "/v1/completions", **body)]
-        assert [token for part in parts for token in part["tokens"]] == whole["tokens"]
-        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "n": 2, "ignore_eos": True}
-        choices = [event["choices"][0] for event in events(server, "/v1/chat/completions", **chat)]
-        for index in (0, 1):
-            roles = [choice["delta"].get("role") for choice in choices if choice["index"] == index]
-            assert roles[0] == "assistant"
-            assert set(roles[1:]) == {None}
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/upload_adapter"])
-def test_half_a_body_leaves_no_traceback(path: str, caplog: pytest.LogCaptureFixture) -> None:
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n"
-    head += "content-type: multipart/form-data; boundary=x\r\n\r\n{"
-    with serving() as server, caplog.at_level(logging.WARNING):
-        for _ in range(10):
+def test_half_a_body_leaves_no_traceback(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    head = b"HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\ncontent-type: multipart/form-data; boundary=x\r\n\r\n{"
+    with caplog.at_level(logging.WARNING):
+        for path in (b"/v1/completions", b"/upload_adapter") * 10:
             with socket.create_connection(("127.0.0.1", server.port), timeout=10) as gone:
-                gone.sendall(head.encode())
+                gone.sendall(b"POST %b %b" % (path, head))
         time.sleep(0.5)
-        assert httpx.get(f"{server.url}/health", timeout=10, trust_env=False).status_code == 200
+        assert server.get("/health").status_code == 200
     assert not [record.getMessage() for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
 
 
 def test_a_completion_is_finished_or_cancelled() -> None:
     """Of two completions in one request the shorter is over when the client goes away: one of each is counted."""
     with serving(max_rows=2) as server:
-        choices = [[[5, 6]], None]
-        body = {"prompt": [5], "n": 2, "max_tokens": 200, "ignore_eos": True, "choices": choices, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60, trust_env=False) as response:
-            next(response.iter_lines())
+        leave_stream(server, LONG | {"prompt": [5], "n": 2, "choices": [[[5, 6]], None]})
         wait_until(lambda: server.batching.load == (0, 0))
         counts = server.batching.counts
         wait_until(lambda: counts.completions + counts.cancelled >= 2)
         assert counts.completions + counts.cancelled == 2
-        assert upload(server).status_code == 200
+        assert server.upload().status_code == 200
         assert counts.completions + counts.cancelled == 2

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from covey.rollout.drawing import StopMatcher
 from covey.serving.answers import GrowingText, GrowingTexts
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+SAID = {"plain": ["ab", "Ġa"], "half a character": ["ðŁ"], "bytes that are no text": ["ÿ"], "special tokens": ["<|x|>"]}
 
 
 def made(pieces: list[str], decoder: Any) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE({piece: place for place, piece in enumerate(pieces)}, []))
     backend.decoder = decoder
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|end|>", additional_special_tokens=["<|x|>"], pad_token="<pad>"
-    )
+    names = {"eos_token": "<|end|>", "additional_special_tokens": ["<|x|>"], "pad_token": "<pad>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
 
 
 def sentence_pieces() -> PreTrainedTokenizerFast:
-    pieces = [*BYTES, "▁", "▁a", "a", "b", "▁b", "▁▁", "é", "\n", "."]
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    return made(pieces, decoders.Sequence(steps))
+    return made([*BYTES, "▁", "▁a", "a", "b", "▁b", "▁▁", "é", "\n", "."], decoders.Sequence(steps))
 
 
 def byte_level() -> PreTrainedTokenizerFast:
@@ -35,9 +36,6 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 def metaspace() -> PreTrainedTokenizerFast:
     return made(["▁", "▁a", "a", "▁▁", "b"], decoders.Metaspace())
-
-
-TOKENIZERS = {"sentence pieces": sentence_pieces, "byte level": byte_level, "metaspace": metaspace}
 
 
 def told(tokenizer: Any, ids: list[int], sizes: Any) -> str:
@@ -49,10 +47,10 @@ def told(tokenizer: Any, ids: list[int], sizes: Any) -> str:
     return found + text.push([], last=True)
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_pieces_add_up_to_the_whole(name: str) -> None:
+@pytest.mark.parametrize("make", [sentence_pieces, byte_level, metaspace])
+def test_pieces_add_up_to_the_whole(make: Callable[[], Any]) -> None:
     """Random ids, special ones and ones beyond the vocabulary too, from few and from many."""
-    tokenizer, chance = TOKENIZERS[name](), random.Random(0)
+    tokenizer, chance = make(), random.Random(0)
     every = range(len(tokenizer) + 3)
     for _ in range(400):
         some = chance.sample(every, min(len(every), chance.choice([1, 2, 3, 20])))
@@ -63,13 +61,7 @@ def test_pieces_add_up_to_the_whole(name: str) -> None:
 
 def test_characters_of_several_bytes_with_a_wrong_one_now_and_then() -> None:
     chance = random.Random(1)
-    for name in ("sentence pieces", "byte level"):
-        tokenizer = TOKENIZERS[name]()
-        names = BYTES if name == "sentence pieces" else [chr(b) for b in range(256)]
-        if name == "byte level":  # GPT-2's letters for bytes
-            plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-            others = [b for b in range(256) if b not in plain]
-            names = [chr(b) if b in plain else chr(256 + others.index(b)) for b in range(256)]
+    for tokenizer, names in ((sentence_pieces(), BYTES), (byte_level(), bytes_to_unicode())):
         ids_of = tokenizer.get_vocab()
         for _ in range(200):
             said = "".join(chance.choice("aé€😀 ") for _ in range(40)).encode()
@@ -78,17 +70,12 @@ def test_characters_of_several_bytes_with_a_wrong_one_now_and_then() -> None:
             assert told(tokenizer, ids, lambda: 1) == tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def test_a_wrong_byte_after_a_whole_character_spoils_what_was_not_told_yet() -> None:
+def test_a_wrong_byte_spoils_what_was_not_told_yet_and_a_space_after_a_special_token_is_kept() -> None:
     tokenizer = sentence_pieces()
     text = GrowingText(GrowingTexts(tokenizer))
     assert [text.push([0xC3]), text.push([0xA9]), text.push([0xFF])] == ["", "", ""]
     assert text.push(tokenizer.convert_tokens_to_ids(["b"])) == "\ufffd\ufffd\ufffdb"
-
-
-def test_a_space_after_a_special_token_is_kept() -> None:
-    tokenizer = sentence_pieces()
-    ids = tokenizer.convert_tokens_to_ids(["▁a"] + ["<|x|>"] * 40 + ["▁b"])
-    assert told(tokenizer, ids, lambda: 1) == "a b"
+    assert told(tokenizer, tokenizer.convert_tokens_to_ids(["▁a", *["<|x|>"] * 40, "▁b"]), lambda: 1) == "a b"
 
 
 class Counting:
@@ -105,29 +92,16 @@ class Counting:
         return dict(self.tokenizer.get_vocab())
 
 
-SAID = {
-    "plain": ["ab", "Ġa"],
-    "half a character, again and again": ["ðŁ"],
-    "bytes that are no text": ["ÿ"],
-    "special tokens": ["<|x|>"],
-}
-
-
 @pytest.mark.parametrize("said", SAID.values(), ids=SAID)
 def test_streams_and_stop_strings_cost_as_many_decoded_tokens_as_there_are_tokens(said: list[str]) -> None:
     """At most 40 for each: a window of 16, and making it. Decoding the whole for each would be 1,000 for each."""
-    tokens = 2000
-    for kind in ("stream", "stop"):
-        counting = Counting(byte_level())
-        ids = counting.tokenizer.convert_tokens_to_ids(said)
-        if kind == "stream":
-            text = GrowingText(GrowingTexts(counting))
-            for place in range(tokens):
-                text.push([ids[place % len(ids)]])
-        else:
-            matcher = StopMatcher(counting, ["never said"])
-            assert not any(matcher.push(ids[place % len(ids)]) for place in range(tokens))
-        assert counting.tokens < 40 * tokens
+    streaming, stopping = Counting(byte_level()), Counting(byte_level())
+    ids = streaming.tokenizer.convert_tokens_to_ids(said) * 2000
+    text, matcher = GrowingText(GrowingTexts(streaming)), StopMatcher(stopping, ["never said"])
+    for token in ids[:2000]:
+        text.push([token])
+        assert not matcher.push(token)
+    assert max(streaming.tokens, stopping.tokens) < 40 * 2000
 
 
 def test_runs_of_byte_tokens_cost_no_more() -> None:

@@ -53,8 +53,6 @@ class TestHarness(harness.TestHarness):
 
 
 split_check = _translated(harness.split_check)
-
-
 _KINDS = ("call", "assert", "program")
 _REMEMBERED = 4096
 
@@ -94,8 +92,7 @@ class CodeReward:
     def harness(self) -> TestHarness:
         """What runs the programs; started when it is first needed.
 
-        Raises:
-            RewardError: the host does not offer the minimum of protections.
+        Raises `RewardError`: the host does not offer the minimum of protections.
         """
         with self._lock:
             if self._harness is None:
@@ -148,10 +145,7 @@ class CodeReward:
 
 
 def read_tests(spec: Any) -> Tests:
-    """Tests from plain data; see the module docstring.
-
-    Raises `ValueError`: it does not have that form; the message says what is wrong.
-    """
+    """Tests from plain data; see the module docstring. Raises `ValueError`: it does not have that form."""
     if isinstance(spec, list | tuple):
         spec = {"kind": "assert", "tests": spec}
     if not isinstance(spec, Mapping) or spec.get("kind") not in _KINDS:
@@ -169,9 +163,8 @@ def read_tests(spec: Any) -> Tests:
             tests = AssertTests(**texts, **values)  # type: ignore[arg-type]
             tester_order(tests)  # so that names which a program could supply are refused here
         else:
-            tests = ProgramTests(
-                cases=tuple((str(given), str(wanted)) for given, wanted in values.pop("cases")), **values
-            )
+            pairs = tuple((str(given), str(wanted)) for given, wanted in values.pop("cases"))
+            tests = ProgramTests(cases=pairs, **values)
     except (TypeError, KeyError, ValueError, JailError) as error:
         raise ValueError(f"tests={spec!r:.200}: {error}") from None
     if not (tests.tests if isinstance(tests, AssertTests) else tests.cases):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
@@ -104,13 +105,11 @@ def parse_number(text: str) -> Fraction | None:
     if not text or len(text) > MAX_NUMBER_LENGTH:
         return None
     if ratio := _RATIO.fullmatch(text):
-        whole = ratio[1] if ratio[1] else ratio[3] + ratio[4]
-        below = int(ratio[2] or ratio[5])
+        whole, below = ratio[1] or ratio[3] + ratio[4], int(ratio[2] or ratio[5])
         return Fraction(int(whole.replace("−", "-")), below) if below else None
     if not _WHOLE.fullmatch(text) or not any(character.isdigit() for character in text):
         return None
-    plain = text.rstrip("%.").replace("−", "-").replace("$", "").replace(",", "")
-    return Fraction(plain)
+    return Fraction(text.rstrip("%.").replace("−", "-").replace("$", "").replace(",", ""))
 
 
 def number_text(value: Any) -> str | None:
@@ -142,9 +141,7 @@ def last_number(text: str) -> Fraction | None:
     """The last number in the text, None if there is none (or if it is absurdly long)."""
     cut = len(text) > MAX_TAIL
     tail = text[-MAX_TAIL:]
-    found = None
-    for found in _NUMBER_IN_TEXT.finditer(tail):  # noqa: B007 - the last match is what we want
-        pass
+    found = _last(_NUMBER_IN_TEXT, tail)
     if found is None or (cut and found.start() == 0):  # may be the end of a longer number
         return None
     return parse_number(found.group())
@@ -176,14 +173,11 @@ def final_number(text: str, markers: Iterable[Marker] = ("####", "boxed", "answe
     r"""The number that a text offers as its final answer.
 
     The first marker in `markers` that is followed by a number decides, at its last place in the text; without
-    any, the last number in the text. No other number takes the place of a box that cannot be read.
+    any, the last number in the text. No other number takes the place of a box that cannot be read. None: there is none.
 
     Args:
         text: a completion.
         markers: `"####"` (GSM8K's), `"boxed"` (`\boxed{7}`), `"answer"` ("the answer is 7", "Answer: 7"), `"="`.
-
-    Returns:
-        The exact number, or None where there is none.
     """
     tail = text[-MAX_TAIL:]
     for marker in markers:
@@ -207,7 +201,9 @@ def _after_marker(tail: str, marker: Marker) -> Fraction | None:
         found = _AFTER_MARKER.match(tail, start + 4) if start >= 0 else None
         return parse_number(found[1]) if found else None
     pattern = _AFTER_ANSWER if marker == "answer" else _AFTER_EQUALS
-    last = None
-    for last in pattern.finditer(tail):  # noqa: B007 - the last match is what we want
-        pass
+    last = _last(pattern, tail)
     return parse_number(last[1]) if last else None
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    return next(iter(deque(pattern.finditer(text), maxlen=1)), None)

@@ -26,7 +26,8 @@ import tenacity
 
 from covey.errors import ConfigError
 from covey.files import write_atomically
-from covey.rewards.extract import completion_text, prompt_text, read_json
+from covey.rewards.extract import read_json
+from covey.rewards.verifier import as_pairs
 from covey.types import Message
 
 _LOG = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class _NoReplyError(Exception):
 class JudgeReward:
     """Scores from 0 to 1; None where the judge gave none.
 
+    Raises `ConfigError`: a number out of range, or a template without the fields.
+
     Args:
         base_url: of the endpoint, e.g. "https://api.openai.com/v1".
         model: its name there.
@@ -71,9 +74,6 @@ class JudgeReward:
         concurrency: requests at once.
         cache: folder in which replies are kept; the same question is not asked twice, also in later runs.
         api_key_variable: environment variable of the key; none is sent where it is not set.
-
-    Raises:
-        ConfigError: a number out of range, or a template without the fields.
     """
 
     __name__ = "judge"
@@ -99,13 +99,9 @@ class JudgeReward:
             )
         if "{completion}" not in template or "{prompt}" not in template:
             raise ConfigError("template must hold {prompt} and {completion}")
-        key = os.environ.get(api_key_variable)
-        self._client = httpx.Client(
-            base_url=base_url.rstrip("/") + "/",
-            timeout=timeout,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            limits=httpx.Limits(max_connections=concurrency),
-        )
+        headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get(api_key_variable)) else {}
+        base, limits = base_url.rstrip("/") + "/", httpx.Limits(max_connections=concurrency)
+        self._client = httpx.Client(base_url=base, timeout=timeout, headers=headers, limits=limits)
         self._url, self._model, self._template, self._best = base_url, model, template, best
         self._retries, self._deadline, self._timeout = retries, deadline, timeout
         self._cache = None if cache is None else Path(cache)
@@ -115,7 +111,7 @@ class JudgeReward:
         self, prompts: Sequence[str | list[Message]], completions: Sequence[str | list[Message]], **columns: Any
     ) -> list[float | None]:
         """Score as a reward function does; several requests at once."""
-        pairs = [(prompt_text(p), completion_text(c)) for p, c in zip(prompts, completions, strict=True)]
+        pairs = as_pairs(prompts, completions)
         found = dict(zip(dict.fromkeys(pairs), self._pool.map(self._score, dict.fromkeys(pairs)), strict=True))
         return [found[pair] for pair in pairs]
 
@@ -126,9 +122,8 @@ class JudgeReward:
 
     def _score(self, pair: tuple[str, str]) -> float | None:
         prompt, completion = pair
-        digest = hashlib.sha256(
-            "\0".join((self._url, self._model, self._template, prompt, completion)).encode("utf-8", "replace")
-        ).hexdigest()
+        asked = "\0".join((self._url, self._model, self._template, prompt, completion))
+        digest = hashlib.sha256(asked.encode("utf-8", "replace")).hexdigest()
         path = None if self._cache is None else self._cache / digest[:2] / f"{digest}.json"
         reply = _cached(path)
         if reply is None:
@@ -149,12 +144,7 @@ class JudgeReward:
     def _ask(self, question: str) -> str | None:
         """The judge's reply; None when there is none after all tries."""
         until = time.monotonic() + self._deadline
-        body = {
-            "model": self._model,
-            "messages": [{"role": "user", "content": question}],
-            "temperature": 0.0,
-            "max_tokens": 300,
-        }
+        asked = {"messages": [{"role": "user", "content": question}], "temperature": 0.0, "max_tokens": 300}
         tries = tenacity.Retrying(
             retry=tenacity.retry_if_exception(lambda error: getattr(error, "wait", None) is not None),
             wait=_wait,
@@ -162,13 +152,11 @@ class JudgeReward:
             reraise=True,
         )
         try:
-            return tries(self._reply, body, until)
+            return tries(self._reply, {"model": self._model} | asked, until)
         except _NoReplyError as error:
-            problem = error
-        _LOG.warning(
-            "the judge %s at %s did not answer, so a completion is not scored: %s", self._model, self._url, problem
-        )
-        return None
+            told = "the judge %s at %s did not answer, so a completion is not scored: %s"
+            _LOG.warning(told, self._model, self._url, error)
+            return None
 
     def _reply(self, body: dict[str, Any], until: float) -> str:
         try:
@@ -184,22 +172,20 @@ class JudgeReward:
     def _post(self, body: dict[str, Any], until: float) -> tuple[httpx.Response, bytes]:
         """One request. A reply that trickles in ends at the deadline too: a client's time limits are for each read."""
         began, text = time.monotonic(), bytearray()
-        left = until - began
+        left = min(until - began, self._timeout)
         if left <= 0:
             raise httpx.ReadTimeout(f"no reply within {self._deadline:g} s")
-        with self._client.stream("POST", "chat/completions", json=body, timeout=min(left, self._timeout)) as response:
+        with self._client.stream("POST", "chat/completions", json=body, timeout=left) as response:
             for chunk in response.iter_bytes():
                 text += chunk
-                if time.monotonic() - began > min(left, self._timeout) or len(text) > _MAX_REPLY:
+                if time.monotonic() - began > left or len(text) > _MAX_REPLY:
                     raise httpx.ReadTimeout(f"a reply that takes longer than {self._timeout:g} s or {_MAX_REPLY} bytes")
         return response, bytes(text)
 
 
 def _cached(path: Path | None) -> str | None:
-    if path is None:
-        return None
     try:
-        reply = read_json(path.read_text(encoding="utf-8"))["reply"]
+        reply = read_json(path.read_text(encoding="utf-8"))["reply"] if path else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return reply if isinstance(reply, str) else None

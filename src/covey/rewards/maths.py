@@ -10,6 +10,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from covey.errors import ConfigError, RewardError
@@ -32,6 +33,8 @@ _GROUP = re.compile(r"(?<=[0-9])(?:\\[,!: ;]|\{,\}|~|[\u00a0\u2009\u202f])(?=[0-
 class MathReward:
     r"""1.0 where a completion's final answer equals its row's `column`, else 0.0.
 
+    Raises `ConfigError`: `math-verify` is not installed.
+
     A reference is read whole; no number is looked for in it. It is a number (int, float, Decimal, Fraction, NumPy's);
     text that is one answer (`\frac{1}{2}`, `1, 2, 3`, `x = 5`, `Monday`); a solution whose answer is in its last
     `\boxed{}`, after `####` or in its only `$...$`; or None, and the row is not scored. In a completion the last
@@ -41,9 +44,6 @@ class MathReward:
         column: the reference.
         workers: processes.
         time_limit: seconds for one completion; one that takes longer scores 0.
-
-    Raises:
-        ConfigError: `math-verify` is not installed.
     """
 
     __name__ = "math"
@@ -56,7 +56,9 @@ class MathReward:
             raise ConfigError("math answers are compared by math-verify; pip install 'covey[math]'") from None
         self.required_columns = (column,)
         self._column = column
-        self._pool = WorkerPool(compared, workers=workers, time_limit=time_limit, prepare=load)
+        # what takes seconds is imported in a worker before an answer's time begins
+        first = partial(compared, "1", "1")
+        self._pool = WorkerPool(compared, workers=workers, time_limit=time_limit, prepare=first)
         self.timeouts = 0
         self._told = False
 
@@ -66,12 +68,9 @@ class MathReward:
         Raises `RewardError`: the column is absent, or a reference holds no answer; `sample` names it.
         """
         references = self._read(column_of(columns, self._column, "answers are compared with", function="math"))
-        items = [
-            (reference, completion_text(completion)[-_MAX_TEXT:], self._as_trl)
-            for completion, reference in zip(completions, references, strict=True)
-            if reference is not None
-        ]
-        found = iter(self._pool.map(items))
+        texts = [completion_text(completion)[-_MAX_TEXT:] for completion in completions]
+        pairs = zip(references, texts, strict=True)
+        found = iter(self._pool.map([(right, text, self._as_trl) for right, text in pairs if right is not None]))
         results = [None if reference is None else self._score(next(found), i) for i, reference in enumerate(references)]
         say(columns, self.__name__, [None if result is None else result[1] for result in results])
         return [None if result is None else result[0] for result in results]
@@ -161,11 +160,6 @@ def _plain(text: str) -> str:
 def _bare(text: str) -> str:
     r"""An expression in which units and names are as in plain text: `10 \text{ m/s}`, `n \log n`."""
     return " ".join(re.sub(r"(?<!\\)\\(?=[A-Za-z])", "", _TEXT.sub(r" \1 ", text)).split())
-
-
-def load() -> None:
-    """Import what takes seconds, in a worker, before an answer's time begins."""
-    compared("1", "1")
 
 
 def compared(reference: str, text: str, as_trl: bool = False) -> tuple[float, str]:

@@ -17,8 +17,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from covey.errors import ConfigError
-
-MAX_TAIL = 10_000
+from covey.rewards.extract import MAX_TAIL
 
 _CONNECTOR = r"because|since|as|due|for|and|or|given|based|with|which|but|although|is|was|in|on|from|over|not|instead"
 """Words that follow a letter A which is no article."""
@@ -85,16 +84,13 @@ class _Found(NamedTuple):
 
 
 def extract_choice(text: str, letters: Sequence[str] = "ABCD") -> str | None:
-    """The letter that a text chooses, or None.
+    """The letter that a text chooses, or None. Raises `ConfigError`: `letters` are not single capital letters.
 
     Args:
         text: of a completion.
         letters: the options' letters, capitals.
-
-    Raises:
-        ConfigError: `letters` are not single capital letters.
     """
-    reader = _reader(tuple(letters))
+    reader = _Reader(tuple(letters))
     cleaned = re.sub(r"[*`]|(?<!\w)_+|_+(?!\w)", "", text[-MAX_TAIL:])
     cleaned = re.sub(r"[ \t  ]+", " ", cleaned)
     for tier in (reader.statements, reader.lines, reader.mentions):
@@ -105,10 +101,6 @@ def extract_choice(text: str, letters: Sequence[str] = "ABCD") -> str | None:
 
 
 @lru_cache(maxsize=32)
-def _reader(letters: tuple[str, ...]) -> _Reader:
-    return _Reader(letters)
-
-
 class _Reader:
     """Patterns for a set of letters."""
 
@@ -147,12 +139,8 @@ class _Reader:
             letter, end = match["wrapped"] or match["bare"], match.end()
             if match["bare"] and self._is_article(letter, text, end):
                 continue
-            if (
-                letter.islower()
-                and match["bare"]
-                and re.match(r" [a-z]", text[end : end + 2])
-                and not _connects(text, end)
-            ):
+            goes_on = re.match(r" [a-z]", text[end : end + 2]) and not _connects(text, end)
+            if letter.islower() and match["bare"] and goes_on:
                 continue
             if _asks(text, end) or _DENIED_BEFORE.search(_clause(text, match.start())):
                 continue
@@ -179,11 +167,8 @@ class _Reader:
             letter = match["round"] or match["plain"]
             place = match.start("round" if match["round"] else "plain")
             end = match.end("round") + 1 if match["round"] else match.end("plain")
-            if place in echoed or (match["plain"] and self._is_article(letter, text, end)):
-                continue
-            if match["plain"] and self._is_name(text, place, end):
-                continue
-            if _asks(text, end) or _DENIED_AFTER.match(text[end : end + 120]):
+            no_option = match["plain"] and (self._is_article(letter, text, end) or self._is_name(text, place, end))
+            if place in echoed or no_option or _asks(text, end) or _DENIED_AFTER.match(text[end : end + 120]):
                 continue
             if _DENIED_BEFORE.search(_clause(text, match.start())):
                 continue
@@ -192,9 +177,7 @@ class _Reader:
 
     def _is_article(self, letter: str, text: str, end: int) -> bool:
         """Is this A the article? Then a word or a number follows that cannot go on after an option's name."""
-        if letter not in "Aa":
-            return False
-        return re.match(r" [a-z0-9]", text[end : end + 2]) is not None and not _connects(text, end)
+        return letter in "Aa" and bool(re.match(r" [a-z0-9]", text[end : end + 2])) and not _connects(text, end)
 
     def _is_name(self, text: str, place: int, end: int) -> bool:
         """Is the letter part of a name: vitamin D, B cells, C. difficile?"""
@@ -213,17 +196,12 @@ class _Reader:
         """Places of the labels of a list of options: at least three in a row, in order, from the first on."""
         echoed: set[int] = set()
         run: list[int] = []
-        for match in self._label.finditer(text):
-            expected = self._letters[len(run)] if len(run) < len(self._letters) else ""
-            if match[1] != expected:
-                if len(run) >= min(3, len(self._letters)):
-                    echoed.update(run)
+        for letter, place in [*((match[1], match.start(1)) for match in self._label.finditer(text)), ("", 0)]:
+            if letter != self._letters[len(run) : len(run) + 1] or not letter:
+                echoed.update(run if len(run) >= min(3, len(self._letters)) else ())
                 run = []
-                if match[1] != self._letters[0]:
-                    continue
-            run.append(match.start(1))
-        if len(run) >= min(3, len(self._letters)):
-            echoed.update(run)
+            if letter == self._letters[len(run) : len(run) + 1]:
+                run.append(place)
         return echoed
 
 

@@ -45,15 +45,13 @@ class WorkerPool:
         memory_mb: int = 4096,
         prepare: Callable[[], object] = int,
     ) -> None:
-        if getattr(type(function), "__module__", "") == "__main__" or getattr(function, "__module__", "") == "__main__":
-            raise RewardError(
-                f"{function!r:.80} is defined in __main__, where other processes cannot find it; move it to a module"
-            )
-        self._function, self._time_limit = function, time_limit
-        self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        if "__main__" in (getattr(type(function), "__module__", ""), getattr(function, "__module__", "")):
+            place = "__main__, where other processes cannot find it; move it to a module"
+            raise RewardError(f"{function!r:.80} is defined in {place}")
+        self._time_limit = time_limit
+        self._workers, self._free = workers, queue.SimpleQueue[_Worker]()
         for _ in range(workers):
             self._free.put(_Worker((function, prepare), memory_mb))
-        self._workers = workers
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="covey-verify")
 
     def map(self, items: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -62,8 +60,7 @@ class WorkerPool:
 
     def close(self) -> None:
         """End the processes; those that are needed again start anew."""
-        workers = [self._free.get() for _ in range(self._workers)]
-        for worker in workers:
+        for worker in [self._free.get() for _ in range(self._workers)]:
             worker.stop()
             self._free.put(worker)
 
@@ -86,24 +83,15 @@ class _Worker:
         self._stop: Callable[[], object] = lambda: None
 
     def apply(self, item: tuple[Any, ...], time_limit: float) -> Any:
-        if self._channel is None or self._has_ended():
+        # a process that has died since its last item has closed its channel: it says nothing else by itself
+        if self._channel is None or select.select([self._channel], [], [], 0)[0]:
             self.stop()
             self._start()
         assert self._channel is not None
-        try:
-            messages.send(self._channel.fileno(), {"item": list(item)})
-            answer = self._receive(time_limit)
-        except BaseException:
-            self.stop()
-            raise
+        answer = self._ask({"item": list(item)}, time_limit)
         if "error" in answer:
             raise RewardError(str(answer["error"]))
         return answer["result"]
-
-    def _has_ended(self) -> bool:
-        """Whether the process has died since its last item: it says nothing else by itself."""
-        assert self._channel is not None
-        return bool(select.select([self._channel], [], [], 0)[0])
 
     def stop(self) -> None:
         self._stop()
@@ -114,31 +102,29 @@ class _Worker:
         self._channel = ours
         self._stop = weakref.finalize(self, end_python, process, ours)
         functions = base64.b64encode(pickle.dumps(self._functions)).decode()
-        messages.send(ours.fileno(), {"functions": functions, "memory": self._memory_mb << 20})
-        try:
-            answer = self._receive(_START_SECONDS)
-        except BaseException:
-            self.stop()
-            raise
+        answer = self._ask({"functions": functions, "memory": self._memory_mb << 20}, _START_SECONDS)
         if "error" in answer:
             self.stop()
             raise RewardError(f"a process for {self._functions[0]!r:.80} did not start: {answer['error']}")
 
-    def _receive(self, seconds: float) -> dict[str, Any]:
+    def _ask(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
         assert self._channel is not None
-        ready, _, _ = select.select([self._channel], [], [], seconds)
-        if not ready:
-            raise ItemTimeout(f"longer than {seconds:g} s")
-        answer = messages.receive(self._channel.fileno())
-        if answer is None:
-            raise RewardError("the verifier's process ended itself")
+        try:
+            messages.send(self._channel.fileno(), message)
+            if not select.select([self._channel], [], [], seconds)[0]:
+                raise ItemTimeout(f"longer than {seconds:g} s")
+            answer = messages.receive(self._channel.fileno())
+            if answer is None:
+                raise RewardError("the verifier's process ended itself")
+        except BaseException:
+            self.stop()
+            raise
         return answer
 
 
 def serve(channel: int) -> None:
     """Applies the function to one item after another, in a process of its own, until the channel closes."""
-    message = messages.receive(channel)
-    if message is None:
+    if (message := messages.receive(channel)) is None:
         return
     resource.setrlimit(resource.RLIMIT_AS, (message["memory"], message["memory"]))
     try:
@@ -178,8 +164,7 @@ class ParallelVerifier(Verifier):
     def batch_verify(self, pairs: list[tuple[str, str]]) -> Sequence[float | None]:
         """Score (prompt, completion) pairs, in order.
 
-        Raises:
-            RewardError: the verifier raised, or its process ended; `sample` is the index of the pair.
+        Raises `RewardError`: the verifier raised, or its process ended; `sample` is the index of the pair.
         """
         scores: list[float | None] = []
         for index, found in enumerate(self._pool.map(pairs)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from covey.errors import ConfigError, RewardError
@@ -39,11 +39,10 @@ def exact_match(column: str = "answer", *, ignore_case: bool = False) -> TextRew
     def compare(text: str, reference: Any) -> tuple[bool, None]:
         expected = str(reference) if isinstance(reference, str | bool) else number_text(reference)
         if expected is None:
-            raise ValueError(
-                f"{column}={reference!r:.80}: no text equals a {type(reference).__name__}; give text or a number"
-            )
-        left, right = text.strip(), expected.strip()
-        return (left.casefold() == right.casefold() if ignore_case else left == right), None
+            kind = type(reference).__name__
+            raise ValueError(f"{column}={reference!r:.80}: no text equals a {kind}; give text or a number")
+        fold = str.casefold if ignore_case else str
+        return fold(text.strip()) == fold(expected.strip()), None
 
     return _against_column("exact_match", column, compare)
 
@@ -80,6 +79,8 @@ def format_reward(
 ) -> TextReward:
     r"""Reward 1.0 where the completion matches a regular expression, else 0.0.
 
+    Raises `ConfigError`: the pattern is no regular expression.
+
     Args:
         pattern: e.g. `r"<think>.*</think>\s*\S+"`. Python's matcher can take exponential time on nested
             repetitions such as `(a+)+`, and cannot be interrupted while it does: avoid them.
@@ -87,9 +88,6 @@ def format_reward(
             such as `<think>`, the text may match with that tag before it.
         flags: of the `re` module.
         name: the key of the reward in logs.
-
-    Raises:
-        ConfigError: the pattern is no regular expression.
     """
     try:
         compiled = re.compile(pattern, flags)
@@ -112,18 +110,15 @@ def _against_column(name: str, column: str, compare: Callable[[str, Any], tuple[
     def reward(completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
         advice = "; pass the name of the column that holds the answer"
         references = column_of(columns, column, f"{name} compares with", advice, function=name)
-        rewards: list[float | None] = []
-        found: list[str | None] = []
+        found: list[tuple[bool | None, str | None]] = []
         for index, (completion, reference) in enumerate(zip(completions, references, strict=True)):
             try:
-                right, word = (None, None) if reference is None else compare(completion_text(completion), reference)
+                found.append((None, None) if reference is None else compare(completion_text(completion), reference))
             except ValueError as error:
                 raise RewardError(str(error), function=name, sample=index) from None
-            rewards.append(None if right is None else float(right))
-            found.append(word)
-        if any(word is not None for word in found):
-            say(columns, name, found)
-        return rewards
+        if any(word is not None for _, word in found):
+            say(columns, name, [word for _, word in found])
+        return [None if right is None else float(right) for right, _ in found]
 
     # the references are read before a run begins
     reward.check_rows = lambda rows: reward([""] * len(rows), **{column: [row.get(column) for row in rows]})  # type: ignore[attr-defined]
@@ -148,10 +143,8 @@ def column_of(columns: Mapping[str, Any], name: str, use: str, advice: str = "",
     Raises `RewardError`: it is absent; `use` and `advice` say what needs it and what to do.
     """
     if name not in columns:
-        present = ", ".join(sorted(columns)) or "none"
-        raise RewardError(
-            f"{use} the dataset column {name!r}, which is absent (present: {present}){advice}", function=function
-        )
+        absent = f"which is absent (present: {', '.join(sorted(columns)) or 'none'}){advice}"
+        raise RewardError(f"{use} the dataset column {name!r}, {absent}", function=function)
     return columns[name]
 
 
@@ -168,10 +161,8 @@ _JSON_BLOCK = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n?```", re.DOTALL)
 def tags_reward(*tags: str, name: str = "tags") -> TextReward:
     """Reward 1.0 where a completion is `<a>...</a> <b>...</b>`: these tags once each, in order, with text in each.
 
-    Nothing but white space may stand outside of them. The first tag may be opened by the prompt's end instead.
-
-    Raises:
-        ConfigError: no tags, or one that is no name.
+    Nothing but white space may stand outside of them. The first tag may be opened by the prompt's end instead. Raises
+    `ConfigError`: no tags, or one that is no name.
     """
     if not tags or not all(re.fullmatch(r"[A-Za-z][\w-]*", tag) for tag in tags):
         raise ConfigError(f"tags={tags!r}: give names such as 'think', 'answer'")
@@ -199,13 +190,12 @@ def has_tags(text: str, tags: Sequence[str]) -> bool:
 def json_reward(schema: Mapping[str, Any] | None = None, *, name: str = "json", time_limit: float = 2.0) -> TextReward:
     """Reward 1.0 where a completion is JSON, bare or in its last fenced block, and fits a JSON schema (if given).
 
+    Raises `ConfigError`: the schema is none.
+
     Args:
         schema: its check can take time that is exponential in the text, so it runs in a process of its own.
         name: the key of the reward in logs.
         time_limit: seconds for the check of one completion; one that takes longer scores 0.
-
-    Raises:
-        ConfigError: the schema is none.
     """
     import jsonschema
 
@@ -215,7 +205,9 @@ def json_reward(schema: Mapping[str, Any] | None = None, *, name: str = "json", 
             jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator).check_schema(schema)
         except jsonschema.SchemaError as error:
             raise ConfigError(f"schema: {error.message}; give a JSON schema") from None
-        pool = WorkerPool(fits_schema, workers=1, time_limit=time_limit, memory_mb=2048, prepare=load)
+        # what takes time is imported in the worker before a completion's time begins
+        first = partial(fits_schema, "true", "1")
+        pool = WorkerPool(fits_schema, workers=1, time_limit=time_limit, memory_mb=2048, prepare=first)
     written = json.dumps(schema)
 
     def reward(completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
@@ -242,11 +234,6 @@ def json_text(text: str) -> str | None:
     return found
 
 
-def load() -> None:
-    """Import what takes time, in a worker, before a completion's time begins."""
-    fits_schema("true", "1")
-
-
 def fits_schema(schema: str, text: str) -> bool:
     """Whether a text is JSON that fits the schema. Runs in a process of a `WorkerPool`."""
     return bool(_validator(schema).is_valid(json.loads(text)))
@@ -263,8 +250,7 @@ def _validator(schema: str) -> Any:
 def length_reward(most: int, *, least: int = 1, over: int = 0, name: str = "length") -> TextReward:
     """Reward 1.0 where a completion has `least` to `most` tokens, falling to 0.0 over `over` more tokens.
 
-    Raises:
-        ConfigError: not 1 <= least <= most, or over below 0.
+    Raises `ConfigError`: not 1 <= least <= most, or over below 0.
     """
     if not 1 <= least <= most or over < 0:
         raise ConfigError(f"least={least}, most={most}, over={over}: 1 <= least <= most and over >= 0 must hold")
@@ -275,14 +261,11 @@ def length_reward(most: int, *, least: int = 1, over: int = 0, name: str = "leng
         return max(0.0, 1.0 - max(length - most, 0) / over) if over else float(length <= most)
 
     def reward(
-        completions: Sequence[str | list[Message]],
-        completion_ids: Sequence[Sequence[int]] | None = None,
-        **columns: Any,
+        completions: Sequence[str | list[Message]], completion_ids: Any = None, **columns: Any
     ) -> list[float | None]:
         if completion_ids is None:
-            raise RewardError(
-                "lengths are counted in completion_ids, which the trainer passes; there are none", function=name
-            )
+            problem = "lengths are counted in completion_ids, which the trainer passes; there are none"
+            raise RewardError(problem, function=name)
         return [score(len(ids)) for ids in completion_ids]
 
     return named(reward, name, ())

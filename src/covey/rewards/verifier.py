@@ -19,7 +19,6 @@ class SupportsBatchVerify(Protocol):
 
     def batch_verify(self, pairs: list[tuple[str, str]]) -> Sequence[float | None]:
         """One score for each (prompt, completion) pair, in order."""
-        ...
 
 
 class Verifier:
@@ -42,16 +41,9 @@ class Verifier:
         return self.batch_verify([(prompt, completion)])[0]
 
     def batch_verify(self, pairs: list[tuple[str, str]]) -> Sequence[float | None]:
-        """Score (prompt, completion) pairs.
+        """N scores for N tuples of prompt text and completion text, None for what cannot be scored.
 
-        Args:
-            pairs: N tuples of prompt text and completion text.
-
-        Returns:
-            N scores, None for what cannot be scored.
-
-        Raises:
-            RewardError: `verify` raised; `sample` is the index of the pair.
+        Raises `RewardError`: `verify` raised; `sample` is the index of the pair.
         """
         scores = []
         for index, (prompt, completion) in enumerate(pairs):
@@ -72,8 +64,7 @@ class Verifier:
 class _RewardVerifier(Verifier):
     def __init__(self, function: RewardFunction, columns: Mapping[str, Mapping[str, Any]]) -> None:
         self.__name__ = reward_name(function)
-        self._function = function
-        self._columns = columns
+        self._function, self._columns = function, columns
 
     def batch_verify(self, pairs: list[tuple[str, str]]) -> Sequence[float | None]:
         prompts = [prompt for prompt, _ in pairs]
@@ -99,10 +90,7 @@ def as_pairs(
     prompts: Sequence[str | list[Message]], completions: Sequence[str | list[Message]]
 ) -> list[tuple[str, str]]:
     """Reward-function arguments as the (prompt, completion) texts that a verifier scores."""
-    return [
-        (prompt_text(prompt), completion_text(completion))
-        for prompt, completion in zip(prompts, completions, strict=True)
-    ]
+    return [(prompt_text(one), completion_text(other)) for one, other in zip(prompts, completions, strict=True)]
 
 
 def reward_name(function: object) -> str:

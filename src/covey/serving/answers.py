@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -25,19 +24,19 @@ from covey.errors import CoveyError
 from covey.serving.batching import Answer, BatchingEngine, Job, unheld
 from covey.serving.requests import (
     MAX_COMPLETIONS,
-    Asked,
     ChatRequest,
     CompletionRequest,
     RequestError,
     chat_text,
     read_request,
 )
-from covey.types import IntArray, Request, SamplingSettings
+from covey.types import Request, SamplingSettings
 
+Asked = CompletionRequest | ChatRequest
 _KEPT = 8
 """Tokens before the next one that are decoded with it: their text settles what depends on what came before, and they
 have more bytes than the longest character."""
-_REMEMBERED = 1 << 16
+_REMEMBERED = 1 << 16  # single tokens: decoding one takes as long as looking up a hundred
 _UNFINISHED = re.compile("\ufffd{1,3}\\Z")
 """Bytes of a character that the next token may finish."""
 _CLEANED = re.compile("(?:\ufffd{1,3}|[ ']+[vrn]?'?)\\Z")
@@ -87,30 +86,7 @@ _AT_ONCE = 4096
 """Entries of a list that are written without a pause: other threads wait for each such piece."""
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """One completion on its way to a client."""
-
-    prompt_ids: IntArray
-    text: str
-    tokens: list[str]
-    answer: Answer
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What is new of one completion in a stream; the role comes first, the finish reason last, without tokens."""
-
-    index: int
-    token_ids: list[int]
-    logprobs: list[float]
-    version: int
-    finish_reason: str | None
-    text: str
-    first: bool
-
-
-def envelope(asked: CompletionRequest | ChatRequest, model: str) -> dict[str, Any]:
+def envelope(asked: Asked, model: str) -> dict[str, Any]:
     """What every answer, and every event of a stream, begins with."""
     chat = isinstance(asked, ChatRequest)
     kind = "chat.completion" if chat else "text_completion"
@@ -122,66 +98,10 @@ def envelope(asked: CompletionRequest | ChatRequest, model: str) -> dict[str, An
     }
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """The count of tokens at an answer's end."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-
-
-def answer_body(asked: CompletionRequest | ChatRequest, model: str, found: Sequence[Found]) -> bytes:
-    """A whole answer. A prompt counts once for its `n` completions, as with OpenAI."""
-    body = envelope(asked, model) | {
-        "choices": [{"index": index, **_choice(asked, one)} for index, one in enumerate(found)],
-        "policy_version": min(one.answer.versions[0][1] for one in found),
-        "usage": usage(
-            sum(len(one.prompt_ids) for one in found[:: asked.n]),
-            sum(len(one.answer.completion.token_ids) for one in found),
-        ),
-    }
-    return "".join(_pieces(body)).encode()
-
-
-def stream_choice(asked: CompletionRequest | ChatRequest, part: Part, tokens: list[str]) -> dict[str, Any]:
-    """One choice of an event."""
-    found: dict[str, Any] = {"index": part.index}
-    if isinstance(asked, ChatRequest):
-        found["delta"] = ({"role": "assistant"} if part.first else {}) | {"content": part.text}
-    else:
-        found["text"] = part.text
-    found["finish_reason"] = part.finish_reason
-    if asked.wants_logprobs:
-        found["logprobs"] = _logprobs(asked, tokens, part.logprobs)
-    return found | ({"token_ids": part.token_ids} if asked.return_token_ids else {})
-
-
-def _choice(asked: CompletionRequest | ChatRequest, one: Found) -> dict[str, Any]:
-    chat, completion, versions = isinstance(asked, ChatRequest), one.answer.completion, one.answer.versions
-    found: dict[str, Any] = {"message": {"role": "assistant", "content": one.text}} if chat else {"text": one.text}
-    found |= {
-        "finish_reason": completion.finish_reason,
-        "policy_version": versions[0][1],
-        "policy_versions": [list(part) for part in versions],
-    }
-    if asked.return_token_ids:
-        found |= {"token_ids": completion.token_ids, "prompt_token_ids": one.prompt_ids}
-    if asked.return_support and completion.support is not None:
-        found["support"] = {"ids": completion.support.ids, "offsets": completion.support.offsets}
-    wanted = asked.wants_logprobs
-    return found | {"logprobs": _logprobs(asked, one.tokens, completion.logprobs.tolist()) if wanted else None}
-
-
-def _logprobs(asked: CompletionRequest | ChatRequest, tokens: list[str], logprobs: list[float]) -> dict[str, Any]:
-    if not isinstance(asked, ChatRequest):
-        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None}
-    return {
-        "content": [
-            {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-            for token, logprob in zip(tokens, logprobs, strict=True)
-        ]
-    }
+def usage(asked: Asked, prompts: Sequence[Request], sampled: int) -> dict[str, int]:
+    """The count of tokens at an answer's end. A prompt counts once for its `n` completions, as with OpenAI."""
+    given = sum(len(request.token_ids) for request in prompts[:: asked.n])
+    return {"prompt_tokens": given, "completion_tokens": sampled, "total_tokens": given + sampled}
 
 
 def _pieces(value: Any) -> Iterator[str]:
@@ -220,8 +140,6 @@ _LARGE_BODY = 1 << 16
 """Larger ones are read one after the other: each holds the interpreter for a moment."""
 _TOLD_AT_ONCE = 64
 """Pieces of a stream that are decoded in one go."""
-_REMEMBERED_TEXTS = 1 << 16
-"""Texts of single tokens that are kept: decoding one takes as long as looking up a hundred."""
 
 
 class UnknownModelError(CoveyError):
@@ -237,7 +155,7 @@ class Answering:
         self._most_characters = min(_LONGEST_TEXT, _CHARACTERS * engine.context_length)
         self._one_large = asyncio.Lock()
         self._growing = GrowingTexts(tokenizer)
-        self._text = lru_cache(_REMEMBERED_TEXTS)(lambda token: str(tokenizer.decode([token])))
+        self._text = lru_cache(_REMEMBERED)(lambda token: str(tokenizer.decode([token])))
         eos = tokenizer.eos_token_id
         self._ends = () if eos is None else (int(eos),)
 
@@ -256,7 +174,7 @@ class Answering:
         if name not in ("", self._name):
             raise UnknownModelError(f"model={name!r:.200}: this server has {self._name!r}")
 
-    async def complete(self, asked: CompletionRequest | ChatRequest) -> bytes:
+    async def complete(self, asked: Asked) -> bytes:
         """The answer to a request, `n` completions for each prompt, as JSON.
 
         Raises `VersionConflictError`: other weights are held than it asks for.
@@ -274,7 +192,7 @@ class Answering:
                 self._engine.cancel(jobs)
         return await self._in_thread(self._body, asked, [(job.request, answers[i]) for i, job in enumerate(jobs)])
 
-    async def chunks(self, asked: CompletionRequest | ChatRequest) -> AsyncIterator[list[str]]:
+    async def chunks(self, asked: Asked) -> AsyncIterator[list[str]]:
         """The same as server-sent events, those together that are ready together: a slow client costs no more.
 
         What cannot be served is refused now, not in the stream.
@@ -285,7 +203,7 @@ class Answering:
         """Stops reading and writing texts; what is under way is dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _submitted(self, asked: CompletionRequest | ChatRequest) -> tuple[list[Job], _Told]:
+    async def _submitted(self, asked: Asked) -> tuple[list[Job], _Told]:
         """The completions that are asked for, and where the engine tells of them."""
         weights = None
         if asked.policy_version is not None:
@@ -315,7 +233,7 @@ class Answering:
     async def _in_thread(self, do: Callable[..., Done], *args: Any) -> Done:
         return await asyncio.get_running_loop().run_in_executor(self._threads, do, *args)
 
-    def _prepared(self, asked: CompletionRequest | ChatRequest) -> tuple[list[Request], SamplingSettings]:
+    def _prepared(self, asked: Asked) -> tuple[list[Request], SamplingSettings]:
         """`n` requests for each prompt, each with a random stream of its own."""
         if isinstance(asked, ChatRequest):
             text = chat_text(self._tokenizer, asked.messages, asked.chat_template_kwargs, self._most_characters)
@@ -335,14 +253,10 @@ class Answering:
         seed = secrets.randbits(62) if asked.seed is None else asked.seed
         streams = asked.streams or [[seed, place] for place in range(count)]
         choices = asked.choices or [None] * count
-        arrays = [np.array(prompt, dtype=np.int64) for prompt in prompts]
+        arrays = [array for prompt in prompts for array in [np.array(prompt, dtype=np.int64)] * asked.n]
         requests = [
-            Request(
-                arrays[place // asked.n],
-                tuple(streams[place]),
-                None if choices[place] is None else tuple(tuple(choice) for choice in choices[place] or ()),
-            )
-            for place in range(count)
+            Request(ids, tuple(stream), None if some is None else tuple(map(tuple, some)))
+            for ids, stream, some in zip(arrays, streams, choices, strict=True)
         ]
         return requests, asked.settings(longest, self._ends, self._engine.vocabulary)
 
@@ -360,29 +274,48 @@ class Answering:
 
     def _encoded(self, text: str, *, special: bool) -> list[int]:
         if len(text) > self._most_characters:
-            raise RequestError(
-                f"the prompt has {len(text)} characters; one of up to {self._most_characters} is read for this model's "
-                f"context of {self._engine.context_length} tokens"
-            )
+            read = f"one of up to {self._most_characters} is read for this model's context"
+            raise RequestError(f"the prompt has {len(text)} characters; {read} of {self._engine.context_length} tokens")
         return [int(token) for token in self._tokenizer(text, add_special_tokens=special)["input_ids"]]
 
-    def _texts(self, ids: Sequence[int]) -> list[str]:
-        return [self._text(token) for token in ids]
+    def _body(self, asked: Asked, answers: Sequence[tuple[Request, Answer]]) -> bytes:
+        sampled = sum(len(answer.completion.token_ids) for _, answer in answers)
+        body = envelope(asked, self._name) | {
+            "choices": [{"index": index, **self._choice(asked, *one)} for index, one in enumerate(answers)],
+            "policy_version": min(answer.versions[0][1] for _, answer in answers),
+            "usage": usage(asked, [request for request, _ in answers], sampled),
+        }
+        return "".join(_pieces(body)).encode()
 
-    def _body(self, asked: CompletionRequest | ChatRequest, answers: Sequence[tuple[Request, Answer]]) -> bytes:
-        found = []
-        for request, answer in answers:
-            ids = answer.completion.token_ids.tolist()
-            tokens = self._texts(ids) if asked.wants_logprobs else []
-            text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
-            found.append(Found(request.token_ids, text, tokens, answer))
-        return answer_body(asked, self._name, found)
+    def _choice(self, asked: Asked, request: Request, answer: Answer) -> dict[str, Any]:
+        completion, ids = answer.completion, answer.completion.token_ids.tolist()
+        text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        chat = isinstance(asked, ChatRequest)
+        found: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        found |= {
+            "finish_reason": completion.finish_reason,
+            "policy_version": answer.versions[0][1],
+            "policy_versions": [list(part) for part in answer.versions],
+            "logprobs": self._logprobs(asked, ids, completion.logprobs.tolist()) if asked.wants_logprobs else None,
+        }
+        if asked.return_token_ids:
+            found |= {"token_ids": completion.token_ids, "prompt_token_ids": request.token_ids}
+        if asked.return_support and completion.support is not None:
+            found["support"] = {"ids": completion.support.ids, "offsets": completion.support.offsets}
+        return found
+
+    def _logprobs(self, asked: Asked, ids: list[int], logprobs: list[float]) -> dict[str, Any]:
+        tokens = [self._text(token) for token in ids]
+        if not isinstance(asked, ChatRequest):
+            return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None}
+        pairs = zip(tokens, logprobs, strict=True)
+        return {
+            "content": [{"token": t, "logprob": lp, "bytes": list(t.encode()), "top_logprobs": []} for t, lp in pairs]
+        }
 
     # ------------------------------------------------------------------ streams
 
-    async def _events(
-        self, asked: CompletionRequest | ChatRequest, jobs: list[Job], queue: _Told
-    ) -> AsyncIterator[list[str]]:
+    async def _events(self, asked: Asked, jobs: list[Job], queue: _Told) -> AsyncIterator[list[str]]:
         common, texts = envelope(asked, self._name), dict[int, GrowingText]()
         left, sampled = len(jobs), 0
         try:
@@ -397,8 +330,8 @@ class Answering:
                 sampled += sum(len(what[0]) for _, what in told if isinstance(what, tuple))
             else:
                 if asked.stream_options.include_usage:
-                    prompts = sum(len(job.request.token_ids) for job in jobs[:: asked.n])
-                    yield [_event(common | {"choices": [], "usage": usage(prompts, sampled)})]
+                    counted = usage(asked, [job.request for job in jobs], sampled)
+                    yield [_event(common | {"choices": [], "usage": counted})]
             yield ["data: [DONE]\n\n"]
         finally:
             if left:
@@ -406,7 +339,7 @@ class Answering:
 
     def _written(
         self,
-        asked: CompletionRequest | ChatRequest,
+        asked: Asked,
         common: dict[str, Any],
         told: Sequence[tuple[int, Any]],
         texts: dict[int, GrowingText],
@@ -420,8 +353,13 @@ class Answering:
             ids, logprobs, version = ([], [], what.versions[-1][1]) if over else what
             reason = what.completion.finish_reason if over else None
             text = texts.setdefault(index, GrowingText(self._growing)).push(ids, last=over)
-            part = Part(index, ids, logprobs, version, reason, text, first)
-            choice = stream_choice(asked, part, self._texts(ids) if asked.wants_logprobs else [])
+            role = {"role": "assistant"} if first else {}
+            said = {"delta": role | {"content": text}} if isinstance(asked, ChatRequest) else {"text": text}
+            choice = {"index": index, **said, "finish_reason": reason}
+            if asked.wants_logprobs:
+                choice["logprobs"] = self._logprobs(asked, ids, logprobs)
+            if asked.return_token_ids:
+                choice["token_ids"] = ids
             events.append(_event(common | {"choices": [choice], "policy_version": version}))
         return events
 

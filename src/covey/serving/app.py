@@ -16,7 +16,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import IO, Annotated, Any, cast
+from typing import IO, Annotated, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -30,14 +30,7 @@ from covey.pytorch.engine.merge import bare_model
 from covey.pytorch.models.loading import load_model
 from covey.pytorch.models.lora import linear_layers
 from covey.serving.answers import Answering, UnknownModelError
-from covey.serving.batching import (
-    BatchingEngine,
-    NoWeightsError,
-    QueueFullError,
-    SwapMode,
-    VersionConflictError,
-    prometheus_text,
-)
+from covey.serving.batching import BatchingEngine, NoWeightsError, QueueFullError, VersionConflictError, prometheus_text
 from covey.serving.connections import listen
 from covey.serving.gate import Gate, ServeSettings
 from covey.serving.requests import ChatRequest, CompletionRequest, RequestError
@@ -47,14 +40,7 @@ _PARTS = ("adapter_weights", "adapter_config", "policy_version", "trainer", "tak
 
 
 def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, model: Any) -> FastAPI:
-    """The application; whoever runs it closes it, which closes the engine.
-
-    Args:
-        engine: samples.
-        tokenizer: text to ids and back.
-        settings: limits.
-        model: the bare model that uploads are checked against.
-    """
+    """The application; whoever runs it closes it, and so the engine. Uploads are checked against the bare `model`."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -205,16 +191,13 @@ def _read_upload(
 
 
 def _add_errors(app: FastAPI) -> None:
-    statuses: dict[type[Exception], int] = {
-        QueueFullError: 429,
-        NoWeightsError: 503,
-        TwoTrainersError: 409,
-        VersionConflictError: 409,
-        UnknownModelError: 404,
-        MalformedConfigError: 400,
-        AdapterError: 422,
-        RequestError: 400,
-        GenerationError: 400,
+    statuses: dict[int, tuple[type[Exception], ...]] = {
+        400: (MalformedConfigError, RequestError, GenerationError),
+        404: (UnknownModelError,),
+        409: (TwoTrainersError, VersionConflictError),
+        422: (AdapterError,),
+        429: (QueueFullError,),
+        503: (NoWeightsError,),
     }
 
     def answer(status: int) -> Any:
@@ -230,8 +213,9 @@ def _add_errors(app: FastAPI) -> None:
         body = {"error": {"message": str(error.detail), "type": "HTTPException", "code": error.status_code}}
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
-    for kind, status in statuses.items():
-        app.add_exception_handler(kind, answer(status))
+    for status, kinds in statuses.items():
+        for kind in kinds:
+            app.add_exception_handler(kind, answer(status))
     app.add_exception_handler(HTTPException, unknown)
 
 
@@ -255,23 +239,20 @@ def open_server(
 ) -> tuple[Any, socket.socket]:
     """An application with its model loaded, and the socket that it is to listen on.
 
-    Raises:
-        ConfigError: the address cannot be listened on.
-        ModelError: the model cannot be loaded.
+    Raises `ConfigError`: the address cannot be listened on; `ModelError`: the model cannot be loaded.
     """
     listening = listen(host, port)  # before the model, which takes a while
     loaded = load_model(model, dtype=options.dtype, device=options.device or "auto")
     bare = bare_model(loaded.model)
-    engine = Engine(
-        bare, loaded.tokenizer, kv_cache_bytes=int(options.kv_cache_gb * 2**30), max_batch_size=options.max_batch_size
-    )
+    size, memory = options.max_batch_size, int(options.kv_cache_gb * 2**30)
+    engine = Engine(bare, loaded.tokenizer, kv_cache_bytes=memory, max_batch_size=size)
     batching = BatchingEngine(
         engine,
         bare,
-        max_rows=options.max_batch_size,
+        max_rows=size,
         max_completion_length=min(options.max_completion_length, engine.context_length - 1),
         max_waiting=options.max_waiting,
-        swap=cast(SwapMode, options.swap),
+        swap=options.swap,  # type: ignore[arg-type]
     )
     settings = ServeSettings(model_name=model, token=token, max_upload_bytes=options.max_upload_mb << 20)
     gc.freeze()  # what is loaded stays: no collection has to look at it while clients wait

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import prometheus_client as prometheus
@@ -45,17 +46,11 @@ class Latencies:
 
     def __init__(self) -> None:
         prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]
-        self._registry = prometheus.CollectorRegistry()
-        self.queue = self._histogram("queue_time_seconds", "seconds until a completion joins the batch")
-        self.first_token = self._histogram("time_to_first_token_seconds", "seconds until a completion's first token")
-        self.request = self._histogram("request_seconds", "seconds until a request is answered whole")
-
-    def text(self) -> str:
-        """The histograms in Prometheus' text format."""
-        return prometheus.generate_latest(self._registry).decode()
-
-    def _histogram(self, name: str, meaning: str) -> prometheus.Histogram:
-        return prometheus.Histogram(f"covey_{name}", meaning, buckets=_SECONDS, registry=self._registry)
+        self.registry = prometheus.CollectorRegistry()
+        made = partial(prometheus.Histogram, buckets=_SECONDS, registry=self.registry)
+        self.queue = made("covey_queue_time_seconds", "seconds until a completion joins the batch")
+        self.first_token = made("covey_time_to_first_token_seconds", "seconds until a completion's first token")
+        self.request = made("covey_request_seconds", "seconds until a request is answered whole")
 
 
 def prometheus_text(engine: Any) -> str:
@@ -64,18 +59,15 @@ def prometheus_text(engine: Any) -> str:
     for name, meaning in _COUNTERS.items():
         prometheus.Counter(f"covey_{name}", meaning, registry=registry).inc(getattr(engine.counts, name))
     running, waiting = engine.load
-    gauges = {
-        "running": ("completions in the batch", running),
-        "waiting": ("completions in the queue", waiting),
-        "policy_version": ("version of the weights", engine.version),
-        "reused_tokens": (
-            "tokens of prompts held and not computed, in whole blocks of each completion, since the last upload",
-            engine.counts.reused_tokens,
-        ),
-    }
-    for name, (meaning, value) in gauges.items():
+    reused = "tokens of prompts held and not computed, in whole blocks of each completion, since the last upload"
+    for name, meaning, value in (
+        ("running", "completions in the batch", running),
+        ("waiting", "completions in the queue", waiting),
+        ("policy_version", "version of the weights", engine.version),
+        ("reused_tokens", reused, engine.counts.reused_tokens),
+    ):
         prometheus.Gauge(f"covey_{name}", meaning, registry=registry).set(value)
-    return f"{prometheus.generate_latest(registry).decode()}{engine.latencies.text()}"
+    return "".join(prometheus.generate_latest(one).decode() for one in (registry, engine.latencies.registry))
 
 
 log = logging.getLogger(__name__)
@@ -125,21 +117,6 @@ class NoWeightsError(CoveyError):
     """An upload failed half way, and so did bringing back the weights before it: nothing is sampled until the next."""
 
 
-@dataclass(slots=True)
-class Counts:
-    """What the server has done, for `/metrics`."""
-
-    completions: int = 0
-    tokens: int = 0
-    prompt_tokens: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    uploads: int = 0
-    reused_prompts: int = 0
-    reused_tokens: int = 0
-    refused: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class _Upload:
     adapter: Adapter
@@ -162,8 +139,8 @@ class BatchingEngine:
         swap: SwapMode = "finish",
     ) -> None:
         self._engine, self._model, self._swap = engine, model, swap
-        self._max_rows, self._max_completion = max_rows, max_completion_length
-        self._max_waiting = max_waiting
+        self._max_rows, self._max_waiting = max_rows, max_waiting
+        self.context_length, self.max_completion_length = engine.context_length, max_completion_length
         self._lock = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._cancelled: list[Job] = []
@@ -173,23 +150,16 @@ class BatchingEngine:
         self._stopping = False
         self.version, self.sha256 = 0, ""
         self.held: Weights | None = weights_of(model, 0)  # by the engine; None = nothing whole
-        self.counts, self.latencies = Counts(), Latencies()
+        zeros = dict.fromkeys((*_COUNTERS, "reused_prompts", "reused_tokens"), 0)
+        self.counts, self.latencies = SimpleNamespace(**zeros), Latencies()
         first = self._open()
         self.session_rows = first.device.slots
         self.longest_prompt = bisect_left(range(1, self.context_length), True, key=lambda n: not first.has_room_for(n))
-        self.vocabulary = _vocabulary(model)
+        embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+        # ids that the model both reads and writes
+        self.vocabulary = int(min(one.weight.shape[0] for one in embeddings if one is not None))
         self._thread = threading.Thread(target=self._serve, name="covey-engine", daemon=True)
         self._thread.start()
-
-    @property
-    def context_length(self) -> int:
-        """The most tokens that prompt and completion may have together."""
-        return self._engine.context_length
-
-    @property
-    def max_completion_length(self) -> int:
-        """The most tokens that a completion may have."""
-        return self._max_completion
 
     @property
     def load(self) -> tuple[int, int]:
@@ -204,10 +174,8 @@ class BatchingEngine:
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue the completions of one request, all or none. Those of one prompt share its array.
 
-        Raises:
-            QueueFullError: too many wait already.
-            NoWeightsError: there is nothing to sample from.
-            GenerationError: one of them cannot be served, or the server is stopping.
+        Raises `QueueFullError`: too many wait already; `NoWeightsError`: there is nothing to sample from;
+        `GenerationError`: one of them cannot be served, or the server is stopping.
         """
         for job in jobs:
             self._check(job)
@@ -218,9 +186,8 @@ class BatchingEngine:
                 raise GenerationError("the server is stopping")
             if len(self._waiting) + len(jobs) > self._max_waiting:
                 self.counts.refused += len(jobs)
-                raise QueueFullError(
-                    f"{len(self._waiting)} completions wait and {self._max_waiting} may; try again later"
-                )
+                count = len(self._waiting)
+                raise QueueFullError(f"{count} completions wait and {self._max_waiting} may; try again later")
             self._waiting.extend(jobs)
             prompts = {id(job.request.token_ids): len(job.request.token_ids) for job in jobs}
             self.counts.prompt_tokens += sum(prompts.values())
@@ -251,9 +218,9 @@ class BatchingEngine:
         if version == self.version and self.held is None:
             return None
         what = "with other weights; nothing was changed" if version == self.version else "and does not go back"
+        newer = "Upload a newer version, or say that a trainer begins again with restart=true"
         return VersionConflictError(
-            f"policy_version={version} is uploaded; this server holds {self.version} {what}. Upload a newer "
-            "version, or say that a trainer begins again with restart=true"
+            f"policy_version={version} is uploaded; this server holds {self.version} {what}. {newer}"
         )
 
     def holds(self, version: int | None, sha256: str) -> bool:
@@ -283,8 +250,13 @@ class BatchingEngine:
         except BaseException:
             log.exception("the engine's thread ended")
             raise
-        finally:
-            self._stop(GenerationError("the server has stopped"))
+        finally:  # nobody waits for a thread that has ended
+            self._fail_all(GenerationError("the server has stopped"))
+            with self._lock:
+                uploads, self._uploads = self._uploads, deque()
+            for upload in uploads:
+                if upload.done.set_running_or_notify_cancel():
+                    upload.done.set_exception(GenerationError("the server has stopped"))
 
     def _wait_for_work(self) -> bool:
         with self._lock:
@@ -317,8 +289,8 @@ class BatchingEngine:
             if not upload.done.set_running_or_notify_cancel() or self._settled(upload):
                 continue
             version = self.version + 1 if upload.version is None else upload.version
+            weights = Weights(version, partial(AdaptedWeights, self._model, upload.adapter))
             try:
-                weights = Weights(version, partial(AdaptedWeights, self._model, upload.adapter))
                 self._engine.publish(weights)
             except Exception as error:
                 log.exception("an adapter could not be applied")
@@ -424,16 +396,16 @@ class BatchingEngine:
             ids = [int(token) for token in job.row.own[job.row.turn + job.told :]]
             logprobs = [float(value) for value in job.row.logprobs[job.told :]]
             job.told, version = job.row.sampled, job.row.versions[-1][1]
-            self._deliver(lambda: job.on_tokens and job.on_tokens(ids, logprobs, version))
+            self._deliver(job.on_tokens, ids, logprobs, version)
 
     def _end(self, job: Job, found: Answer | CoveyError) -> None:
         job.over = True
         self.counts.failed += isinstance(found, CoveyError)
-        self._deliver(lambda: job.on_end(found))
+        self._deliver(job.on_end, found)
 
-    def _deliver(self, tell: Callable[[], Any]) -> None:
+    def _deliver(self, tell: Callable[..., Any], *what: Any) -> None:
         try:
-            tell()
+            tell(*what)
         except Exception:  # a client's connection is not the engine's concern
             log.exception("an answer could not be delivered")
 
@@ -449,20 +421,10 @@ class BatchingEngine:
         for job in waiting:
             self._end(job, error)
 
-    def _stop(self, error: CoveyError) -> None:
-        """Nobody waits for a thread that has ended."""
-        self._fail_all(error)
-        with self._lock:
-            uploads, self._uploads = self._uploads, deque()
-        for upload in uploads:
-            if upload.done.set_running_or_notify_cancel():
-                upload.done.set_exception(error)
-
     def _open(self) -> Any:
-        settings = SamplingSettings(max_tokens=self._max_completion)
-        session = self._engine.serving_session(
-            settings, policy_version=self.version, rows=self._max_rows, own_tokens=self._max_completion
-        )
+        longest, rows = self.max_completion_length, self._max_rows
+        settings = SamplingSettings(max_tokens=longest)
+        session = self._engine.serving_session(settings, policy_version=self.version, rows=rows, own_tokens=longest)
         session.end_bad_rows_alone()
         return session
 
@@ -474,20 +436,15 @@ class BatchingEngine:
             check_settings(job.settings)
         except ConfigError as error:
             raise GenerationError(str(error)) from error
-        if asked > self._max_completion:
-            raise GenerationError(
-                f"max_tokens={asked}: this server was started with completions of up to {self._max_completion} tokens"
-            )
+        if asked > self.max_completion_length:
+            up_to = f"this server was started with completions of up to {self.max_completion_length} tokens"
+            raise GenerationError(f"max_tokens={asked}: {up_to}")
         if length == 0 or length >= self.context_length:
-            raise GenerationError(
-                f"the prompt has {length} tokens; it must have at least 1 and fewer than the context's "
-                f"{self.context_length}"
-            )
+            must = f"it must have at least 1 and fewer than the context's {self.context_length}"
+            raise GenerationError(f"the prompt has {length} tokens; {must}")
         if length > self.longest_prompt:
-            raise GenerationError(
-                f"the prompt has {length} tokens; this server has memory for {self.longest_prompt}. Start it with "
-                "a larger --kv-cache-gb"
-            )
+            memory = f"this server has memory for {self.longest_prompt}. Start it with a larger --kv-cache-gb"
+            raise GenerationError(f"the prompt has {length} tokens; {memory}")
         if ids.min() < 0 or ids.max() >= self.vocabulary:
             raise GenerationError(f"the prompt has a token id of {ids.max()}; the vocabulary has {self.vocabulary}")
         if choices is None:
@@ -495,9 +452,8 @@ class BatchingEngine:
         if not choices or not all(choices):
             raise GenerationError("choices: give at least one sequence, each of at least one token id; null = any")
         if min(map(min, choices)) < 0 or max(map(max, choices)) >= self.vocabulary:
-            raise GenerationError(
-                f"choices has a token id of {max(map(max, choices))}; the vocabulary has {self.vocabulary}"
-            )
+            most = max(map(max, choices))
+            raise GenerationError(f"choices has a token id of {most}; the vocabulary has {self.vocabulary}")
         check_choices(choices, job.settings, self.context_length - length)
 
 
@@ -509,10 +465,3 @@ def unheld(asked: int, held: int) -> VersionConflictError:
 
 def _as_covey_error(error: Exception) -> CoveyError:
     return error if isinstance(error, CoveyError) else GenerationError(f"decoding failed: {error}")
-
-
-def _vocabulary(model: Any) -> int:
-    """Ids that a model both reads and writes."""
-    sizes = [model.get_input_embeddings().weight.shape[0]]
-    head = model.get_output_embeddings()
-    return int(min(sizes + ([] if head is None else [head.weight.shape[0]])))

@@ -51,8 +51,7 @@ def check_server(client: InferenceClient, adapter: tuple[bytes, dict[str, Any]] 
         steps.append(Step("hash", True if sha256 else None, detail))
         tried = "completion"
         requests = [Request(np.array(ids), (0, place)) for place, ids in enumerate(([5, 6, 7], [8]))]
-        settings = SamplingSettings(max_tokens=4, eos_token_ids=(2,))
-        said = engine(requests, settings, policy_version=version)
+        said = engine(requests, SamplingSettings(max_tokens=4, eos_token_ids=(2,)), policy_version=version)
         counted = f"{sum(len(one.token_ids) for one in said)} tokens for {len(said)} prompts"
         steps.append(Step(tried, True, f"{counted}, with log-probabilities"))
     except CoveyError as error:
@@ -71,10 +70,8 @@ def made_adapter(
     changes nothing.
     """
     name, out = f"base_model.model.{module}", width if out is None else out
-    tensors = {
-        f"{name}.lora_A.weight": np.zeros((1, width), np.float32),
-        f"{name}.lora_B.weight": np.zeros((out, 1), np.float32),
-    }
+    shapes = {"lora_A": (1, width), "lora_B": (out, 1)}
+    tensors = {f"{name}.{half}.weight": np.zeros(shape, np.float32) for half, shape in shapes.items()}
     targets = [module.rpartition(".")[2]]
     config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": targets, "bias": "none"}
     return Adapter(tensors, config).to_bytes(), config

@@ -91,11 +91,7 @@ class InferenceClient:
         weakref.finalize(self, self._http.close)
 
     def health(self, *, retry: bool = False) -> dict[str, Any]:
-        """Asks `/health` and returns its answer.
-
-        Raises:
-            ServingError: the server does not answer.
-        """
+        """Asks `/health` and returns its answer. Raises `ServingError`: the server does not answer."""
         return self.ask("GET", "/health", retry=retry)
 
     def upload_adapter(
@@ -109,6 +105,9 @@ class InferenceClient:
     ) -> UploadAnswer:
         """Uploads an adapter.
 
+        Raises `RefusedError`: the adapter, or the trainer, is refused; `ServingError`: the server does not answer, or
+        not with a version.
+
         Args:
             weights: safetensors.
             config: PEFT's or mlx-lm-lora's.
@@ -116,10 +115,6 @@ class InferenceClient:
             trainer: name of the trainer, so that two of them do not take turns.
             restart: the trainer begins, or begins again, and its versions with it; else a server that holds a newer
                 version, or this one with other weights, refuses.
-
-        Raises:
-            RefusedError: the adapter, or the trainer, is refused.
-            ServingError: the server does not answer, or not with a version.
         """
         files = {
             "adapter_weights": ("adapters.safetensors", weights, "application/octet-stream"),
@@ -130,24 +125,14 @@ class InferenceClient:
         answer = self.ask("POST", "/upload_adapter", files=files, data=form)
         version = answer.get("policy_version")
         if not isinstance(version, int) or isinstance(version, bool):
-            raise ServingError(
-                f"{self.url}/upload_adapter answered without a policy_version: {answer!r:.200}; {OTHER_SERVERS}"
-            )
+            said = f"answered without a policy_version: {answer!r:.200}; {OTHER_SERVERS}"
+            raise ServingError(f"{self.url}/upload_adapter {said}")
         return UploadAnswer(version, str(answer.get("sha256", "")), str(answer.get("instance", "")))
 
     def release(self, trainer: str) -> None:
         """Let another trainer upload; that this cannot be told to the server is no error."""
         with contextlib.suppress(ServingError):
             self.ask("POST", "/release_trainer", retry=False, data={"trainer": trainer})
-
-    def completions(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Asks `/v1/completions` and returns its answer.
-
-        Raises:
-            RefusedError: the request is refused.
-            ServingError: the server does not answer.
-        """
-        return self.ask("POST", "/v1/completions", json=dict(body))
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Posts a JSON body to any path; see `ask`."""
@@ -160,9 +145,7 @@ class InferenceClient:
     def ask(self, method: str, path: str, *, retry: bool = True, **content: Any) -> dict[str, Any]:
         """One request, tried again while it may help; an answer that is no JSON becomes `{"text": ...}`.
 
-        Raises:
-            RefusedError: the server refuses it.
-            ServingError: the server does not answer.
+        Raises `RefusedError`: the server refuses it; `ServingError`: the server does not answer.
         """
         tries = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(_BusyError),
@@ -178,10 +161,8 @@ class InferenceClient:
         try:
             return tries(self._once, method, path, content)
         except _BusyError as trouble:
-            raise ServingError(
-                f"{self.url}{path} does not answer ({trouble}); is the server running? Start it with covey serve, or "
-                "correct server.inference_server_url"
-            ) from None
+            advice = "is the server running? Start it with covey serve, or correct server.inference_server_url"
+            raise ServingError(f"{self.url}{path} does not answer ({trouble}); {advice}") from None
 
     def _once(self, method: str, path: str, content: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -189,11 +170,10 @@ class InferenceClient:
         except httpx.HTTPError as error:
             raise _BusyError(f"{type(error).__name__}: {error}") from error
         if response.is_redirect:  # what follows one asks for something else, or twice
-            there = response.headers.get("location", "")
-            raise RefusedError(
-                f"{self.url}{path} redirects to {there!r:.200}; set server.inference_server_url to where the server is",
-                response.status_code,
+            there = (
+                f"{response.headers.get('location', '')!r:.200}; set server.inference_server_url to where the server is"
             )
+            raise RefusedError(f"{self.url}{path} redirects to {there}", response.status_code)
         if response.status_code < 400:
             return _json_of(response)
         if response.status_code in _AGAIN:
@@ -204,8 +184,7 @@ class InferenceClient:
 def check_token(token: str | None) -> None:
     """Refuse a token that no header can carry.
 
-    Raises:
-        ConfigError: it has other characters than the visible ones of ASCII.
+    Raises `ConfigError`: it has other characters than the visible ones of ASCII.
     """
     if token and not re.fullmatch("[!-~]+", token):
         raise ConfigError(
@@ -229,10 +208,8 @@ async def upload_adapter_weights(
 
     Version 1 is a trainer's first: whatever a server holds from an earlier run, its count begins again with it. A
     server with another version is warned of, and the local one goes on to count. One request may take `timeout`
-    seconds; while nobody answers, or the server is busy, it is tried again for `retry_seconds`.
-
-    Raises:
-        ServingError: the upload failed.
+    seconds; while nobody answers, or the server is busy, it is tried again for `retry_seconds`. Raises `ServingError`:
+    the upload failed.
     """
     client = InferenceClient(inference_server_url, token, timeout=timeout, retry_seconds=retry_seconds)
     try:
@@ -253,9 +230,8 @@ async def upload_adapter_weights(
 def warn_of_mismatch(found: int, expected: int, url: str) -> None:
     """Say that a server counts otherwise."""
     if found != expected:
-        log.warning(
-            "%s says policy version %d, %d was expected; the local version goes on to count", url, found, expected
-        )
+        told = "%s says policy version %d, %d was expected; the local version goes on to count"
+        log.warning(told, url, found, expected)
 
 
 def _json_of(response: httpx.Response) -> dict[str, Any]:

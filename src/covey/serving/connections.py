@@ -120,12 +120,8 @@ class Connections:
 
     def _sweep(self) -> None:
         """Close what has waited too long, and come again while there is anything open."""
-        seconds = {
-            "head": self.limits.head_seconds,
-            "request": self.limits.idle_seconds,
-            "read": self.limits.read_seconds,
-        }
-        now = time.monotonic()
+        limits, now = self.limits, time.monotonic()
+        seconds = {"head": limits.head_seconds, "request": limits.idle_seconds, "read": limits.read_seconds}
         for one in list(self._open):
             one.note_progress()
             if one.owing is not None and now - one.since > seconds.get(one.owing, float("inf")):
@@ -189,11 +185,9 @@ class _Connection(H11Protocol):
     def __init__(self, among: Connections, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.conn = self.wire = _Wire(self.config.h11_max_incomplete_event_size or 64 << 10)
-        self._among = among
-        self.address = ""
+        self._among, self.address, self._unread = among, "", 0
         self.owing: str | None = "head"
         self.since = time.monotonic()
-        self._unread = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -272,9 +266,8 @@ class _Connection(H11Protocol):
 
     def _look(self) -> None:
         """What the present request, if any, lacks."""
-        if self.owing == "read" or self.cycle is None or self.cycle.response_complete:
-            return
-        self._owes("body" if self.cycle.more_body else None)
+        if self.owing != "read" and self.cycle is not None and not self.cycle.response_complete:
+            self._owes("body" if self.cycle.more_body else None)
 
     def _owes(self, what: str | None) -> None:
         if what != self.owing:

@@ -69,10 +69,8 @@ class Upload:
 
     def write_weights(self, folder: Path) -> Path:
         """Write all weights to `folder/model.safetensors`, in the place of what is there; return the folder."""
-        folder = folder.resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        held = self.tensors()
-        tensors = {name: torch.as_tensor(held[name]).detach().cpu().clone().contiguous() for name in held}
+        (folder := folder.resolve()).mkdir(parents=True, exist_ok=True)
+        tensors = {name: torch.as_tensor(t).detach().cpu().clone().contiguous() for name, t in self.tensors().items()}
         beside = folder / "model.safetensors.new"
         save_file(tensors, beside, metadata={"format": "pt"})
         os.replace(beside, folder / "model.safetensors")

@@ -57,10 +57,8 @@ class CoveyDialect(Dialect):
             raise RefusedError(f"{error}{self._other(error, 400, 422)}", error.status) from error
         warn_of_mismatch(answer.policy_version, number, self.client.url)
         if answer.sha256 and answer.sha256 != upload.sha256:
-            raise ServingError(
-                f"{self.client.url} applied an adapter with the hash {answer.sha256[:12]}..., {upload.sha256[:12]}... "
-                "was sent; its weights are not the trainer's"
-            )
+            hashes = f"the hash {answer.sha256[:12]}..., {upload.sha256[:12]}... was sent"
+            raise ServingError(f"{self.client.url} applied an adapter with {hashes}; its weights are not the trainer's")
         self.server_version, self.server_sha256 = answer.policy_version, answer.sha256
         self._instance = answer.instance
 
@@ -107,14 +105,11 @@ class CoveyDialect(Dialect):
         health = self.client.health(retry=True)
         restarted = str(health.get("instance", "")) != self._instance
         if not restarted and health.get("policy_version") != self.server_version:
-            raise ServingError(
-                f"{error}. The server at {self.client.url} was not restarted: somebody else uploads to it; give each "
-                "run a server of its own"
-            )
+            other = "somebody else uploads to it; give each run a server of its own"
+            raise ServingError(f"{error}. The server at {self.client.url} was not restarted: {other}")
         if restarted:
-            log.warning(
-                "the server at %s was restarted; it is given version %d again", self.client.url, self.server_version
-            )
+            told = "the server at %s was restarted; it is given version %d again"
+            log.warning(told, self.client.url, self.server_version)
             self.publish(upload)
         return True
 
@@ -155,9 +150,8 @@ class VLLMDialect(Dialect):
             self._post("/collective_rpc", {"method": "reload_weights"}, start)
             self._post("/reset_prefix_cache", {}, start)
             return
-        path = upload.write_adapter(self.folder)
-        start = "loads no adapters; start vLLM with --enable-lora and the environment variable "
-        start += "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+        path, variable = upload.write_adapter(self.folder), "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+        start = f"loads no adapters; start vLLM with --enable-lora and the environment variable {variable}"
         try:
             self._post("/v1/load_lora_adapter", {"lora_name": upload.name, "lora_path": str(path)}, start)
         except RefusedError as error:
@@ -265,17 +259,16 @@ class SGLangDialect(Dialect):
         assert self.held is not None
         found = []
         for meta in (one["meta_info"] for one in answer["value"]):
-            version, whole = meta.get("weight_version"), self.held.adapter is None
-            if whole and version != self.held.name:
+            version, told = meta.get("weight_version"), meta["output_token_logprobs"]
+            if self.held.adapter is None and version != self.held.name:
                 raise ServingError(f"{self.client.url} sampled from {version!r}, {self.held.name} was asked for")
-            logprobs, ids = [lp for lp, _, _ in meta["output_token_logprobs"]], meta["output_token_logprobs"]
-            found.append(Sampled([token for _, token, _ in ids], logprobs, meta["finish_reason"]["type"]))
+            ids, logprobs = [token for _, token, _ in told], [logprob for logprob, _, _ in told]
+            found.append(Sampled(ids, logprobs, meta["finish_reason"]["type"]))
         return found
 
     def recover(self, error: RefusedError, upload: Upload) -> bool:
         """A restarted server knows no adapter of that name."""
-        lost = upload.adapter is not None and error.status == 400 and upload.name in str(error)
-        if lost:
+        if lost := upload.adapter is not None and error.status == 400 and upload.name in str(error):
             self.publish(upload)
         return lost
 
@@ -289,9 +282,8 @@ def find_dialect(kind: str) -> type[Dialect]:
         return DIALECTS[kind]
     found = load_function(kind)
     if not isinstance(found, type) or not issubclass(found, Dialect):
-        raise ConfigError(
-            f"server.inference_server_kind={kind!r}: it is no class derived from covey.serving.dialect.Dialect"
-        )
+        problem = "it is no class derived from covey.serving.dialect.Dialect"
+        raise ConfigError(f"server.inference_server_kind={kind!r}: {problem}")
     missing = [name for name in ("publish", "request", "read") if getattr(found, name) is getattr(Dialect, name)]
     if missing:
         raise ConfigError(f"server.inference_server_kind={kind!r}: it lacks {', '.join(missing)}; add it")

@@ -29,19 +29,15 @@ def origin_problem(headers: Mapping[str, str], listening: str) -> str:
     host, origin = headers.get("host", ""), headers.get("origin")
     name, port = _parts(f"//{host}")
     if is_loopback(listening) and ("." in name.rstrip(".") or ":" in name) and not is_loopback(name):
-        return (
-            f"Host: {host:.100}: a server on loopback without a token answers to localhost and 127.0.0.1 only; use one "
-            "of them, or start it with --token"
-        )
+        only = "a server on loopback without a token answers to localhost and 127.0.0.1 only"
+        return f"Host: {host:.100}: {only}; use one of them, or start it with --token"
     if origin is None:
         return ""
     page = _parts(origin)
     if page[0] and page[1] == port and (page[0] == name or (is_loopback(page[0]) and is_loopback(name))):
         return ""
-    return (
-        f"Origin: {origin:.100}: web pages of another origin may not use a server without a token; start it with "
-        "--token, or send no Origin"
-    )
+    pages = "web pages of another origin may not use a server without a token"
+    return f"Origin: {origin:.100}: {pages}; start it with --token, or send no Origin"
 
 
 def is_loopback(host: str) -> bool:

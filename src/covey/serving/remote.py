@@ -34,9 +34,7 @@ log = logging.getLogger(__name__)
 class RemoteEngine:
     """What `covey.pytorch.engine.Engine` is in this process, on an inference server.
 
-    Raises:
-        ConfigError: the dialect, somebody's own, raised.
-        ServingError: the server cannot be reached.
+    Raises `ConfigError`: the dialect, somebody's own, raised; `ServingError`: the server cannot be reached.
     """
 
     runner = "server"
@@ -75,9 +73,8 @@ class RemoteEngine:
     def publish(self, weights: Weights) -> None:
         """Publish the adapter of `weights`, or all of them where there is none, as their version.
 
-        Raises:
-            ServingError: the upload failed, or the server applied other numbers than were sent.
-            AdapterError: there is no adapter and the dialect takes nothing else, or it is more than plain LoRA.
+        Raises `ServingError`: the upload failed, or the server applied other numbers than were sent; `AdapterError`:
+        there is no adapter and the dialect takes nothing else, or it is more than plain LoRA.
         """
         held = Upload.of(weights, self._trainer, first=self._held is None)
         self._version, self._held = NO_VERSION, held
@@ -163,19 +160,16 @@ class RemoteEngine:
             held = version_in_words(self._version)
             raise GenerationError(f"policy_version={policy_version}: the server was given {held}")
         if settings.max_tokens > self._longest:
-            raise GenerationError(
-                f"max_completion_length={settings.max_tokens}: the server at {self.dialect.client.url} samples up to "
-                f"{self._longest} tokens; start it with --max-completion-length {settings.max_tokens}"
-            )
+            up_to = f"the server at {self.dialect.client.url} samples up to {self._longest} tokens"
+            start = f"start it with --max-completion-length {settings.max_tokens}"
+            raise GenerationError(f"max_completion_length={settings.max_tokens}: {up_to}; {start}")
 
     def _complete(self, requests: Sequence[Request], settings: SamplingSettings, version: int) -> list[Completion]:
         dialect, held = self.dialect, self._held
         assert held is not None
         if not dialect.constrains and (settings.keep_support or any(r.choices is not None for r in requests)):
-            raise GenerationError(
-                f"{dialect.name} cannot keep supports or choose among sequences; set algorithm.keep_sampling_mask to "
-                "false, and environment.action_format to text or tags"
-            )
+            instead = "set algorithm.keep_sampling_mask to false, and environment.action_format to text or tags"
+            raise GenerationError(f"{dialect.name} cannot keep supports or choose among sequences; {instead}")
         recoveries = self._recoveries
         try:
             answer = self._ask(requests, settings)
@@ -190,10 +184,9 @@ class RemoteEngine:
         except ServingError as error:
             raise ServingError(f"{error}; {OTHER_SERVERS}") from error
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise ServingError(
-                f"{dialect.client.url} answered what {type(dialect).__name__}.read cannot read "
-                f"({type(error).__name__}: {error}{raised_at(error)}): {answer!r:.200}; {OTHER_SERVERS}"
-            ) from error
+            unread = f"{type(dialect).__name__}.read cannot read ({type(error).__name__}: {error}{raised_at(error)})"
+            where = f"{dialect.client.url} answered what {unread}"
+            raise ServingError(f"{where}: {answer!r:.200}; {OTHER_SERVERS}") from error
 
 
 class RemoteDevice(Device):
@@ -221,9 +214,8 @@ class RemoteDevice(Device):
         wait(self._asked, return_when=FIRST_COMPLETED)
         for future in [future for future in self._asked if future.done()]:
             row, (found,) = self._asked.pop(future), future.result()
-            support = None
-            if found.support is not None:
-                support = [np.split(found.support.ids, found.support.offsets[1:-1])]
+            kept = found.support
+            support = None if kept is None else [np.split(kept.ids, kept.offsets[1:-1])]
             yield Drawn([row], found.token_ids[None], found.logprobs[None], support, [found.finish_reason])
 
     def drop(self, row: Row) -> None:
@@ -247,9 +239,8 @@ def _checked(
     its end, or log-probabilities that are not theirs.
     """
     ids, logprobs = np.array(sampled.token_ids), np.array(sampled.logprobs, dtype=np.float32)
-    support = None
-    if sampled.support is not None:
-        support = Support(*(np.array(part, dtype=np.int64) for part in sampled.support))
+    kept = sampled.support
+    support = None if kept is None else Support(*(np.array(part, dtype=np.int64) for part in kept))
     if ids.ndim != 1 or ids.shape != logprobs.shape or len(ids) == 0 or len(ids) > settings.max_tokens:
         raise ServingError(f"{url}: {ids.shape} token ids with {logprobs.shape} log-probabilities")
     if ids.dtype.kind not in "iu" or ids.min() < 0 or (vocabulary is not None and ids.max() >= vocabulary):
@@ -259,10 +250,8 @@ def _checked(
     if ends.any():
         raise ServingError(f"{url} answered tokens behind the end token {ids[:-1][ends][0]}: {ids.tolist()!r:.80}")
     if not np.isfinite(logprobs).all() or logprobs.max() > 0.01:  # rounding may leave a little above 0
-        raise ServingError(
-            f"{url} answered the log-probabilities {logprobs.tolist()!r:.80}; one is not finite, or above 0"
-        )
+        told = f"the log-probabilities {logprobs.tolist()!r:.80}"
+        raise ServingError(f"{url} answered {told}; one is not finite, or above 0")
     if sampled.finish_reason not in ("stop", "length"):
         raise ServingError(f"{url} answered the finish reason {sampled.finish_reason!r}; it must be stop or length")
-    ids = ids.astype(np.int64)
-    return Completion(ids, logprobs, sampled.finish_reason, version, support)  # type: ignore[arg-type]
+    return Completion(ids.astype(np.int64), logprobs, sampled.finish_reason, version, support)  # type: ignore[arg-type]

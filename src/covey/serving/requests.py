@@ -11,7 +11,7 @@ import inspect
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Annotated, Any, TypeVar
 
 from jinja2 import Environment, meta
@@ -27,72 +27,44 @@ class RequestError(CoveyError, ValueError):
     """A request asks for what this server does not do, or is not one."""
 
 
-_SAMPLING = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
-    "use_beam_search": (False,),
-    "include_stop_str_in_output": (True,),
-    "skip_special_tokens": (True,),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "metadata": ({},),
+# fmt: off
+_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "length_penalty": (1,),
+    "logit_bias": ({},), "min_tokens": (0,), "use_beam_search": (False,), "include_stop_str_in_output": (True,),
+    "skip_special_tokens": (True,), "response_format": ({"type": "text"},), "service_tier": ("auto", "default"),
+    "store": (False,), "metadata": ({},),
 }
 _NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "CompletionRequest": _SAMPLING | {"echo": (False,), "suffix": ("",), "add_special_tokens": (True,)},
-    "ChatRequest": _SAMPLING
-    | {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True,),
-        "functions": ([],),
-        "top_logprobs": (0,),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "reasoning_effort": (),
-        "verbosity": ("medium",),
-        "web_search_options": (),
-        "documents": ([],),
-        "chat_template": (),
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
-        "add_special_tokens": (False,),
+    "ChatRequest": _SAMPLING | {
+        "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True,), "functions": ([],),
+        "top_logprobs": (0,), "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (),
+        "prediction": (), "reasoning_effort": (), "verbosity": ("medium",), "web_search_options": (),
+        "documents": ([],), "chat_template": (), "add_generation_prompt": (True,),
+        "continue_final_message": (False,), "add_special_tokens": (False,),
     },
 }
+# fmt: on
 
 
-def without_neutral(kind: str, given: Mapping[str, Any], served: Iterable[str]) -> dict[str, Any]:
+def without_neutral(kind: str, given: Mapping[str, Any], served: Set[str]) -> dict[str, Any]:
     """What is left of a request when everything that asks for nothing is taken out.
 
     Raises `RequestError`: it has a field that is not served.
     """
     left = {name: value for name, value in given.items() if value is not None}
-    _check_best_of(left)
-    served = set(served)
+    best_of = left.pop("best_of", None)  # equal to `n` it chooses nothing
+    if best_of is not None and not _same(best_of, left.get("n", 1)):
+        raise RequestError(f"best_of={best_of!r:.80}: this server returns all that it samples; leave it out, or send n")
     for name in [name for name in left if name not in served]:
         neutral = _NEUTRAL[kind].get(name)
         if neutral is None:
             raise RequestError(f"{name:.80}: this server knows no such field; remove it")
         value = left.pop(name)
         if not any(_same(value, one) for one in neutral):
-            instead = " or ".join(repr(one) for one in neutral)
-            raise RequestError(
-                f"{name}={value!r:.80}: this server does not serve it; leave it out{instead and f' or send {instead}'}"
-            )
+            instead = "".join(f" or send {one!r}" for one in neutral)
+            raise RequestError(f"{name}={value!r:.80}: this server does not serve it; leave it out{instead}")
     return left
-
-
-def _check_best_of(left: dict[str, Any]) -> None:
-    """`best_of` equal to `n` chooses nothing."""
-    best_of = left.pop("best_of", None)
-    if best_of is not None and not _same(best_of, left.get("n", 1)):
-        raise RequestError(f"best_of={best_of!r:.80}: this server returns all that it samples; leave it out, or send n")
 
 
 def _same(value: Any, neutral: Any) -> bool:
@@ -173,6 +145,12 @@ class _Sampling(BaseModel):
             raise ValueError("seed and streams both say which random numbers are drawn; leave one of them out")
         return self
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities of the sampled tokens are asked for: True in a chat, a number beside a text."""
+        asked = getattr(self, "logprobs", None)
+        return asked is not None and asked is not False
+
     def settings(self, max_tokens: int, eos_token_ids: tuple[int, ...], vocabulary: int) -> SamplingSettings:
         """The settings as the engine understands them."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -198,16 +176,9 @@ class CompletionRequest(_Sampling):
     max_tokens: int = Field(default=16, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=1)
 
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether log-probabilities of the sampled tokens are asked for; 0 asks for these too."""
-        return self.logprobs is not None
-
     def prompts(self) -> list[str | list[int]]:
         """Each prompt, as text or ids. Raises `RequestError`: it is no prompt."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and all(type(token) is int for token in self.prompt):
+        if isinstance(self.prompt, str) or (self.prompt and all(type(token) is int for token in self.prompt)):
             return [self.prompt]
         if not self.prompt:
             raise RequestError("prompt: an empty list; it must be a text, a list of token ids, or a list of these")
@@ -227,18 +198,11 @@ class ChatRequest(_Sampling):
     logprobs: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=16)
 
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether log-probabilities of the sampled tokens are asked for."""
-        return self.logprobs
-
     @model_validator(mode="after")
     def _one_length(self) -> ChatRequest:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError(
-                f"max_tokens={self.max_tokens} and max_completion_tokens={self.max_completion_tokens}: they mean the "
-                "same; send one of them"
-            )
+            both = f"max_tokens={self.max_tokens} and max_completion_tokens={self.max_completion_tokens}"
+            raise ValueError(f"{both}: they mean the same; send one of them")
         return self
 
 
@@ -260,10 +224,8 @@ def read_request(kind: type[Asked], body: bytes) -> Asked:
     if body.count(b":") > _MOST_LISTS:
         lists += sum(1 for _ in re.finditer(rb'"\s*:', body))
     if lists > _MOST_LISTS or values > _MOST_VALUES:
-        raise RequestError(
-            f"the body has {lists} lists, objects and names, and {values} commas; send up to {_MOST_LISTS} and "
-            f"{_MOST_VALUES} in one request"
-        )
+        most = f"send up to {_MOST_LISTS} and {_MOST_VALUES} in one request"
+        raise RequestError(f"the body has {lists} lists, objects and names, and {values} commas; {most}")
     try:
         given = from_json(body, allow_inf_nan=False)
         time.sleep(len(body) / _BYTES_PER_SECOND)
@@ -276,7 +238,7 @@ def read_request(kind: type[Asked], body: bytes) -> Asked:
     if not isinstance(given, dict):
         raise RequestError("the body is no JSON object")
     try:
-        return kind.model_validate(without_neutral(kind.__name__, given, kind.model_fields))
+        return kind.model_validate(without_neutral(kind.__name__, given, kind.model_fields.keys()))
     except ValidationError as error:
         lines = error.errors(include_url=False, include_input=False, include_context=False)[:5]
         raise RequestError("; ".join(f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in lines)) from error
@@ -333,9 +295,8 @@ def _check_values(tokenizer: Any, values: Mapping[str, Any]) -> None:
     if not values:
         return
     taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
-    template = re.sub(
-        r"{%-?\s*(end)?generation\s*-?%}", "", str(tokenizer.get_chat_template())
-    )  # transformers' own tag
+    # without transformers' own tag
+    template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", str(tokenizer.get_chat_template()))
     syntax = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
     known = meta.find_undeclared_variables(syntax) - {*DEFAULT_NAMESPACE, "raise_exception", "strftime_now"}
     for name, value in values.items():

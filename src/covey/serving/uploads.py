@@ -117,10 +117,9 @@ class TrainerLease:
         """Raise where another trainer holds the server. Raises `TwoTrainersError`: it does."""
         quiet = self._clock() - self._heard
         if self._holder not in (None, trainer) and quiet < self._seconds and not takeover:
-            raise TwoTrainersError(
-                f"trainer {trainer or 'without a name'!r} may not upload: {self._holder!r} did {quiet:.0f} s ago. Stop "
-                f"one of them, give each a server of its own, or wait {self._seconds - quiet:.0f} s"
-            )
+            advice = f"Stop one of them, give each a server of its own, or wait {self._seconds - quiet:.0f} s"
+            name = repr(trainer or "without a name")
+            raise TwoTrainersError(f"trainer {name} may not upload: {self._holder!r} did {quiet:.0f} s ago. {advice}")
 
     def release(self, trainer: str) -> None:
         """The trainer is done: another may come at once."""
@@ -160,10 +159,8 @@ def try_adapter(model: Any, adapter: Adapter) -> None:
         except RuntimeError as error:  # the scaling is no float32 number
             raise AdapterError(f"{name}: the adapter cannot be merged ({error}); lower its scaling") from error
         if not weight.isfinite().all():
-            raise AdapterError(
-                f"{name}: with the adapter its weights are beyond what {_short(dtype)} holds; lower its scaling or its "
-                "values"
-            )
+            beyond = f"its weights are beyond what {str(dtype).removeprefix('torch.')} holds"
+            raise AdapterError(f"{name}: with the adapter {beyond}; lower its scaling or its values")
         return weight
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
@@ -171,10 +168,8 @@ def try_adapter(model: Any, adapter: Adapter) -> None:
             if name in adapter.factors:
                 out = functional.linear(inputs[0], merged(name), layers[name].bias)
             if not out.float().square().sum(-1).isfinite().all():
-                raise AdapterError(
-                    f"{name}: with the adapter it puts out values up to {float(out.abs().max()):.1e}, which overflow "
-                    "in use; lower its scaling or its values"
-                )
+                values = f"values up to {float(out.abs().max()):.1e}, which overflow in use"
+                raise AdapterError(f"{name}: with the adapter it puts out {values}; lower its scaling or its values")
             return out
 
         return hook
@@ -191,7 +186,3 @@ def try_adapter(model: Any, adapter: Adapter) -> None:
         merged(name)
     if not logits.isfinite().all():
         raise AdapterError("with the adapter the model's logits are not finite; lower its scaling or its values")
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -18,22 +18,21 @@ import struct
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from . import seccomp
 
 _NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, *(1 << bit for bit in range(25, 31))
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 32, 4096, 16384, 1 << 18
-_MNT_DETACH = 2
-_MOUNT_SETATTR = 442
+_MNT_DETACH, _MOUNT_SETATTR = 2, 442
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _LANDLOCK = {"create": 444, "add": 445, "restrict": 446}
 _READ_ACCESS = 1 << 0 | 1 << 2 | 1 << 3  # execute, read a file, read a directory
 _ACCESS_BITS = (0, 13, 14, 15, 15, 16)
 """How many kinds of access each version of Landlock knows; later ones know what the last here does."""
 _SCOPES = 1 << 0 | 1 << 1  # abstract sockets and signals stay within
-_NO_RANDOM_ADDRESSES = 0x40000
-_MOST_FILES = 64
+_NO_RANDOM_ADDRESSES, _MOST_FILES = 0x40000, 64
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -87,9 +86,9 @@ def enter_namespaces() -> str | None:
     flags = _NEWUSER | _NEWNS | _NEWNET | _NEWIPC | _NEWUTS | _NEWCGROUP | _NEWPID
     try:
         _call("unshare", flags)
-        _write("/proc/self/setgroups", "deny")
-        _write("/proc/self/uid_map", f"1000 {uid} 1")
-        _write("/proc/self/gid_map", f"1000 {gid} 1")
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"1000 {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"1000 {gid} 1")
     except OSError as error:
         return f"{error.strerror} ({error.filename or 'namespaces'})"
     return None
@@ -145,35 +144,18 @@ def confine(
     end_with_parent()
     if rooted:
         _call("unshare", _NEWNS)
-        _mount(
-            "tmpfs",
-            "/solution",
-            "tmpfs",
-            _MS_NOSUID | _MS_NODEV | _MS_NOEXEC,
-            f"size={file_bytes},nr_inodes=1000,mode=700",
-        )
+        options = f"size={file_bytes},nr_inodes=1000,mode=700"
+        _mount("tmpfs", "/solution", "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, options)
         os.mkdir("/solution/work")
         os.chdir("/solution/work")
     else:
         os.chdir(scratch)
-    processor = max(int(seconds) + 1, 1)
-    limits = {
-        resource.RLIMIT_AS: memory,
-        resource.RLIMIT_CPU: processor,
-        resource.RLIMIT_FSIZE: file_bytes,
-        resource.RLIMIT_NOFILE: 64,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_MEMLOCK: 0,
-        resource.RLIMIT_MSGQUEUE: 0,
-    }
-    for kind, value in limits.items():
-        resource.setrlimit(kind, (value, value))
+    limits = {"AS": memory, "CPU": max(int(seconds) + 1, 1), "FSIZE": file_bytes, "NOFILE": 64}
+    for kind, value in (limits | dict.fromkeys(("CORE", "MEMLOCK", "MSGQUEUE"), 0)).items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (value, value))
     _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if rooted:
-        _landlock((), ())
-    else:
-        _landlock(readable, [scratch])
-    _drop_capabilities()
+    _landlock(() if rooted else readable, () if rooted else [scratch])
+    _call("capset", struct.pack("Ii", 0x20080522, 0), struct.pack("6I", *[0] * 6))  # no capabilities
     _call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
     if syscalls:
         listener = seccomp.supervise(files=not rooted)
@@ -217,11 +199,6 @@ def _landlock(readable: Iterable[str], writable: Iterable[str]) -> None:
     os.close(ruleset)
 
 
-def _drop_capabilities() -> None:
-    header, data = struct.pack("Ii", 0x20080522, 0), struct.pack("6I", *[0] * 6)
-    _call("capset", header, data)
-
-
 def _bind(source: str, target: str) -> None:
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
@@ -254,13 +231,4 @@ def _call(name: str, *arguments: object, about: str = "") -> int:
 
 
 def _syscall(number: int, *arguments: object) -> int:
-    result: int = _libc.syscall(number, *arguments)
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), f"system call {number}")
-    return result
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
+    return _call("syscall", number, *arguments, about=f"system call {number}")

@@ -31,13 +31,7 @@ from .programs import extract_code, free_names, same_output, same_value
 from .sandbox import Confined, Limits, Sandbox, parse_message
 
 Status = Literal["passed", "wrong_answer", "error", "timeout", "memory", "syntax", "cheat"]
-_REASONS: Mapping[str, Status] = {
-    "timeout": "timeout",
-    "forbidden": "cheat",
-    "protocol": "cheat",
-    "output": "error",
-    "exit": "error",
-}
+_REASONS: Mapping[str, Status] = {"timeout": "timeout", "forbidden": "cheat", "protocol": "cheat"}
 _LONGEST_PROGRAM = 500_000
 _MOST_OF_ANSWER = 16 << 10
 _TIMES_EXPECTED = 8
@@ -100,12 +94,8 @@ Tests = CallTests | AssertTests | ProgramTests
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one test.
-
-    Attributes:
-        status: what happened.
-        text: in words, "" where it passed.
-        counts: False where a program that returns None for everything passes too, so that this one earns nothing.
+    """What came of one test, and in words, "" where it passed; `counts`: False where a program that returns None for
+    everything passes too, so that this one earns nothing.
     """
 
     status: Status
@@ -115,12 +105,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class TestResult:
-    """What came of all tests of one completion.
-
-    Attributes:
-        outcomes: of each test, in order.
-        printed: the beginning of what the program printed.
-    """
+    """What came of each test of one completion, in order, and the beginning of what the program printed."""
 
     __test__: ClassVar[bool] = False
 
@@ -158,15 +143,14 @@ class TestResult:
 class TestHarness:
     """Runs programs against tests, several at once.
 
+    Raises `JailError`: the host does not offer the minimum of protections, or a package is not installed.
+
     Args:
         limits: of each program, all of its tests together; of each case of `ProgramTests`, where what follows a case
             that took too long is not run.
         workers: programs at once; None = the machine's cores.
         unprotected: see `Sandbox`.
         packages: that programs may import; see `Sandbox`.
-
-    Raises:
-        JailError: the host does not offer the minimum of protections, or a package is not installed.
     """
 
     __test__: ClassVar[bool] = False  # its name begins as those that pytest collects
@@ -194,8 +178,7 @@ class TestHarness:
     def run(self, completion: str, tests: Tests) -> TestResult:
         """Extract the program from a completion and test it.
 
-        Raises:
-            JailError: the tests themselves are broken, or the jail does not run.
+        Raises `JailError`: the tests themselves are broken, or the jail does not run.
         """
         code = extract_code(completion)
         count = len(tests.tests if isinstance(tests, AssertTests) else tests.cases)
@@ -293,19 +276,17 @@ class TestHarness:
 
     def _run_program(self, sandbox: Sandbox, code: str, tests: ProgramTests) -> TestResult:
         outcomes: list[Outcome] = []
-        failed: Outcome | None = None
-        printed = ""
+        failed, printed = None, ""
         for stdin, expected in tests.cases:
             with sandbox.spawn(self._limits) as process:
                 try:
-                    try:
-                        process.send({"role": "program", "code": code, "stdin": stdin})
-                    except ValueError as error:
-                        raise JailError(f"a program and its standard input are {error}") from None
+                    process.send({"role": "program", "code": code, "stdin": stdin})
                     answer = process.receive()
                     failed = _failure(answer)
                     if failed is None and answer.get("exit") != 0:
                         failed = Outcome("error", f"exit code {messages.shown(answer.get('exit'))[:20]}")
+                except ValueError as error:
+                    raise JailError(f"a program and its standard input are {error}") from None
                 except ProcessEndedError as ended:
                     # leaving by os._exit(0) is the program's right: what it printed counts
                     failed = None if ended.reason == "exit" and process.stop() == (0, 0) else _outcome(ended)
@@ -323,8 +304,7 @@ class TestHarness:
 def tester_order(tests: AssertTests) -> dict[str, Any]:
     """What the process of the tests is told, among others which names are the program's.
 
-    Raises:
-        JailError: the tests are no Python, or use a name that a program could define to suit itself.
+    Raises `JailError`: the tests are no Python, or use a name that a program could define to suit itself.
     """
     named = {name: name for name in tests.entry_points} | dict(tests.aliases)
     free, modules, own = free_names(tests.setup, tests.tests, tuple(named))
@@ -336,8 +316,7 @@ def tester_order(tests: AssertTests) -> dict[str, Any]:
 def split_check(source: str, function: str = "check") -> tuple[str, tuple[str, ...], str]:
     """HumanEval's test module as `(setup, tests, argument)`: each statement of the function's body is a test.
 
-    Raises:
-        JailError: there is no such function of one argument.
+    Raises `JailError`: there is no such function of one argument.
     """
     tree = ast.parse(source)
     for node in tree.body:
@@ -395,10 +374,8 @@ def _relay(
 def _failure(answer: Mapping[str, Any]) -> Outcome | None:
     """What a confined process says went wrong."""
     status = answer.get("failed")
-    if status is None:
-        return None
-    known: Status = status if status in ("syntax", "memory", "error") else "error"
-    return Outcome(known, _clean(str(answer.get("text"))[:500]))
+    known: Status = status if status in ("syntax", "memory") else "error"
+    return None if status is None else Outcome(known, _clean(str(answer.get("text"))[:500]))
 
 
 def _clean(text: str) -> str:
@@ -414,11 +391,10 @@ def _judge(body: bytes, expected: Any, tolerance: float) -> Outcome:
     if len(body) > _MOST_OF_ANSWER + _TIMES_EXPECTED * length:
         return Outcome("wrong_answer", f"returned {len(body)} bytes, the expected value has {length}")
     answer = parse_message(body)
-    failed = _failure(answer)
-    if failed is not None:
+    if (failed := _failure(answer)) is not None:
         return failed
     try:
-        found = messages.Decoder(_Handle)(answer.get("value"))
+        found = messages.Decoder(lambda number: _Handle())(answer.get("value"))
         if isinstance(found, type(iter([]))):
             found = list(found)
         if same_value(found, expected, tolerance):
@@ -429,13 +405,12 @@ def _judge(body: bytes, expected: Any, tolerance: float) -> Outcome:
 
 
 def _outcome(ended: ProcessEndedError) -> Outcome:
-    return Outcome(_REASONS[ended.reason], str(ended))
+    return Outcome(_REASONS.get(ended.reason, "error"), str(ended))
 
 
 def _filled(outcomes: list[Outcome], count: int, failed: Outcome | None) -> tuple[Outcome, ...]:
     """All outcomes: where the process ended early, the tests that are left failed as it did."""
-    missing = count - len(outcomes)
-    return (*outcomes, *([failed or Outcome("error", "not run")] * missing))
+    return (*outcomes, *([failed or Outcome("error", "not run")] * (count - len(outcomes))))
 
 
 def _weighed(outcomes: tuple[Outcome, ...], idle: Sequence[bool]) -> tuple[Outcome, ...]:
@@ -445,9 +420,6 @@ def _weighed(outcomes: tuple[Outcome, ...], idle: Sequence[bool]) -> tuple[Outco
 
 class _Handle:
     """Something that stayed in the jail; equal to nothing."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
 
     def __repr__(self) -> str:
         return "an object that is no plain value"

@@ -42,14 +42,12 @@ def open_streams() -> None:
 
 def main(channel: int, *, rooted: bool) -> None:
     """Play the role that the first message names; `rooted`: in a file system of its own."""
-    message = messages.receive(channel)
-    if message is None:
+    if (message := messages.receive(channel)) is None:
         return
     _provide_input(message.get("stdin", "").encode("utf-8", "surrogatepass"), rooted=rooted)
     if not rooted:
         confine.share_file_bytes()
-    roles = {"candidate": _candidate, "program": _program, "tester": _tester}
-    roles[message["role"]](channel, message)
+    {"candidate": _candidate, "program": _program, "tester": _tester}[message["role"]](channel, message)
 
 
 def _provide_input(data: bytes, *, rooted: bool) -> None:
@@ -77,15 +75,14 @@ def _module(name: str, code: str) -> ModuleType:
     return module
 
 
-# ---------------------------------------------------------------- candidate
-
-
 def _candidate(channel: int, message: dict[str, Any]) -> None:
     module = _module("solution", message["code"])
-    failed = _load(message["code"], module.__dict__)
-    messages.send(channel, failed or {})
-    if failed is not None:
+    try:
+        exec(compile(message["code"], _FILE, "exec", dont_inherit=True), module.__dict__)
+    except BaseException as error:
+        messages.send(channel, _describe(error))
         return
+    messages.send(channel, {})
     objects: list[Any] = []
 
     def keep(value: Any) -> int:
@@ -120,21 +117,9 @@ def _answer(
     if not request.get("changed", True):
         return {"value": value}
     # arguments that the call has changed, so that the caller can look at them
-    changed = [
-        [place, encode(argument)]
-        for place, argument in enumerate(positional)
-        if type(argument) in (list, dict, set, bytearray)
-    ]
+    kinds = (list, dict, set, bytearray)
+    changed = [[place, encode(one)] for place, one in enumerate(positional) if type(one) in kinds]
     return {"value": value, "changed": changed}
-
-
-def _load(code: str, names: dict[str, Any]) -> dict[str, Any] | None:
-    """Run a module's code; what went wrong, or None."""
-    try:
-        exec(compile(code, _FILE, "exec", dont_inherit=True), names)
-    except BaseException as error:
-        return _describe(error)
-    return None
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
@@ -151,9 +136,6 @@ def _describe(error: BaseException) -> dict[str, Any]:
     kind = next((c.__name__ for c in type(error).__mro__ if getattr(builtins, c.__name__, None) is c), "Exception")
     said = error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else None
     return {"failed": "error", "text": text[:_MAX_TEXT], "kind": kind, "said": said}
-
-
-# ---------------------------------------------------------------- program
 
 
 def _program(channel: int, message: dict[str, Any]) -> None:
@@ -186,9 +168,6 @@ def _restore() -> None:
     sys.stdout = sys.__stdout__
 
 
-# ---------------------------------------------------------------- tester
-
-
 class RemoteError(Exception):
     """A call failed on the other side in a way that no builtin exception names."""
 
@@ -215,8 +194,7 @@ class _Remote:
             raise AttributeError(name)
         if self._number is not None:
             return self._tester.attribute(self._number, name)
-        found = self._tester.look_up(self._request)  # what a name stands for: a class, a module's constant
-        return getattr(found, name)
+        return getattr(self._tester.look_up(self._request), name)  # of what a name stands for: a class, a constant
 
 
 class _Caller:
@@ -254,8 +232,7 @@ class _Caller:
             self.forged = True
             raise _Forged
         if "failed" in answer:
-            text = str(answer.get("text"))[:_MAX_TEXT]
-            said = answer.get("said")
+            text, said = str(answer.get("text"))[:_MAX_TEXT], answer.get("said")
             error = _kind(answer.get("kind"))(said[:_MAX_TEXT] if isinstance(said, str) else text)
             # what a candidate may say of how a call failed; never that a test passed
             self.failure = (error, answer["failed"] if answer["failed"] in ("syntax", "memory") else "error", text)
@@ -275,9 +252,8 @@ def _kind(name: Any) -> type[Exception]:
     would let `all(map(f, values))` pass.
     """
     kind = getattr(builtins, name, None) if isinstance(name, str) else None
-    if not isinstance(kind, type) or not issubclass(kind, Exception):
-        return RemoteError
-    if issubclass(kind, AssertionError | StopIteration | StopAsyncIteration | MemoryError):
+    kept = AssertionError | StopIteration | StopAsyncIteration | MemoryError
+    if not isinstance(kind, type) or not issubclass(kind, Exception) or issubclass(kind, kept):
         return RemoteError
     try:
         kind("")

@@ -48,15 +48,11 @@ def framed(body: bytes) -> bytes:
 
 def receive(channel: int) -> dict[str, Any] | None:
     """Wait for one message; None when the other side has closed."""
-    header = _exactly(channel, 4)
-    if header is None:
+    if (header := _exactly(channel, 4)) is None:
         return None
     (length,) = struct.unpack("!I", header)
     body = _exactly(channel, length) if length <= MAX_BYTES else None
-    if body is None:
-        return None
-    message: dict[str, Any] = json.loads(body.decode("utf-8", "surrogatepass"))
-    return message
+    return None if body is None else json.loads(body.decode("utf-8", "surrogatepass"))
 
 
 def _exactly(channel: int, count: int) -> bytes | None:
@@ -131,6 +127,14 @@ class Encoder:
         return {"h": self._handle(value)}
 
 
+_SCALARS: dict[str, Callable[[Any], Any]] = {
+    "i": lambda body: int(body, 16),
+    "f": float,
+    "c": lambda body: complex(float(body[0]), float(body[1])),
+    "b": bytes.fromhex,
+}
+
+
 class Decoder:
     """Turns trees that JSON can hold into values."""
 
@@ -152,14 +156,8 @@ class Decoder:
         if isinstance(tree, list):
             return [self._decode(item, depth + 1) for item in tree]
         ((kind, body),) = tree.items()
-        if kind == "i":
-            return int(body, 16)
-        if kind == "f":
-            return float(body)
-        if kind == "c":
-            return complex(float(body[0]), float(body[1]))
-        if kind == "b":
-            return bytes.fromhex(body)
+        if kind in _SCALARS:
+            return _SCALARS[kind](body)
         if kind == "h":
             return self._handle(int(body))
         if kind == "d":

@@ -70,17 +70,11 @@ def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:
 def same_value(found: Any, expected: Any, tolerance: float = 0.0) -> bool:
     """Are two plain values equal, floats within a tolerance and lists as good as tuples?"""
     if isinstance(expected, list | tuple):
-        return (
-            isinstance(found, list | tuple)
-            and len(found) == len(expected)
-            and all(same_value(a, b, tolerance) for a, b in zip(found, expected, strict=True))
-        )
+        alike = isinstance(found, list | tuple) and len(found) == len(expected)
+        return alike and all(same_value(a, b, tolerance) for a, b in zip(found, expected, strict=True))
     if isinstance(expected, dict):
-        return (
-            isinstance(found, dict)
-            and found.keys() == expected.keys()
-            and all(same_value(found[key], value, tolerance) for key, value in expected.items())
-        )
+        alike = isinstance(found, dict) and found.keys() == expected.keys()
+        return alike and all(same_value(found[key], value, tolerance) for key, value in expected.items())
     if isinstance(expected, float) and isinstance(found, int | float):
         if math.isnan(expected):
             return math.isnan(found)
@@ -144,11 +138,9 @@ def free_names(setup: str, tests: tuple[str, ...], named: tuple[str, ...]) -> tu
 def _judges(said: ast.AST) -> Iterator[tuple[str, set[str]]]:
     """Functions whose word is all that an assertion wants, as in `assert close(f(1), 1)`, and those that they judge."""
     match said:
-        case ast.Assert(test=inner) | ast.If(test=inner) | ast.UnaryOp(operand=inner):
+        case ast.Assert(test=inner) | ast.If(test=inner) | ast.UnaryOp(operand=inner) | ast.ListComp(elt=inner):
             yield from _judges(inner)
-        case (
-            ast.GeneratorExp(elt=inner) | ast.ListComp(elt=inner) | ast.Compare(left=inner, ops=[ast.Lt() | ast.LtE()])
-        ):
+        case ast.GeneratorExp(elt=inner) | ast.Compare(left=inner, ops=[ast.Lt() | ast.LtE()]):
             yield from _judges(inner)
         case ast.Compare(left=inner, comparators=[ast.Constant(value=bool())]):
             yield from _judges(inner)

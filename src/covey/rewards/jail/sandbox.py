@@ -79,13 +79,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Protections:
-    """What is in force on this host.
-
-    Attributes:
-        files: how files are kept away: "namespace", "landlock" or "" for not at all.
-        network: no network can be reached.
-        processes: no process can be started.
-        missing: why something is missing, "" if nothing is.
+    """What is in force on this host: how `files` are kept away ("namespace", "landlock", or "" for not at all), that no
+    network can be reached, that no process can be started; and why something is `missing`, "" if nothing is.
     """
 
     files: str
@@ -100,21 +95,20 @@ class Protections:
 
     def __str__(self) -> str:
         words = {"namespace": "own file system", "landlock": "paths limited by Landlock", "": "files NOT protected"}
-        parts = [words[self.files], "no network" if self.network else "network NOT blocked"]
-        parts.append("no new processes" if self.processes else "processes NOT blocked")
-        parts.append("limits on time, memory, files and output")
-        return ", ".join(parts) + (f" ({self.missing})" if self.missing else "")
+        network = "no network" if self.network else "network NOT blocked"
+        processes = "no new processes" if self.processes else "processes NOT blocked"
+        why = f" ({self.missing})" if self.missing else ""
+        return f"{words[self.files]}, {network}, {processes}, limits on time, memory, files and output{why}"
 
 
 class Sandbox:
     """Starts confined processes; see the top of this module.
 
+    Raises `JailError`: the host does not offer the minimum, or the zygote does not start.
+
     Args:
         unprotected: run even where the minimum of protections is missing. Code can then read and change files.
         packages: installed distributions that programs may import besides the standard library, such as "numpy".
-
-    Raises:
-        JailError: the host does not offer the minimum, or the zygote does not start.
     """
 
     def __init__(self, *, unprotected: bool = False, packages: Sequence[str] = ()) -> None:
@@ -157,9 +151,7 @@ class Sandbox:
     def spawn(self, limits: Limits) -> Confined:
         """A confined process that waits for its role; its time begins now.
 
-        Raises:
-            JailEndedError: see there.
-            JailError: the host cannot start or confine another process.
+        Raises `JailEndedError`: see there; `JailError`: the host cannot start or confine another process.
         """
         mine, channel = socket.socketpair()
         output, printed = os.pipe()
@@ -167,6 +159,8 @@ class Sandbox:
         try:
             fds = array.array("i", [channel.fileno(), printed])
             reply = self._ask({"spawn": numbers}, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+            if "refused" in reply:
+                raise JailError(f"the jail cannot start a process: {reply['refused']}")
         except BaseException:
             mine.close()
             os.close(output)
@@ -174,18 +168,10 @@ class Sandbox:
         finally:
             channel.close()
             os.close(printed)
-        if "refused" in reply:
-            mine.close()
-            os.close(output)
-            raise JailError(f"the jail cannot start a process: {reply['refused']}")
         return Confined(self, int(reply["number"]), mine, output, limits)
 
     def end(self, number: int) -> tuple[int, int]:
-        """Kill a process if it still runs; the signal and the exit code that it ended with.
-
-        Raises:
-            JailEndedError: see there.
-        """
+        """Kill a process if it still runs; its signal and exit code. Raises `JailEndedError`: see there."""
         ended = self._ask({"end": number})["ended"]
         return int(ended["signal"]), int(ended["code"])
 
@@ -217,8 +203,7 @@ class Sandbox:
             raise JailEndedError(f"the jail does not answer: {error}") from None
         if not data:
             raise JailEndedError("the jail has ended: its process is gone")
-        message: dict[str, Any] = json.loads(data)
-        return message
+        return dict(json.loads(data))
 
 
 class Confined:
@@ -226,15 +211,13 @@ class Confined:
 
     def __init__(self, sandbox: Sandbox, number: int, channel: socket.socket, output: int, limits: Limits) -> None:
         self._sandbox, self._number, self._channel, self._output = sandbox, number, channel, output
-        self._limits = limits
-        self._received = bytearray()
-        self._printed = bytearray()
+        self._limits, self._received, self._printed = limits, bytearray(), bytearray()
         self._ended: tuple[int, int] | None = None
         self._supervisor: Supervisor | None = None
         os.set_blocking(output, False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(channel, selectors.EVENT_READ)
-        self._selector.register(output, selectors.EVENT_READ)
+        for end in (channel, output):
+            self._selector.register(end, selectors.EVENT_READ)
         try:
             self._await_confinement()
         except BaseException:
@@ -258,9 +241,7 @@ class Confined:
     def send(self, message: dict[str, Any]) -> None:
         """Sends a JSON object as a message.
 
-        Raises:
-            ProcessEndedError: the process does not take it.
-            ValueError: it is too long.
+        Raises `ProcessEndedError`: the process does not take it; `ValueError`: it is too long.
         """
         self.send_bytes(json.dumps(message).encode("utf-8", "surrogatepass"))
 
@@ -278,8 +259,7 @@ class Confined:
     def receive(self) -> dict[str, Any]:
         """The next message, read; one that is no JSON object, or a long one, is "protocol".
 
-        Raises:
-            ProcessEndedError: none came in time, or the process did something that ends it.
+        Raises `ProcessEndedError`: none came in time, or the process did something that ends it.
         """
         body = self.receive_bytes()
         if len(body) > _MOST_TEXT:
@@ -396,18 +376,11 @@ def _close(process: subprocess.Popen[bytes], control: socket.socket) -> None:
 
 
 def parse_message(body: bytes) -> dict[str, Any]:
-    """A message of a confined process.
-
-    Raises:
-        ProcessEndedError: it is none ("protocol").
-    """
-    try:
-        message = json.loads(body.decode("utf-8", "surrogatepass"))
-    except (ValueError, RecursionError):
-        message = None
-    if not isinstance(message, dict):
-        raise ProcessEndedError("protocol", "a message that is none")
-    return message
+    """A message of a confined process. Raises `ProcessEndedError`: it is none ("protocol")."""
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(message := json.loads(body.decode("utf-8", "surrogatepass")), dict):
+            return message
+    raise ProcessEndedError("protocol", "a message that is none")
 
 
 def _protections(found: dict[str, Any]) -> Protections:
@@ -421,12 +394,9 @@ def _protections(found: dict[str, Any]) -> Protections:
 def modules_of(packages: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Modules to import, folders to find them in, and paths that must be readable, for installed distributions.
 
-    Raises:
-        JailError: one is not installed, or is no folder of Python modules.
+    Raises `JailError`: one is not installed, or is no folder of Python modules.
     """
-    modules: list[str] = []
-    folders: set[str] = set()
-    readable: set[str] = set()
+    modules, folders, readable = list[str](), set[str](), set[str]()
     for name in packages:
         try:
             distribution = metadata.distribution(name)

@@ -46,58 +46,50 @@ _FATAL = "ptrace process_vm_readv process_vm_writev kexec_load init_module finit
 _MAKES = "creat mkdir mkdirat link linkat symlink symlinkat"
 """Calls that always make something new; `open` and `openat` do with some flags."""
 
-# fmt: off
-_X86_64 = {
-    "read": 0, "write": 1, "open": 2, "close": 3, "stat": 4, "fstat": 5, "lstat": 6, "poll": 7, "lseek": 8, "mmap": 9,
-    "mprotect": 10, "munmap": 11, "brk": 12, "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15, "ioctl": 16,
-    "pread64": 17, "pwrite64": 18, "readv": 19, "writev": 20, "access": 21, "pipe": 22, "select": 23,
-    "sched_yield": 24, "mremap": 25, "msync": 26, "mincore": 27, "madvise": 28, "dup": 32, "dup2": 33, "pause": 34,
-    "nanosleep": 35, "getitimer": 36, "alarm": 37, "setitimer": 38, "getpid": 39, "sendfile": 40, "sendto": 44,
-    "recvfrom": 45, "shutdown": 48, "getsockname": 51, "getpeername": 52, "socketpair": 53, "getsockopt": 55,
-    "clone": 56, "exit": 60, "uname": 63, "fcntl": 72, "flock": 73, "fsync": 74, "fdatasync": 75, "truncate": 76,
-    "ftruncate": 77, "getdents": 78, "getcwd": 79, "chdir": 80, "fchdir": 81, "rename": 82, "mkdir": 83, "rmdir": 84,
-    "creat": 85, "link": 86, "unlink": 87, "symlink": 88, "readlink": 89, "chmod": 90, "fchmod": 91, "umask": 95,
-    "gettimeofday": 96, "getrlimit": 97, "getrusage": 98, "sysinfo": 99, "times": 100, "ptrace": 101, "getuid": 102,
-    "getgid": 104, "geteuid": 107, "getegid": 108, "getppid": 110, "getpgrp": 111, "getgroups": 115, "getresuid": 118,
-    "getresgid": 120, "getpgid": 121, "getsid": 124, "rt_sigpending": 127, "rt_sigtimedwait": 128,
-    "rt_sigsuspend": 130, "sigaltstack": 131, "utime": 132, "statfs": 137, "fstatfs": 138, "getpriority": 140,
-    "mlock": 149, "munlock": 150, "arch_prctl": 158, "reboot": 169, "init_module": 175, "gettid": 186, "time": 201,
-    "futex": 202, "sched_getaffinity": 204, "epoll_create": 213, "getdents64": 217, "set_tid_address": 218,
-    "restart_syscall": 219, "fadvise64": 221, "clock_gettime": 228, "clock_getres": 229, "clock_nanosleep": 230,
-    "exit_group": 231, "epoll_wait": 232, "epoll_ctl": 233, "tgkill": 234, "utimes": 235, "kexec_load": 246,
-    "openat": 257, "mkdirat": 258, "futimesat": 261, "newfstatat": 262, "unlinkat": 263, "renameat": 264,
-    "linkat": 265, "symlinkat": 266, "readlinkat": 267, "fchmodat": 268, "faccessat": 269, "pselect6": 270,
-    "ppoll": 271, "set_robust_list": 273, "get_robust_list": 274, "splice": 275, "tee": 276, "utimensat": 280,
-    "epoll_pwait": 281, "eventfd": 284, "fallocate": 285, "eventfd2": 290, "epoll_create1": 291, "dup3": 292,
-    "pipe2": 293, "preadv": 295, "pwritev": 296, "prlimit64": 302, "getcpu": 309, "process_vm_readv": 310,
-    "process_vm_writev": 311, "finit_module": 313, "renameat2": 316, "getrandom": 318, "memfd_create": 319, "bpf": 321,
-    "membarrier": 324, "copy_file_range": 326, "statx": 332, "rseq": 334, "close_range": 436, "faccessat2": 439,
-    "epoll_pwait2": 441,
-}
-_AARCH64 = {
-    "getcwd": 17, "eventfd2": 19, "epoll_create1": 20, "epoll_ctl": 21, "epoll_pwait": 22, "dup": 23, "dup3": 24,
-    "fcntl": 25, "ioctl": 29, "flock": 32, "mkdirat": 34, "unlinkat": 35, "symlinkat": 36, "linkat": 37,
-    "renameat": 38, "statfs": 43, "fstatfs": 44, "truncate": 45, "ftruncate": 46, "fallocate": 47, "faccessat": 48,
-    "chdir": 49, "fchdir": 50, "fchmod": 52, "fchmodat": 53, "openat": 56, "close": 57, "pipe2": 59, "getdents64": 61,
-    "lseek": 62, "read": 63, "write": 64, "readv": 65, "writev": 66, "pread64": 67, "pwrite64": 68, "preadv": 69,
-    "pwritev": 70, "sendfile": 71, "pselect6": 72, "ppoll": 73, "splice": 76, "tee": 77, "readlinkat": 78,
-    "newfstatat": 79, "fstat": 80, "fsync": 82, "fdatasync": 83, "utimensat": 88, "exit": 93, "exit_group": 94,
-    "set_tid_address": 96, "futex": 98, "set_robust_list": 99, "get_robust_list": 100, "nanosleep": 101,
-    "getitimer": 102, "setitimer": 103, "kexec_load": 104, "init_module": 105, "clock_gettime": 113,
-    "clock_getres": 114, "clock_nanosleep": 115, "ptrace": 117, "sched_getaffinity": 123, "sched_yield": 124,
-    "restart_syscall": 128, "tgkill": 131, "sigaltstack": 132, "rt_sigsuspend": 133, "rt_sigaction": 134,
-    "rt_sigprocmask": 135, "rt_sigpending": 136, "rt_sigtimedwait": 137, "rt_sigreturn": 139, "getpriority": 141,
-    "reboot": 142, "getresuid": 148, "getresgid": 150, "times": 153, "getpgid": 155, "getsid": 156, "getgroups": 158,
-    "uname": 160, "getrlimit": 163, "getrusage": 165, "umask": 166, "getcpu": 168, "gettimeofday": 169, "getpid": 172,
-    "getppid": 173, "getuid": 174, "geteuid": 175, "getgid": 176, "getegid": 177, "gettid": 178, "sysinfo": 179,
-    "socketpair": 199, "getsockname": 204, "getpeername": 205, "sendto": 206, "recvfrom": 207, "getsockopt": 209,
-    "shutdown": 210, "brk": 214, "munmap": 215, "mremap": 216, "clone": 220, "mmap": 222, "fadvise64": 223,
-    "mprotect": 226, "msync": 227, "mlock": 228, "munlock": 229, "mincore": 232, "madvise": 233, "prlimit64": 261,
-    "process_vm_readv": 270, "process_vm_writev": 271, "finit_module": 273, "renameat2": 276, "getrandom": 278,
-    "memfd_create": 279, "bpf": 280, "membarrier": 283, "copy_file_range": 285, "statx": 291, "rseq": 293,
-    "close_range": 436, "faccessat2": 439, "epoll_pwait2": 441,
-}
-# fmt: on
+
+def _numbers(table: str) -> dict[str, int]:
+    return {name: int(number) for name, number in (entry.split("=") for entry in table.split())}
+
+
+_X86_64 = _numbers(
+    "read=0 write=1 open=2 close=3 stat=4 fstat=5 lstat=6 poll=7 lseek=8 mmap=9 mprotect=10 munmap=11 brk=12 "
+    "rt_sigaction=13 rt_sigprocmask=14 rt_sigreturn=15 ioctl=16 pread64=17 pwrite64=18 readv=19 writev=20 access=21 "
+    "pipe=22 select=23 sched_yield=24 mremap=25 msync=26 mincore=27 madvise=28 dup=32 dup2=33 pause=34 nanosleep=35 "
+    "getitimer=36 alarm=37 setitimer=38 getpid=39 sendfile=40 sendto=44 recvfrom=45 shutdown=48 getsockname=51 "
+    "getpeername=52 socketpair=53 getsockopt=55 clone=56 exit=60 uname=63 fcntl=72 flock=73 fsync=74 fdatasync=75 "
+    "truncate=76 ftruncate=77 getdents=78 getcwd=79 chdir=80 fchdir=81 rename=82 mkdir=83 rmdir=84 creat=85 link=86 "
+    "unlink=87 symlink=88 readlink=89 chmod=90 fchmod=91 umask=95 gettimeofday=96 getrlimit=97 getrusage=98 "
+    "sysinfo=99 times=100 ptrace=101 getuid=102 getgid=104 geteuid=107 getegid=108 getppid=110 getpgrp=111 "
+    "getgroups=115 getresuid=118 getresgid=120 getpgid=121 getsid=124 rt_sigpending=127 rt_sigtimedwait=128 "
+    "rt_sigsuspend=130 sigaltstack=131 utime=132 statfs=137 fstatfs=138 getpriority=140 mlock=149 munlock=150 "
+    "arch_prctl=158 reboot=169 init_module=175 gettid=186 time=201 futex=202 sched_getaffinity=204 epoll_create=213 "
+    "getdents64=217 set_tid_address=218 restart_syscall=219 fadvise64=221 clock_gettime=228 clock_getres=229 "
+    "clock_nanosleep=230 exit_group=231 epoll_wait=232 epoll_ctl=233 tgkill=234 utimes=235 kexec_load=246 openat=257 "
+    "mkdirat=258 futimesat=261 newfstatat=262 unlinkat=263 renameat=264 linkat=265 symlinkat=266 readlinkat=267 "
+    "fchmodat=268 faccessat=269 pselect6=270 ppoll=271 set_robust_list=273 get_robust_list=274 splice=275 tee=276 "
+    "utimensat=280 epoll_pwait=281 eventfd=284 fallocate=285 eventfd2=290 epoll_create1=291 dup3=292 pipe2=293 "
+    "preadv=295 pwritev=296 prlimit64=302 getcpu=309 process_vm_readv=310 process_vm_writev=311 finit_module=313 "
+    "renameat2=316 getrandom=318 memfd_create=319 bpf=321 membarrier=324 copy_file_range=326 statx=332 rseq=334 "
+    "close_range=436 faccessat2=439 epoll_pwait2=441"
+)
+_AARCH64 = _numbers(
+    "getcwd=17 eventfd2=19 epoll_create1=20 epoll_ctl=21 epoll_pwait=22 dup=23 dup3=24 fcntl=25 ioctl=29 flock=32 "
+    "mkdirat=34 unlinkat=35 symlinkat=36 linkat=37 renameat=38 statfs=43 fstatfs=44 truncate=45 ftruncate=46 "
+    "fallocate=47 faccessat=48 chdir=49 fchdir=50 fchmod=52 fchmodat=53 openat=56 close=57 pipe2=59 getdents64=61 "
+    "lseek=62 read=63 write=64 readv=65 writev=66 pread64=67 pwrite64=68 preadv=69 pwritev=70 sendfile=71 pselect6=72 "
+    "ppoll=73 splice=76 tee=77 readlinkat=78 newfstatat=79 fstat=80 fsync=82 fdatasync=83 utimensat=88 exit=93 "
+    "exit_group=94 set_tid_address=96 futex=98 set_robust_list=99 get_robust_list=100 nanosleep=101 getitimer=102 "
+    "setitimer=103 kexec_load=104 init_module=105 clock_gettime=113 clock_getres=114 clock_nanosleep=115 ptrace=117 "
+    "sched_getaffinity=123 sched_yield=124 restart_syscall=128 tgkill=131 sigaltstack=132 rt_sigsuspend=133 "
+    "rt_sigaction=134 rt_sigprocmask=135 rt_sigpending=136 rt_sigtimedwait=137 rt_sigreturn=139 getpriority=141 "
+    "reboot=142 getresuid=148 getresgid=150 times=153 getpgid=155 getsid=156 getgroups=158 uname=160 getrlimit=163 "
+    "getrusage=165 umask=166 getcpu=168 gettimeofday=169 getpid=172 getppid=173 getuid=174 geteuid=175 getgid=176 "
+    "getegid=177 gettid=178 sysinfo=179 socketpair=199 getsockname=204 getpeername=205 sendto=206 recvfrom=207 "
+    "getsockopt=209 shutdown=210 brk=214 munmap=215 mremap=216 clone=220 mmap=222 fadvise64=223 mprotect=226 "
+    "msync=227 mlock=228 munlock=229 mincore=232 madvise=233 prlimit64=261 process_vm_readv=270 process_vm_writev=271 "
+    "finit_module=273 renameat2=276 getrandom=278 memfd_create=279 bpf=280 membarrier=283 copy_file_range=285 "
+    "statx=291 rseq=293 close_range=436 faccessat2=439 epoll_pwait2=441"
+)
 _TABLES = {"x86_64": (0xC000003E, _X86_64), "aarch64": (0xC00000B7, _AARCH64)}
 _LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 _ALLOW, _KILL, _FAIL, _ASK = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
@@ -185,8 +177,7 @@ def _allowing(rooted: bool, supervised: bool) -> bytes:
         if not rooted:
             allowed = [name for name in allowed if name not in _MAKES.split()]
             rules = {name: lines for name, lines in rules.items() if name not in _MAKES.split()}
-    architecture, numbers = _TABLES[platform.machine()]
-    code: list[Instruction] = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
+    numbers, code = _begun(_KILL)
     if platform.machine() == "x86_64":
         code += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _KILL)]  # the x32 table
     # clone3's flags lie in memory, where a filter cannot look; the C library falls back to clone
@@ -204,6 +195,12 @@ def _allowing(rooted: bool, supervised: bool) -> bytes:
     return _bytes(code)
 
 
+def _begun(elsewhere: int) -> tuple[dict[str, int], list[Instruction]]:
+    """Numbers of calls, and a filter's beginning: `elsewhere` for calls through another architecture's table."""
+    architecture, numbers = _TABLES[platform.machine()]
+    return numbers, [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, elsewhere), (_LOAD, 0, 0, 0)]
+
+
 def supervise(*, files: bool) -> int | None:
     """Have each thread that is started, and with `files` each file that is made, wait for the listener's word."""
     try:
@@ -214,13 +211,7 @@ def supervise(*, files: bool) -> int | None:
 
 @cache
 def _asking(files: bool) -> bytes:
-    architecture, numbers = _TABLES[platform.machine()]
-    code: list[Instruction] = [
-        (_LOAD, 0, 0, 4),
-        (_EQUAL, 1, 0, architecture),
-        (_RETURN, 0, 0, _ALLOW),
-        (_LOAD, 0, 0, 0),
-    ]
+    numbers, code = _begun(_ALLOW)
     code += _when(numbers["clone"], _RULES["clone"], _ASK, _ALLOW)
     if files:
         for name, argument in (("open", 1), ("openat", 2)):
@@ -272,8 +263,6 @@ _ANSWER = struct.Struct("QqiI")
 _GO_ON = 1
 _MOST_FILES = 65
 """Files and directories made over a program's life, its standard input among them."""
-
-
 _MOST_QUESTIONS = 20_000
 """Answered over a program's life; one that is refused counts as 21. Each costs work on this side."""
 

@@ -14,7 +14,6 @@ started, removes its folder and ends; a folder whose zygote was killed is remove
 
 from __future__ import annotations
 
-import array
 import builtins
 import contextlib
 import fcntl
@@ -106,14 +105,11 @@ def _serve(control: socket.socket, folder: str, confinement: dict[str, Any]) -> 
     children: dict[int, tuple[int, str]] = {}
     count = 0
     while True:
-        data, ancillary, _, _ = control.recvmsg(65536, socket.CMSG_SPACE(2 * array.array("i").itemsize))
+        data, fds, _, _ = socket.recv_fds(control, 65536, 2)
         if not data:
             break
         request = json.loads(data)
         if "spawn" in request:
-            fds = array.array("i")
-            for _, _, body in ancillary:
-                fds.frombytes(body[: len(body) - len(body) % fds.itemsize])
             count += 1
             try:
                 scratch = tempfile.mkdtemp(dir=folder) if folder else ""
@@ -128,8 +124,7 @@ def _serve(control: socket.socket, folder: str, confinement: dict[str, Any]) -> 
             for fd in fds:
                 os.close(fd)
         else:
-            number = request["end"]
-            pid, scratch = children.pop(number)
+            pid, scratch = children.pop(number := request["end"])
             os.kill(pid, signal.SIGKILL)  # it has ended or must end; until it is waited for the number is its own
             _, status = os.waitpid(pid, 0)
             if scratch:
