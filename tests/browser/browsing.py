@@ -22,6 +22,8 @@ FLAGS = [
     *("--disable-component-update", "--disable-sync"),
 ]
 _AXE = Path(__file__).parent / "axe" / "axe.min.js"
+READER = TableReader()
+"""Its processes start once for all tests of a file."""
 WAIT = 240_000
 """Milliseconds that anything may take on a busy machine."""
 
@@ -37,8 +39,7 @@ def serving(*folders: Path) -> Iterator[str]:
     """The address at which these runs are shown."""
     listening = listen("127.0.0.1", 0)
     listening.listen(16)
-    reader = TableReader()
-    server = uvicorn_server(create_app([WatchedRun(each, reader) for each in folders], TOKEN), ConnectionLimits())
+    server = uvicorn_server(create_app([WatchedRun(each, READER) for each in folders], TOKEN), ConnectionLimits())
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
@@ -47,7 +48,6 @@ def serving(*folders: Path) -> Iterator[str]:
         server.should_exit = True
         thread.join()
         listening.close()
-        reader.close()
 
 
 class Visit:

@@ -9,7 +9,7 @@ import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,7 +33,6 @@ from covey.observe.comparison import (
     ComparedRun,
     PairedAnswers,
     accuracy_of,
-    as_json,
     chosen_steps,
     differing_settings,
     equal_step,
@@ -171,7 +170,7 @@ def _compare(
         found["versions"] = _versions(folders)
     sides, pairs = _held_out(compared, which, notes, reader)
     found["held_out"] = [{"run": label, "step": side.step, "accuracy": accuracy_of(side)} for label, side in sides]
-    found["against_first"] = [{"run": label} | as_json(result) for label, _, _, result in pairs]
+    found["against_first"] = [{"run": label} | asdict(result) for label, _, _, result in pairs]
     found["notes"] = notes
     _print(found, compared, sides, pairs)
     try:

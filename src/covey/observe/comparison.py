@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -102,22 +103,14 @@ def metric_values(run: ComparedRun, name: str, point: int | None) -> Json:
             for index, (step, _) in enumerate(points)
         ]
     within = [value for step, value in points if point is not None and step <= point]
-    best = max(points, key=lambda entry: entry[1]) if points and _should_rise(name) else None
+    rises = name.removeprefix("eval/") in ("accuracy", "reward") or name.startswith(("rewards/", "eval/rewards/"))
+    best = max(points, key=lambda entry: entry[1]) if points and rises else None
     return {
         "final": points[-1][1] if points else None,
         "best": best and best[1],
         "best_step": best and best[0],
         "equal": within[-1] if within else None,
     }
-
-
-def _should_rise(name: str) -> bool:
-    return name.removeprefix("eval/") in ("accuracy", "reward") or name.startswith(("rewards/", "eval/rewards/"))
-
-
-def _finite(value: Any) -> float | None:
-    points = series([{"step": 0, "value": value}], "value")
-    return points[0][1] if points else None
 
 
 # ---------------------------------------------------------------------- held out
@@ -173,18 +166,18 @@ def answers_of(rows: Sequence[Mapping[str, Any]], *, rewards: bool = False) -> J
     """
     judged = not rewards and any(isinstance(row.get("correct"), bool) for row in rows)
     scores: dict[str, list[float]] = {}
-    asked: dict[str, str] = {}
+    asked: dict[str, Any] = {}
     left_out = 0
     for row in rows:
-        value = row.get("correct") if judged else _finite(row.get("reward"))
-        if row.get("ended") == "failed" or not isinstance(value, bool | float):
+        value: Any = row.get("correct" if judged else "reward")
+        known = isinstance(value, bool if judged else int | float) and math.isfinite(value)
+        if row.get("ended") == "failed" or not known:
             left_out += 1
             continue
         uid = str(row.get("uid"))
         scores.setdefault(uid, []).append(float(value))
-        if uid not in asked:
-            asked[uid] = _question(row.get("prompt"))
-    by_uid = {uid: (fmean(values), asked[uid]) for uid, values in scores.items()}
+        asked.setdefault(uid, row.get("prompt"))
+    by_uid = {uid: (fmean(values), _question(asked[uid])) for uid, values in scores.items()}
     return {"judged": judged, "by_uid": by_uid, "left_out": left_out}
 
 
@@ -233,19 +226,12 @@ def pair(before: Answers, after: Answers) -> PairedAnswers:
         )
     named = [uid for uid in before.by_uid if uid in after.by_uid]
     shared = [uid for uid in named if before.by_uid[uid].question == after.by_uid[uid].question]
-    old = [before.by_uid[uid].score for uid in shared]
-    new = [after.by_uid[uid].score for uid in shared]
-    changes = list(zip(shared, old, new, strict=True))
+    old, new = ({uid: side.by_uid[uid].score for uid in shared} for side in (before, after))
     return PairedAnswers(
-        paired_difference(old, new) if shared else None,
-        [uid for uid, was, now in changes if now > was],
-        [uid for uid, was, now in changes if now < was],
+        paired_difference(list(old.values()), list(new.values())) if shared else None,
+        [uid for uid in shared if new[uid] > old[uid]],
+        [uid for uid in shared if new[uid] < old[uid]],
         len(before.by_uid) - len(named),
         len(after.by_uid) - len(named),
         len(named) - len(shared),
     )
-
-
-def as_json(found: PairedAnswers) -> Json:
-    """Plain values; `difference` is None where no question is shared."""
-    return asdict(found)

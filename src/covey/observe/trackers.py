@@ -125,8 +125,7 @@ def _small(value: Any) -> Any:
     clean = plain(value)
     if clean is None or isinstance(clean, bool | int | float):
         return clean
-    text = clean if isinstance(clean, str) else json.dumps(clean)
-    return bounded_text(text, MOST_TEXT)
+    return bounded_text(clean if isinstance(clean, str) else json.dumps(clean), MOST_TEXT)
 
 
 def bounded_text(text: str, most: int) -> str:
@@ -136,12 +135,6 @@ def bounded_text(text: str, most: int) -> str:
 
 
 # ---------------------------------------------------------------------- the trackers
-
-
-def _numbers(metrics: Metrics) -> dict[str, float]:
-    """Only finite numbers: trackers disagree on the rest."""
-    clean = ((name, plain(value)) for name, value in metrics.items())
-    return {name: value for name, value in clean if isinstance(value, (bool, int, float))}
 
 
 class _Tracker(BaseObserver, ABC):
@@ -186,11 +179,13 @@ class _Tracker(BaseObserver, ABC):
     def on_step(self, step: int, metrics: Metrics) -> None:
         self._step = step
         if step % self._every == 0:
-            self._sender.submit(self._send, step, _numbers(metrics))
+            self.on_eval(step, metrics)
 
     def on_eval(self, step: int, metrics: Metrics) -> None:
+        """Send the finite numbers: trackers disagree on the rest."""
         self._step = step
-        self._sender.submit(self._send, step, _numbers(metrics))
+        numbers = {name: number for name, value in metrics.items() if isinstance(number := plain(value), int | float)}
+        self._sender.submit(self._send, step, numbers)
 
     def on_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Send some of them, of fewer steps the longer the run is; of none unless asked to."""
@@ -221,20 +216,17 @@ class _Tracker(BaseObserver, ABC):
         """Begin, or go on with the run of `info["run_id"]` where `info["start_step"]` is above 0."""
 
     @abstractmethod
-    def _send(self, step: int, numbers: dict[str, float]) -> None:
-        """Pass the numbers of a step on."""
+    def _send(self, step: int, numbers: dict[str, float]) -> None: ...
 
     @abstractmethod
-    def _send_completions(self, step: int, columns: list[str], rows: list[list[Any]]) -> None:
-        """Pass completions on."""
+    def _send_completions(self, step: int, columns: list[str], rows: list[list[Any]]) -> None: ...
 
     @abstractmethod
     def _send_events(self, every: list[list[Any]]) -> None:
         """Pass the last sentence on; `every` has all so far as step, kind, message, for trackers that store tables."""
 
     @abstractmethod
-    def _finish(self, status: str) -> None:
-        """The run has ended: `finished`, `stopped` or `failed`."""
+    def _finish(self, status: str) -> None: ...
 
 
 class TensorBoardTracker(_Tracker):
@@ -330,8 +322,8 @@ class MLflowTracker(_Tracker):
             self._run = before[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
             return
-        tags = {"covey.run_id": run_id}
-        self._run = self._client.create_run(number, run_name=self._name, tags=tags).info.run_id
+        made = self._client.create_run(number, run_name=self._name, tags={"covey.run_id": run_id})
+        self._run = made.info.run_id
         for section, fields in config.items():
             settings = fields.items() if isinstance(fields, Mapping) else [("", fields)]
             known = [(f"{section}.{name}".rstrip("."), bounded_text(str(value), 500)) for name, value in settings]
@@ -339,10 +331,8 @@ class MLflowTracker(_Tracker):
 
     def _send(self, step: int, numbers: dict[str, float]) -> None:
         now = int(1000 * time.time())
-        metrics = [
-            self._module.entities.Metric(re.sub(r"[^\w/:. -]", "_", name)[:250], float(value), now, step)
-            for name, value in numbers.items()
-        ]
+        known = ((re.sub(r"[^\w/:. -]", "_", name)[:250], float(value)) for name, value in numbers.items())
+        metrics = [self._module.entities.Metric(name, value, now, step) for name, value in known]
         for start in range(0, len(metrics), 500):
             self._client.log_batch(self._run, metrics=metrics[start : start + 500])
 
@@ -398,16 +388,10 @@ def make_observers(
     if run_folder is not None:
         observers.add(RunFolderWriter(run_folder, log_completions=log_completions))
     if console is not False:
-        observers.add(
-            ConsoleProgress(
-                None if console is True else console,
-                logging_steps=logging_steps,
-                num_completions_to_print=num_completions_to_print,
-            )
-        )
-    for name in dict.fromkeys(names):
-        if name == "none":
-            continue
+        screen = None if console is True else console
+        shown: dict[str, Any] = {"logging_steps": logging_steps, "num_completions_to_print": num_completions_to_print}
+        observers.add(ConsoleProgress(screen, **shown))
+    for name in dict.fromkeys(each for each in names if each != "none"):
         if name not in _TRACKERS:
             near = get_close_matches(name, _TRACKERS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"set run.report_to to {', '.join(_TRACKERS)} or 'none'"
