@@ -45,8 +45,13 @@ class ComparedRun:
 
 def differing_settings(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
     """Settings that are not equal in all runs, with the value of each; without those that only say where it is."""
-    names = sorted({name for run in runs for name in run.settings} - set(_OWN))
-    values = {name: [run.settings.get(name) for run in runs] for name in names}
+    return differing([run.settings for run in runs], _OWN)
+
+
+def differing(tables: Sequence[Mapping[str, Any]], without: Sequence[str]) -> dict[str, list[Any]]:
+    """What is not equal in all of them, by name, with the value of each."""
+    names = sorted({name for table in tables for name in table} - set(without))
+    values = {name: [table.get(name) for table in tables] for name in names}
     return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
 
 

@@ -99,8 +99,7 @@ class ConsoleProgress(BaseObserver):
 
     def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         """Say what runs and begin the bar. `info`: `total_steps`, `start_step`, `name`, `last_eval` (of a resume)."""
-        self._total = info.get("total_steps")
-        self._start_step = int(info.get("start_step") or 0)
+        self._total, self._start_step = info.get("total_steps"), int(info.get("start_step") or 0)
         self._started = time.monotonic()
         name = visible(str(info.get("name") or "run"), 80)
         length = f"{self._total} steps" if self._total else "no fixed number of steps"
@@ -135,11 +134,8 @@ class ConsoleProgress(BaseObserver):
         interval = "" if low is None or high is None else f" (95 %: {format_number(low)} to {format_number(high)})"
         kinds = [(name[14:], value) for name, value in metrics.items() if name.startswith("eval/accuracy/")]
         interval += "".join(f", {visible(kind, 40)} {format_number(value)}" for kind, value in kinds)
-        values = [
-            f"{label} {format_number(metrics[name])}{interval if name == 'eval/accuracy' else ''}"
-            for name, label in (("eval/accuracy", "accuracy"), ("eval/reward", "reward"))
-            if name in metrics
-        ]
+        about = (("eval/accuracy", "accuracy", interval), ("eval/reward", "reward", ""))
+        values = [f"{label} {format_number(metrics[name])}{more}" for name, label, more in about if name in metrics]
         self._say(f"evaluation at step {step}: {', '.join(values) or 'done'}")
 
     def _note_held_out(self, step: int, metrics: Metrics) -> None:
@@ -182,9 +178,7 @@ class ConsoleProgress(BaseObserver):
 
 
 def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest} s"
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

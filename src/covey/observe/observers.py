@@ -100,8 +100,7 @@ class RunFolderWriter(BaseObserver):
 
     def __init__(self, folder: RunFolder, *, log_completions: bool = True) -> None:
         """Take an open folder; it stays the caller's to close."""
-        self._folder = folder
-        self._log_completions = log_completions
+        self._folder, self._log_completions = folder, log_completions
 
     def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         start = int(info.get("start_step") or 0)
@@ -110,8 +109,7 @@ class RunFolderWriter(BaseObserver):
     def on_step(self, step: int, metrics: Metrics) -> None:
         self._folder.append_metrics(step, metrics)
 
-    def on_eval(self, step: int, metrics: Metrics) -> None:
-        self._folder.append_metrics(step, metrics)
+    on_eval = on_step
 
     def on_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the step's table, if completions are wanted."""

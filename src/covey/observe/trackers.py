@@ -33,7 +33,6 @@ MOST_CALLS = 2_000
 MOST_ROWS, MOST_TABLE_BYTES, MOST_TEXT, MOST_COLUMNS = 200, 256 << 10, 1_000, 30
 MOST_EVENTS = 500
 _DENSE = 50
-
 _FIRST = ("group", "sample", "uid", "prompt", "completion", "reward", "advantage", "correct", "masked_by", "length")
 
 
@@ -42,8 +41,7 @@ class Sender:
 
     def __init__(self, name: str, *, most: int = MOST_CALLS, patience: float) -> None:
         """Set up; the thread starts with the first call."""
-        self._name = name
-        self._patience = patience
+        self._name, self._patience = name, patience
         self._calls: queue.Queue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = queue.Queue(most)
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -78,9 +76,8 @@ class Sender:
                 raise TimeoutError(f"{self._name} has taken nothing for {self._patience:g} s") from None
             self._thread.join(self._patience)
             if self._thread.is_alive():
-                raise TimeoutError(
-                    f"{self._name} did not finish within {self._patience:g} s; the run folder has what it has not"
-                )
+                late = f"{self._name} did not finish within {self._patience:g} s"
+                raise TimeoutError(f"{late}; the run folder has what it has not")
         self._raise_failure()
 
     def _raise_failure(self) -> None:
@@ -155,20 +152,16 @@ class _Tracker(BaseObserver, ABC):
         try:
             self._module: Any = importlib.import_module(self.package)
         except ImportError as error:
-            raise ConfigError(
-                f"report_to={extra!r}: the package {error.name or self.package} is not installed; install it with "
-                f"`pip install covey[{extra}]`, or take {extra!r} out of run.report_to"
-            ) from error
+            what = f"report_to={extra!r}: the package {error.name or self.package} is not installed; install it with"
+            fix = f"`pip install covey[{extra}]`, or take {extra!r} out of run.report_to"
+            raise ConfigError(f"{what} {fix}") from error
         # Some look at every value for figures, in the other thread, while the run's may be importing this.
         importlib.import_module("matplotlib.figure")
-        self._folder = folder
-        self._name = name
+        self._folder, self._name, self._completions = folder, name, completions
         self._every = max(1, logging_steps)
-        self._completions = completions
-        self._step = 0
         self._events: list[list[Any]] = []
+        self._step = self._tables = 0
         self._sender = Sender(type(self).__name__, patience=self.patience)
-        self._tables = 0
 
     def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         """Begin a run at the tracker, or go on with the same one."""
@@ -236,9 +229,8 @@ class TensorBoardTracker(_Tracker):
 
     def _start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         start = int(info.get("start_step") or 0)
-        self._writer = self._module.SummaryWriter(
-            str(self._folder / "tensorboard"), purge_step=start + 1 if start else None
-        )
+        again = start + 1 if start else None
+        self._writer = self._module.SummaryWriter(str(self._folder / "tensorboard"), purge_step=again)
         if not start:
             self._write("config", json.dumps(config, indent=1), 0)
 
@@ -268,9 +260,8 @@ class TrackioTracker(_Tracker):
     package = "trackio"
 
     def _start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-        self._module.init(
-            project=str(info.get("project") or "covey"), name=self._name, config=config, **self._options(info)
-        )
+        project = str(info.get("project") or "covey")
+        self._module.init(project=project, name=self._name, config=config, **self._options(info))
 
     def _options(self, info: Mapping[str, Any]) -> dict[str, Any]:
         return {"resume": "allow"}
@@ -350,10 +341,7 @@ class MLflowTracker(_Tracker):
 
 
 _TRACKERS: dict[str, Callable[[Path, str, int, int], Observer]] = {
-    "tensorboard": TensorBoardTracker,
-    "wandb": WandbTracker,
-    "trackio": TrackioTracker,
-    "mlflow": MLflowTracker,
+    **{"tensorboard": TensorBoardTracker, "wandb": WandbTracker, "trackio": TrackioTracker, "mlflow": MLflowTracker}
 }
 
 
