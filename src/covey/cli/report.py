@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from covey.training.evaluate import Question
 
 _MOST_CONFIG = 1 << 20
-_MOST_ROWS = 60
-_READ, _RANKED, _SAMPLED = 200, 10, 3
+_MOST_ROWS, _READ, _RANKED, _SAMPLED = 60, 200, 10, 3
 _TEXT, _EXCERPT, _NOTE = 2_000, 300, 300
 """Characters of a completion that is read, of one in the overview, and of what a verifier logged."""
 _WRAPPED = 50_000

@@ -56,10 +56,8 @@ def differing(tables: Sequence[Mapping[str, Any]], without: Sequence[str]) -> di
 
 
 def group_seeds(runs: Sequence[ComparedRun]) -> dict[str, list[Records]]:
-    """Runs that differ in their seed only, under one label each, as `draw_comparison` takes them.
-
-    Raises:
-        ConfigError: a run is alone with its settings, or two runs of a group have one seed.
+    """Runs that differ in their seed only, under one label each, as `draw_comparison` takes them. ConfigError where a
+    run is alone with its settings, or two of a group have one seed.
     """
 
     def differing(one: ComparedRun, other: ComparedRun) -> dict[str, list[Any]]:
@@ -143,11 +141,7 @@ class Answers:
 
 
 def chosen_steps(spec: str, there: list[int], option: str) -> list[int]:
-    """Of the steps that have a table, those that `12`, `10:20`, `10:`, `first`, `last` or `all` names.
-
-    Raises:
-        ConfigError: it names none, or is none of these.
-    """
+    """Of the steps that have a table, those that `12`, `10:20`, `10:`, first, last or all names, or a ConfigError."""
     if spec in ("all", "first", "last"):
         return there if spec == "all" else [there[0 if spec == "first" else -1]]
     low, colon, high = spec.partition(":")
@@ -158,10 +152,9 @@ def chosen_steps(spec: str, there: list[int], option: str) -> list[int]:
     chosen = [number for number in there if first <= number <= last]
     if not chosen:
         near = sorted(there, key=lambda number: min(abs(number - first), abs(number - last)))[:3]
-        raise ConfigError(
-            f"{option}={spec}: the run has no table of it; there are {len(there)}, from {there[0]} to {there[-1]}, the "
-            f"nearest {' and '.join(str(number) for number in sorted(near))}"
-        )
+        known = f"there are {len(there)}, from {there[0]} to {there[-1]}"
+        nearest = " and ".join(str(number) for number in sorted(near))
+        raise ConfigError(f"{option}={spec}: the run has no table of it; {known}, the nearest {nearest}")
     return chosen
 
 
@@ -219,16 +212,11 @@ class PairedAnswers:
 
 
 def pair(before: Answers, after: Answers) -> PairedAnswers:
-    """Compare two evaluations question by question.
-
-    Raises:
-        DataError: one is judged right and wrong, the other by rewards only.
-    """
+    """Compare two evaluations by question; DataError where one is judged right and wrong, one by rewards only."""
     if before.judged != after.judged:
-        raise DataError(
-            f"{before.path} and {after.path}: only one of them says which answers are right; name a reward in "
-            "rewards.correctness of both runs, or compare their rewards"
-        )
+        what = "only one of them says which answers are right"
+        fix = "name a reward in rewards.correctness of both runs, or compare their rewards"
+        raise DataError(f"{before.path} and {after.path}: {what}; {fix}")
     named = [uid for uid in before.by_uid if uid in after.by_uid]
     shared = [uid for uid in named if before.by_uid[uid].question == after.by_uid[uid].question]
     old, new = ({uid: side.by_uid[uid].score for uid in shared} for side in (before, after))

@@ -139,8 +139,7 @@ def read_table(path: Path, columns: Sequence[str] | None = None, *, limited: boo
             if nested:
                 raise RunFolderError(f"{path}: {nested[0][:100]!r} holds lists, which no run writes; delete the file")
             names = columns and [name for name in columns if name in fields.names]
-            rows: list[Record] = table.read(columns=names, use_threads=False).to_pylist()
-            return rows
+            return list(table.read(columns=names, use_threads=False).to_pylist())
         except RunFolderError:
             raise
         except (pa.ArrowException, OSError, ValueError, OverflowError) as error:

@@ -31,11 +31,8 @@ _PANELS = (
 
 def series(records: Records, name: str) -> Points:
     """(step, value) of a metric where it is a finite number; of two lines for one step the later counts."""
-    points: dict[int, float] = {}
-    for record in records:
-        value = record.get(name)
-        if isinstance(value, (int, float)) and math.isfinite(value) and isinstance(record.get("step"), int):
-            points[record["step"]] = float(value)
+    known = [(record["step"], record.get(name)) for record in records if isinstance(record.get("step"), int)]
+    points = {step: float(value) for step, value in known if isinstance(value, int | float) and math.isfinite(value)}
     return sorted(points.items())
 
 

@@ -21,12 +21,8 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """One reason why a run does not learn.
-
-    Attributes:
-        code: short stable name, e.g. `groups_all_wrong`.
-        message: what is the matter, with the numbers.
-        fix: what to do about it.
+    """One reason why a run does not learn: its short stable name (`code`, e.g. `groups_all_wrong`), what is the matter,
+    with the numbers (`message`), and what to do about it (`fix`).
     """
 
     code: str

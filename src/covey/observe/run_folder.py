@@ -60,11 +60,7 @@ class FolderLock:
     NAME = "run.lock"
 
     def __init__(self, folder: Path) -> None:
-        """Takes the lock.
-
-        Raises:
-            RunFolderError: another live process, or this one, is writing this run.
-        """
+        """Take the lock; RunFolderError where another live process, or this one, is writing this run."""
         self._path = folder / self.NAME
         self._key = os.path.realpath(self._path)
         if self._key in _held:
@@ -194,13 +190,11 @@ class RunFolder:
         with files.explained(folder, "create the run folder"):
             folder.mkdir(parents=True, exist_ok=True)
         _probe(folder, needed_bytes)
-        run = cls(folder, writable=True)
-        try:
+        with contextlib.ExitStack() as undo:
+            run = undo.enter_context(cls(folder, writable=True))
             known = {"run_id": uuid.uuid4().hex[:12], "needs_python": needs_python, **collect_versions()}
             files.write_atomically(run.versions_path, json.dumps(known, indent=1) + "\n")
-        except BaseException:
-            run.close()
-            raise
+            undo.pop_all()
         return run
 
     @classmethod
@@ -231,16 +225,14 @@ class RunFolder:
         """
         folder = cls._existing(path)
         _probe(folder, needed_bytes)
-        run = cls(folder, writable=True)
-        try:
+        with contextlib.ExitStack() as undo:
+            run = undo.enter_context(cls(folder, writable=True))
             now, before = collect_versions(), run.versions()
             changed = {name: value for name, value in now.items() if before.get(name) != value}
             if changed:
                 was = ", ".join(f"{name} {before.get(name)} -> {value}" for name, value in sorted(changed.items()))
                 run.append_event("versions", f"resumed with other versions: {was}")
-        except BaseException:
-            run.close()
-            raise
+            undo.pop_all()
         return run
 
     @classmethod

@@ -51,16 +51,9 @@ def share(count: int, total: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
-    """Before and after on the same problems.
-
-    Attributes:
-        difference: mean after - mean before.
-        low: lower end of the confidence interval of `difference`.
-        high: upper end.
-        p_value: two-sided probability of a difference at least this large if nothing had changed.
-        gained: problems that went up.
-        lost: problems that went down.
-        total: problems.
+    """Before and after on the same problems: mean after - mean before with its confidence interval (`low` to `high`),
+    the two-sided probability (`p_value`) of a difference at least this large if nothing had changed, and how many of
+    the `total` problems went up (`gained`) and down (`lost`).
     """
 
     difference: float

@@ -47,12 +47,7 @@ class Sender:
         self._thread: threading.Thread | None = None
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> None:
-        """Have `call(*arguments)` made, soon.
-
-        Raises:
-            Exception: of an earlier call.
-            TimeoutError: too many calls wait.
-        """
+        """Have `call(*arguments)` made, soon; raises what an earlier call raised, TimeoutError where too many wait."""
         self._raise_failure()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"covey-{self._name}", daemon=True)
@@ -63,11 +58,8 @@ class Sender:
             raise TimeoutError(f"{self._calls.maxsize} calls wait for {self._name}, which takes none") from None
 
     def close(self) -> None:
-        """Wait until all calls were made.
-
-        Raises:
-            Exception: of a call.
-            TimeoutError: they were not, within the patience; the thread ends with the process.
+        """Wait until all calls were made, and raise what one raised; TimeoutError where they were not, within the
+        patience: the thread ends with the process.
         """
         if self._thread is not None:
             try:
