@@ -193,9 +193,7 @@ ANYTHING = st.one_of(st.none(), st.floats(), st.integers(), st.just("text"), st.
 @settings(deadline=None)
 @given(st.lists(st.dictionaries(st.sampled_from(sorted(HEALTHY)), ANYTHING), max_size=12))
 def test_no_metrics_break_the_doctor(steps):
-    for diagnosis in diagnose(steps):
-        assert diagnosis.message
-        assert diagnosis.fix
+    assert all(diagnosis.message and diagnosis.fix for diagnosis in diagnose(steps))
 
 
 def test_the_doctor_reads_only_metrics_that_are_defined():

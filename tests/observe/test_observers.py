@@ -114,15 +114,10 @@ def test_plain_console_prints_a_line_every_few_steps() -> None:
     progress.on_step(6, {"reward": 0.5})  # what was held out is many steps old: it says of which one it is
     assert text.getvalue().splitlines()[-1].startswith("step 6/5  reward 0.500  held-out 0.425 (step 5)")
     assert "hidden" not in text.getvalue()
-
-
-def test_a_resumed_console_knows_what_was_held_out() -> None:
-    text = io.StringIO()
-    progress = ConsoleProgress(Console(file=text, width=200))
-    last = {"step": 3, "eval/reward": 0.9, "eval/accuracy": 0.425}
-    progress.on_run_start({}, {"total_steps": 9, "start_step": 4, "name": "demo", "last_eval": last})
-    progress.on_step(5, {"reward": 0.5})
-    assert text.getvalue().splitlines()[-1].startswith("step 5/9  reward 0.500  held-out 0.425 (step 3)")
+    last = {"step": 3, "eval/reward": 0.9, "eval/accuracy": 0.3}
+    progress.on_run_start({}, {"total_steps": 9, "start_step": 4, "name": "demo", "last_eval": last})  # a resume
+    progress.on_step(6, {"reward": 0.5})
+    assert text.getvalue().splitlines()[-1].startswith("step 6/9  reward 0.500  held-out 0.300 (step 3)")
 
 
 def test_live_console_shows_a_bar_and_ends_cleanly() -> None:
@@ -316,13 +311,10 @@ def test_too_many_waiting_calls_are_an_error() -> None:
 # ---------------------------------------------------------------------- how much
 
 
-def test_long_runs_send_rarely() -> None:
+def test_long_runs_send_rarely_and_tables_are_bounded() -> None:
     taken = [number for number in range(1, 1001) if is_due(number)]
     assert taken[:103] == [*range(1, 51), *range(52, 152, 2), 152, 156, 160]
     assert sum(map(is_due, range(1, 1_000_001))) < 750
-
-
-def test_tables_are_bounded() -> None:
     rows = [{"reward": float(n), "completion": "x" * 5000, "other": [n], "bad": "\ud800\0"} for n in range(1000)]
     columns, table = bounded_table(rows, 3)
     assert columns == ["completion", "reward", "other", "bad"]

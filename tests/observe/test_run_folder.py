@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from huggingface_hub import ModelCard
 
 from covey import files
@@ -99,11 +100,6 @@ def test_metrics_come_back_with_null_for_what_is_no_number(tmp_path):
         # a reader needs no lock and may look while the run writes
         second = {"step": 2, "reward": 0.1, "phase": 0, "nested": {"a": [1.0, None]}}
         assert RunFolder.read(tmp_path).read_metrics()[1] == second
-
-
-def test_plain_values():
-    import torch
-
     assert plain(torch.tensor([1.5, float("nan")])) == [1.5, None]
     assert plain((np.bool_(True), None, "x", Path("a"))) == [True, None, "x", "a"]
 
@@ -180,50 +176,36 @@ def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
 
 
 def test_truncate_after_forgets_later_steps(tmp_path):
-    with RunFolder.create(tmp_path) as run:
-        for step in range(1, 6):
-            run.append_metrics(step, {"reward": step / 10})
+    """A replayed run writes the same bytes."""
+
+    def run_steps(run, *numbers):
+        for step in numbers:
+            run.append_metrics(step, {"reward": 1 / (3 * step)})
             run.write_completions(step, [{"completion": str(step)}])
             run.write_evaluation(step, [{"correct": True}])
-        run.append_metrics(3, {"eval/accuracy": 0.3})
-        run.append_metrics(5, {"eval/accuracy": 0.5})
-        run.truncate_after(3)
-        assert [record["step"] for record in run.read_metrics()] == [1, 2, 3, 3]
-        assert run.completion_steps() == run.evaluation_steps() == [1, 2, 3]
-        assert run.read_evaluation(3) == [{"correct": True}]
-        run.append_metrics(4, {"reward": 9.0})
-        assert [record["step"] for record in run.read_metrics()] == [1, 2, 3, 3, 4]
-
-
-def test_a_replayed_run_writes_the_same_metrics(tmp_path):
-    def run_steps(name, open_folder, numbers, after=None):
-        with open_folder(tmp_path / name) as run:
-            if after is not None:
-                run.truncate_after(after)
-            for step in numbers:
-                run.append_metrics(step, {"reward": 1 / (3 * step)})
+        run.append_metrics(step, {"eval/accuracy": step / 10})
         return run.metrics_path.read_bytes()
 
-    straight = run_steps("straight", RunFolder.create, range(1, 9))
-    run_steps("resumed", RunFolder.create, range(1, 7))
-    assert run_steps("resumed", RunFolder.open, range(5, 9), after=4) == straight
+    with RunFolder.create(tmp_path) as run:
+        short, whole = run_steps(run, 1, 2, 3), run_steps(run, 4, 5)
+    with RunFolder.open(tmp_path) as run:
+        run.truncate_after(3)
+        assert run.metrics_path.read_bytes() == short
+        assert run.completion_steps() == run.evaluation_steps() == [1, 2, 3]
+        assert run.read_evaluation(3) == [{"correct": True}]
+        assert run_steps(run, 4, 5) == whole
+        assert [record["step"] for record in run.read_metrics()] == [1, 2, 3, 3, 4, 5, 5]
 
 
-def test_events_and_log(tmp_path):
+def test_events_and_the_log_tell_of_a_resume_with_other_versions(tmp_path):
     with RunFolder.create(tmp_path) as run:
         run.append_event("doctor", "all rewards are 0 \ud800")
-        assert [(event["kind"], event["message"]) for event in run.read_events()] == [
-            ("doctor", "all rewards are 0 \ud800")
-        ]
         assert run.log_path.read_text().endswith(" doctor: all rewards are 0 ?\n")
-
-
-def test_a_resume_with_other_versions_is_noted(tmp_path):
-    with RunFolder.create(tmp_path) as run:
         files.write_atomically(run.versions_path, json.dumps({**run.versions(), "torch": "0.4"}))
     with RunFolder.open(tmp_path) as run:
-        (event,) = run.read_events()
-        assert "torch 0.4 -> " in event["message"]
+        first, second = run.read_events()
+        assert (first["kind"], first["message"]) == ("doctor", "all rewards are 0 \ud800")
+        assert "torch 0.4 -> " in second["message"]
         assert run.versions()["torch"] == "0.4"
 
 
@@ -237,14 +219,11 @@ def test_damaged_versions_are_a_clear_error(tmp_path):
     RunFolder.open(tmp_path).close()  # the failed opens gave the lock back
 
 
-def test_one_writer_in_a_process(tmp_path):
+def test_one_writer_in_and_among_processes_and_a_dead_one_does_not_count(tmp_path):
     already = "already open for writing in this process"
-    with RunFolder.create(tmp_path), pytest.raises(RunFolderError, match=already):
-        RunFolder.open(tmp_path)
-    RunFolder.open(tmp_path).close()
-
-
-def test_one_writer_among_processes_and_a_dead_one_does_not_count(tmp_path):
+    with RunFolder.create(tmp_path / "own") as run, pytest.raises(RunFolderError, match=already):
+        RunFolder.open(run.path)
+    RunFolder.open(run.path).close()
     script = """
 import os, sys, time
 from covey.observe.run_folder import RunFolder
@@ -255,17 +234,17 @@ if child == 0:
 print(child, flush=True)
 time.sleep(60)
 """
-    command = [sys.executable, "-c", script, str(tmp_path)]
+    command = [sys.executable, "-c", script, str(tmp_path / "other")]
     writer = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
     orphan = int(writer.stdout.readline())
     try:
         with pytest.raises(RunFolderError, match=f"being written by process {writer.pid} on "):
-            RunFolder.open(tmp_path)
+            RunFolder.open(tmp_path / "other")
         writer.send_signal(signal.SIGKILL)
         writer.wait()
         os.kill(orphan, 0)
-        with RunFolder.open(tmp_path) as run:
+        with RunFolder.open(tmp_path / "other") as run:
             run.append_metrics(1, {})
     finally:
         os.kill(orphan, signal.SIGKILL)
@@ -291,41 +270,20 @@ def test_without_file_locks_the_process_id_decides(tmp_path, monkeypatch):
         RunFolder.open(tmp_path).close()
 
 
-# ---------------------------------------------------------------------- the model card
+def test_the_card_says_what_the_run_folder_says(tmp_path):
+    def evaluate(step, right, low, high):
+        accuracy = {"eval/accuracy": right, "eval/accuracy_low": low, "eval/accuracy_high": high}
+        run.append_metrics(step, {"eval/reward": right, **accuracy, "eval/num_completions": 200.0})
 
-CONFIG = """
-[model]
-model = "me/base"
-use_peft = false
-lora_r = 16
-[data]
-task = "arithmetic"
-[optim]
-learning_rate = 1e-5
-[run]
-seed = 3
-"""
-
-
-def evaluation(right, low, high):
-    accuracy = {"eval/accuracy": right, "eval/accuracy_low": low, "eval/accuracy_high": high}
-    return {"eval/reward": right, **accuracy, "eval/num_completions": 200.0}
-
-
-@pytest.fixture
-def carded(tmp_path):
-    with RunFolder.create(tmp_path / "run") as folder:
-        folder.write_config(CONFIG)
-        folder.append_metrics(0, evaluation(0.41, 0.344, 0.479))
+    with RunFolder.create(tmp_path / "run") as run:
+        model, data = 'model = {model = "me/base", use_peft = false, lora_r = 16}', 'data = {task = "arithmetic"}'
+        run.write_config(f"{model}\n{data}\noptim = {{learning_rate = 1e-5}}\nrun = {{seed = 3}}\n")
+        evaluate(0, 0.41, 0.344, 0.479)
         for step in (1, 2, 3):
-            folder.append_metrics(step, {"reward": 0.5, "rewards/right/mean": 0.5, "rewards/short/mean": 0.1})
-        folder.append_metrics(2, evaluation(0.625, 0.556, 0.689))
-        folder.append_metrics(3, evaluation(0.9, 0.85, 0.93))
-    return RunFolder.read(tmp_path / "run")
-
-
-def test_the_card_of_the_last_step(carded):
-    card = ModelCard(model_card(carded, name="me/mine", base_model="me/base", tags=["numbers"]))
+            run.append_metrics(step, {"reward": 0.5, "rewards/right/mean": 0.5, "rewards/short/mean": 0.1})
+        evaluate(2, 0.625, 0.556, 0.689)
+        evaluate(3, 0.9, 0.85, 0.93)
+    card = ModelCard(model_card(run, name="me/mine", base_model="me/base", tags=["numbers"]))
     assert (card.data.base_model, card.data.eval_results[0].metric_value) == ("me/base", 0.9)
     assert {"covey", "numbers"} <= set(card.data.tags)
     for sentence in (
@@ -337,15 +295,10 @@ def test_the_card_of_the_last_step(carded):
     assert "lora_r" not in card.text  # all weights were trained
     assert "learning_curve.png" not in card.text  # there is none
 
+    earlier = model_card(run, name="me/mine", base_model="me/base", step=2, kind="adapter")
+    assert "| after | 2 | accuracy 62.5 % | 55.6 to 68.9 % | 200 |" in earlier
+    assert ("90 %" in earlier, "AutoPeftModelForCausalLM" in earlier) == (False, True)
 
-def test_the_card_of_an_earlier_step(carded):
-    text = model_card(carded, name="me/mine", base_model="me/base", step=2, kind="adapter")
-    assert "| after | 2 | accuracy 62.5 % | 55.6 to 68.9 % | 200 |" in text
-    assert ("90 %" in text, "AutoPeftModelForCausalLM" in text) == (False, True)
-
-
-def test_on_a_card_this_machine_has_no_path(carded, tmp_path):
-    text = model_card(carded, name="mine", base_model=str(tmp_path), dataset_name="me/rows")
-    assert str(tmp_path) not in text
-    assert ModelCard(text).data.base_model is None
-    assert ModelCard(text).data.datasets == ["me/rows"]
+    local = model_card(run, name="mine", base_model=str(tmp_path), dataset_name="me/rows")
+    assert str(tmp_path) not in local
+    assert (ModelCard(local).data.base_model, ModelCard(local).data.datasets) == (None, ["me/rows"])

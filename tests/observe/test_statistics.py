@@ -41,14 +41,11 @@ def test_wilson_ends_are_where_the_score_test_just_rejects(counts):
             assert abs(correct / total - end) == pytest.approx(half, abs=1e-9)
 
 
-def test_mcnemar_worked_by_hand():
+def test_mcnemar_worked_by_hand_and_by_the_binomial_test():
     # 8 up, 2 down: 2 (C(10,0) + C(10,1) + C(10,2)) / 2^10 = 2 * 56 / 1024
     assert mcnemar_exact(8, 2) == mcnemar_exact(2, 8) == 112 / 1024
     assert mcnemar_exact(5, 5) == mcnemar_exact(0, 0) == 1.0
     assert mcnemar_exact(6, 0) == 2 / 64
-
-
-def test_mcnemar_is_the_binomial_test():
     scipy = pytest.importorskip("scipy.stats")
     for gained, lost in ((0, 1), (3, 9), (9, 3), (17, 17), (40, 22), (1, 200)):
         expected = scipy.binomtest(gained, gained + lost, 0.5).pvalue
@@ -82,6 +79,9 @@ def test_paired_right_and_wrong():
     assert result.difference == pytest.approx(0.2)
     assert result.p_value == 2 * (1 + 8 + 28) / 256
     # Bonett and Price: 7/22 and 3/22, difference 4/22, se sqrt((10/22 - (4/22)²) / 22) = 0.138414
+    for some, others in (([1], [1, 0]), ([], [])):
+        with pytest.raises(ValueError, match="one value for each problem"):
+            paired_difference(some, others)
     half = 1.959964 * 0.138414
     assert (result.low, result.high) == pytest.approx((4 / 22 - half, 4 / 22 + half), abs=1e-5)
 
@@ -98,12 +98,6 @@ def test_paired_scores_by_bootstrap():
     assert paired_difference(before, before + shift) == result
     same = paired_difference([0.5, 0.25, 0.3], [0.5, 0.25, 0.3])
     assert (same.difference, same.low, same.high, same.p_value) == (0, 0, 0, 1.0)
-
-
-def test_scores_that_do_not_pair_are_refused():
-    for before, after in (([1], [1, 0]), ([], [])):
-        with pytest.raises(ValueError, match="one value for each problem"):
-            paired_difference(before, after)
 
 
 # ---------------------------------------------------------------------- the multiple-choice report
@@ -172,14 +166,10 @@ def test_likelihood_by_hand() -> None:
     first, second = 0.2**2 + 0.1**2 + 2 * 0.05**2, 0.6**2 + 0.8**2 + 2 * 0.1**2
     assert found["brier"] == pytest.approx((first + second) / 2)
     assert [b["questions"] for b in found["bins"]] == [1, 1]
-
-
-def test_questions_with_fewer_options() -> None:
-    some = rows("AB")
+    some = rows("AB")  # with fewer options
     some[1] = some[1] | {"options": {"A": "x", "B": "y"}}
     probabilities = np.array([[0.4, 0.3, 0.2, 0.1], [0.2, 0.6, np.nan, np.nan]])
-    found = choices.likelihood(some, answered("AB", probabilities=probabilities))
-    assert found["accuracy"]["share"] == 1.0
+    assert choices.likelihood(some, answered("AB", probabilities=probabilities))["accuracy"]["share"] == 1.0
     assert letter_prior(some, answered("AB"))["uniform"] == (1 / 4 + 1 / 2) / 2
 
 

@@ -67,7 +67,7 @@ def finished(trained: list[Path]) -> Path:
     return trained[0]
 
 
-def test_a_real_run_is_told_as_it_was_recorded(finished: Path, open_page: Any) -> None:
+def test_a_real_run_is_told_as_it_was_recorded_and_its_ledger_adds_up(finished: Path, open_page: Any) -> None:
     page, run = open_page(finished), RunFolder.read(finished)
     (about,) = page.ask("runs")
     assert (about["label"], about["max_steps"], about["versions"]["run_id"]) == ("a", 4, run.run_id)
@@ -107,11 +107,9 @@ def test_a_real_run_is_told_as_it_was_recorded(finished: Path, open_page: Any) -
     assert page.ask("describe", name="reward")["reward"][1].startswith("mean over completions")
     assert page.ask("0/doctor") == {"said": [], "more": False}  # too few steps for it to say anything
 
-
-def test_a_ledger_is_told_token_by_token_and_adds_up(finished: Path, open_page: Any) -> None:
-    page, run = open_page(finished), RunFolder.read(finished)
+    # and its ledger, token by token, adds up
     completions = page.ask("0/ledger", step=4)["completions"]
-    loss = next(line["loss"] for line in run.read_metrics() if line["step"] == 4 and "loss" in line)
+    loss = next(line["loss"] for line in recorded if line["step"] == 4 and "loss" in line)
     assert sum(each["loss"] for each in completions) == pytest.approx(loss, abs=1e-6)
     one = completions[0]
     tokens = page.ask(f"0/ledger/{one['row']}", step=4)["tokens"]
@@ -130,7 +128,8 @@ def test_search_and_filters_choose_completions(written: Any, open_page: Any) -> 
         {"group": 1, "sample": 0, "uid": "b", "prompt": "3+3?", "completion": "four", "reward": 0.5, "correct": False},
         {"group": 1, "sample": 1, "uid": "b", "prompt": "3+3?", "completion": "eight", "reward": 0.5, "correct": False},
     ]  # fmt: skip
-    page = open_page(written(rows).path)
+    talk = {"group": 0, "uid": "a", "prompt": [{"role": "user", "content": 'Où "est"\nla gare?'}], "completion": "ici"}
+    page = open_page(written(rows, [talk | {"reward": 1.0, "length": 3}]).path)
 
     def chosen(**query: Any) -> list[str]:
         groups = page.ask("0/completions", step=1, **query)["groups"]
@@ -141,12 +140,7 @@ def test_search_and_filters_choose_completions(written: Any, open_page: Any) -> 
     assert chosen(shown="masked") == chosen(shown="truncated") == ["five"]
     assert (chosen(shown="tied"), chosen(shown="mixed")) == (["four", "eight"], ["Four", "five"])
     assert page.ask("0/completions", step=1, offset=1)["groups"][0]["uid"] == "b"
-
-
-def test_the_page_finds_what_a_conversation_says(written: Any, open_page: Any) -> None:
-    """Not the JSON that it is stored as, in which letters have other names."""
-    row = {"group": 0, "uid": "a", "prompt": [{"role": "user", "content": 'Où "est"\nla gare?'}], "completion": "ici"}
-    page = open_page(written([row | {"reward": 1.0, "length": 3}]).path)
+    # What a conversation says, not the JSON that it is stored as, in which letters have other names.
     (hit,) = page.ask("0/search", search='OÙ "EST"\nla', reward_from=1, reward_to=1, length_to=3)["hits"]
     assert hit["excerpt"] == 'Où "est"\nla gare?'
     for query in ({"search": "content"}, {"reward_from": 1.1}, {"length_to": 2}):
@@ -251,15 +245,6 @@ def test_settings_and_numbers_that_no_run_writes(tmp_path: Path, open_page: Any)
     assert all(page.ask(f"{index}/doctor")["said"] == [] for index in range(4))
 
 
-def test_a_run_that_is_deleted_takes_no_other_from_the_page(tmp_path: Path, open_page: Any) -> None:
-    with RunFolder.create(tmp_path / "first") as first, RunFolder.create(tmp_path / "second") as second:
-        pass
-    page = open_page(first.path, second.path)
-    shutil.rmtree(first.path)
-    gone, there = page.ask("runs")
-    assert (gone["versions"], bool(there["versions"])) == ({}, True)
-
-
 def test_a_long_file_comes_in_pieces_and_an_endless_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "PIECE", 1000)
     path = tmp_path / "metrics.jsonl"
@@ -320,7 +305,7 @@ def test_data_needs_the_token_and_the_page_does_not(finished: Path, open_page: A
     assert page.client.post("/api/0/metrics", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 405
 
 
-def test_several_runs_and_a_copy(finished: Path, tmp_path: Path, open_page: Any) -> None:
+def test_several_runs_and_a_copy_that_is_deleted(finished: Path, tmp_path: Path, open_page: Any) -> None:
     copy = tmp_path / finished.name
     shutil.copytree(finished, copy, ignore=shutil.ignore_patterns("checkpoints", "adapter", "best", "run.lock"))
     before = sorted((path, path.stat().st_mtime_ns) for path in copy.rglob("*"))
@@ -330,6 +315,8 @@ def test_several_runs_and_a_copy(finished: Path, tmp_path: Path, open_page: Any)
     page.ask("1/completions", step=1)
     page.ask("1/doctor")
     assert sorted((path, path.stat().st_mtime_ns) for path in copy.rglob("*")) == before  # it only reads
+    shutil.rmtree(copy)
+    assert [bool(each["versions"]) for each in page.ask("runs")] == [True, False]  # and the other run stays
 
 
 def test_who_samples_is_told(tmp_path: Path, open_page: Any) -> None:
@@ -344,8 +331,8 @@ def test_who_samples_is_told(tmp_path: Path, open_page: Any) -> None:
     }
     folders = [tmp_path / str(index) for index in range(len(cases))]
     for folder, content in zip(folders, cases, strict=True):
-        with RunFolder.create(folder):
-            (folder / "samplers.json").write_text(content)
+        RunFolder.create(folder).close()
+        (folder / "samplers.json").write_text(content)
     page = open_page(*folders)
     for index, told in enumerate(cases.values()):
         found = page.ask(f"{index}/tables")["samplers"]

@@ -187,9 +187,9 @@ def _reward_interval(run: RunFolder, step: int) -> tuple[float | None, float | N
 def _results(last: Sequence[Record], data: str) -> list[EvalResult] | None:
     """The last evaluation, as the hub's tables want it."""
     about: dict[str, Any] = {"task_type": "text-generation", "dataset_type": data, "dataset_name": f"{data} (held out)"}
-    found = [
-        EvalResult(**about, metric_type=kind, metric_name=f"held-out {kind}", metric_value=value)
-        for record in last
-        if (value := record.get(f"eval/{(kind := _metric(record))}")) is not None
-    ]
+    found = []
+    for record in last:
+        kind = _metric(record)
+        if (value := record.get(f"eval/{kind}")) is not None:
+            found.append(EvalResult(**about, metric_type=kind, metric_name=f"held-out {kind}", metric_value=value))
     return found or None

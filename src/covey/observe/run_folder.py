@@ -107,11 +107,10 @@ class FolderLock:
         pid = holder.get("pid")
         if not isinstance(pid, int) or holder.get("host") != socket.gethostname() or pid == os.getpid():
             return False
-        with contextlib.suppress(PermissionError):
-            try:
-                os.kill(pid, 0)
-            except ProcessLookupError:
-                return False
+        try:
+            os.kill(pid, 0)
+        except (ProcessLookupError, PermissionError) as error:
+            return isinstance(error, PermissionError)
         return True
 
 
