@@ -158,7 +158,8 @@ def likelihood(rows: Sequence[Row], answered: Answered) -> Json:
     assert answered.probabilities is not None
     raw = np.nan_to_num(answered.probabilities, nan=0.0)
     probability = raw / np.maximum(raw.sum(axis=1, keepdims=True), 1e-300)
-    truth = np.array([[row["answer"] == letter for letter in answered.letters] for row in rows], np.float64)
+    truth = np.zeros_like(probability)
+    truth[np.arange(len(rows)), [answered.letters.index(row["answer"]) for row in rows]] = 1.0
     best, confidence = probability.argmax(axis=1), probability.max(axis=1)
     right = truth[np.arange(len(rows)), best] == 1.0
     place = np.minimum((confidence * _BINS).astype(int), _BINS - 1)

@@ -333,7 +333,10 @@ class MLflowTracker(_Tracker):
 
 
 _TRACKERS: dict[str, Callable[[Path, str, int, int], Observer]] = {
-    **{"tensorboard": TensorBoardTracker, "wandb": WandbTracker, "trackio": TrackioTracker, "mlflow": MLflowTracker}
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+    "trackio": TrackioTracker,
+    "mlflow": MLflowTracker,
 }
 
 
