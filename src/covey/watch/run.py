@@ -103,8 +103,7 @@ def sample(path: Path, is_record: Callable[[Record], bool], always: bytes, count
 
 def _trace(file: BinaryIO, end: int) -> str:
     """What stands just before a place in a file, as a short name."""
-    begin = max(0, end - _TRACE)
-    file.seek(begin)
+    begin = file.seek(max(0, end - _TRACE))
     return hashlib.blake2b(file.read(end - begin), digest_size=8).hexdigest()
 
 

@@ -115,16 +115,18 @@ def episodes(rows: Sequence[Record], wanted: Any = None) -> Record:
     told = [{"group": number, "uid": uids[number], "mean": group.mean or 0.0} for number, (group, _) in found.items()]
     chosen = wanted if wanted in found else next(iter(found))
     members = found[chosen][1][:_MOST_EPISODES]
-    # what `covey.training.tables.completion_rows` wrote of an episode
-    plays = [
-        [turn for turn in listed(rows[index].get("play"))[:_MOST_TURNS] if isinstance(turn, dict)] for index in members
-    ]
+    plays = [_turns(rows[index].get("play")) for index in members]
     most = max(_LEAST_OF_A_TURN, _MOST_CHARACTERS // max(1, 2 * sum(map(len, plays))))
     shown = [
         shortened(index, rows[index], 0) | {"play": [_turn(turn, most) for turn in play]}
         for index, play in zip(members, plays, strict=True)
     ]
     return {"groups": told, "group": chosen, "uid": uids[chosen], "rows": shown}
+
+
+def _turns(value: Any) -> list[Record]:
+    """What `covey.training.tables.completion_rows` wrote of an episode."""
+    return [turn for turn in listed(value)[:_MOST_TURNS] if isinstance(turn, dict)]
 
 
 def _turn(turn: Record, most: int) -> Record:
