@@ -17,11 +17,12 @@ from covey.watch.run import WatchedRun
 from covey.watch.tables import TableReader
 
 TOKEN = "page-token"
-FLAGS = [
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
-    *("--disable-component-update", "--disable-sync"),
-]
+VIEWS = ("Curves", "Completions", "Agents", "Tokens", "Questions", "Machine", "Doctor", "Settings")
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+FLAGS += ["--disable-component-update", "--disable-sync"]
 _AXE = Path(__file__).parent / "axe" / "axe.min.js"
+READER = TableReader()
+"""Its processes start once for all tests of a file."""
 WAIT = 240_000
 """Milliseconds that anything may take on a busy machine."""
 
@@ -37,8 +38,7 @@ def serving(*folders: Path) -> Iterator[str]:
     """The address at which these runs are shown."""
     listening = listen("127.0.0.1", 0)
     listening.listen(16)
-    reader = TableReader()
-    server = uvicorn_server(create_app([WatchedRun(each, reader) for each in folders], TOKEN), ConnectionLimits())
+    server = uvicorn_server(create_app([WatchedRun(each, READER) for each in folders], TOKEN), ConnectionLimits())
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
@@ -47,34 +47,30 @@ def serving(*folders: Path) -> Iterator[str]:
         server.should_exit = True
         thread.join()
         listening.close()
-        reader.close()
 
 
 class Visit:
-    """A page in the browser, and what it complained of.
-
-    Attributes:
-        page: Playwright's.
-        complaints: errors and warnings of the console, exceptions, and refused or failed requests.
-        asked: addresses of all requests.
+    """A page in the browser (`page`, Playwright's), addresses of all its requests (`asked`), and what it complained of:
+    errors and warnings of the console, exceptions, and refused or failed requests.
     """
 
     def __init__(self, browser: Any, address: str, **options: Any) -> None:
         self.context = browser.new_context(**({"viewport": {"width": 1280, "height": 800}} | options))
         self.page = self.context.new_page()
         self.page.set_default_timeout(WAIT)
-        self.complaints: list[str] = []
-        self.asked: list[str] = []
+        self.complaints, self.asked = list[str](), list[str]()
         self.page.on("console", lambda said: said.type in ("error", "warning") and self.complaints.append(said.text))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.on("dialog", lambda dialog: (self.complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
         self.page.goto(address)
 
-    def go(self, view: str) -> None:
-        """Choose a view, and wait until nothing is under way."""
+    def go(self, view: str, shown: str = "") -> None:
+        """Choose a view, and wait until nothing is under way and it shows an element of this kind."""
         self.page.get_by_role("navigation").get_by_role("button", name=view, exact=True).click()
         self.until(f"document.querySelector('nav [aria-current]')?.textContent === '{view}'")
+        if shown:
+            self.first(shown)
 
     def until(self, expression: str) -> None:
         """Wait until a JavaScript expression holds; the page's own policy forbids Playwright's `wait_for_function`."""
@@ -83,8 +79,26 @@ class Visit:
             assert time.monotonic() < end, f"not within {WAIT / 1000:g} s: {expression}"
             time.sleep(0.02)
 
+    def views(self) -> Iterator[str]:
+        """Go through all views, each with something to show."""
+        for view in VIEWS:
+            self.go(view)
+            self.settle()
+            yield view
+
+    def first(self, selector: str) -> Any:
+        """Wait for the first element of a kind."""
+        found = self.page.locator(selector).first
+        found.wait_for()
+        return found
+
+    def count(self, selector: str) -> int:
+        return int(self.page.locator(selector).count())
+
+    def choose(self, label: str, value: str) -> None:
+        self.page.get_by_label(label, exact=True).select_option(value)
+
     def sees(self, text: str) -> None:
-        """Wait for a text."""
         self.page.get_by_text(text).first.wait_for()
 
     def settle(self) -> None:
@@ -111,7 +125,5 @@ class Visit:
         ]
 
     def overflows(self) -> bool:
-        """Must one scroll the whole page sideways?"""
-        return bool(
-            self.page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth + 1")
-        )
+        wide = "document.documentElement.scrollWidth > document.documentElement.clientWidth + 1"
+        return bool(self.page.evaluate(wide))

@@ -1,17 +1,24 @@
+"""The run folder: what is written, read, locked, refused; and the model card, which says what the run folder says."""
+
+import errno
+import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from huggingface_hub import ModelCard
 
 from covey import files
 from covey.errors import RunFolderError
 from covey.observe import RunFolder
+from covey.observe.card import model_card
 from covey.observe.records import JsonLines, plain, read_json_lines
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
@@ -21,63 +28,46 @@ def test_a_new_run_has_its_layout_and_its_versions(tmp_path):
     with RunFolder.create(tmp_path / "runs" / "a") as run:
         run.write_config("seed = 1\n")
         versions = run.versions()
-        assert versions["numpy"] == np.__version__
-        assert versions["cpu_count"] == os.cpu_count()
+        assert (versions["numpy"], versions["cpu_count"]) == (np.__version__, os.cpu_count())
         assert {"python", "covey", "torch", "transformers", "peft", "platform"} <= set(versions)
         assert len(run.run_id) == 12
-        names = sorted(path.name for path in run.path.iterdir())
-    assert names == [
-        "checkpoints",
-        "completions",
-        "config.toml",
-        "events.jsonl",
-        "metrics.jsonl",
-        "questions.jsonl",
-        "run.lock",
-        "versions.json",
-    ]
-
-
-def test_two_runs_have_two_ids(tmp_path):
-    with RunFolder.create(tmp_path / "a") as a, RunFolder.create(tmp_path / "b") as b:
-        assert a.run_id != b.run_id
+    jsonl = ("events.jsonl", "metrics.jsonl", "questions.jsonl")
+    names = ("checkpoints", "completions", "config.toml", *jsonl, "run.lock", "versions.json")
+    assert sorted(path.name for path in run.path.iterdir()) == sorted(names)
 
 
 def test_create_refuses_another_run_and_says_how_to_go_on(tmp_path):
     with RunFolder.create(tmp_path / "a") as run:
         run.write_config("")
         run_id = run.run_id
-    with pytest.raises(RunFolderError, match="covey resume"):
-        RunFolder.check_new(tmp_path / "a")
-    with pytest.raises(RunFolderError) as caught:
-        RunFolder.create(tmp_path / "a")
-    assert f"covey resume {tmp_path / 'a'}" in str(caught.value)
-    assert "another run.output_dir" in str(caught.value)
+    for begin in (RunFolder.check_new, RunFolder.create):
+        with pytest.raises(RunFolderError, match=f"covey resume {tmp_path / 'a'}.* another run.output_dir"):
+            begin(tmp_path / "a")
     with RunFolder.create(tmp_path / "a", resume=True) as run:
         assert run.run_id == run_id
 
 
-def test_create_refuses_a_folder_of_other_things(tmp_path):
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [(".", r"is not empty \(it holds thesis.tex\)"), ("thesis.tex/a", "a part of the path is a file")],
+)
+def test_create_refuses_a_folder_of_other_things(tmp_path, path, words):
     (tmp_path / "thesis.tex").write_text("do not touch")
-    with pytest.raises(RunFolderError, match=r"is not empty \(it holds thesis.tex\)"):
-        RunFolder.create(tmp_path)
+    with pytest.raises(RunFolderError, match=words):
+        RunFolder.create(tmp_path / path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_an_empty_folder_or_the_remains_of_a_killed_start_are_fine(tmp_path):
+def test_what_a_start_that_was_killed_leaves_is_fine(tmp_path):
     (tmp_path / "versions.json.tmp-12-0123abcd").write_text("{")
     (tmp_path / "run.lock").write_text('{"pid": 99999999, "host": "x"}')
     with RunFolder.create(tmp_path) as run:
         assert not (tmp_path / "versions.json.tmp-12-0123abcd").exists()
         assert run.read_metrics() == []
-
-
-def test_a_run_killed_before_its_config_was_written_is_begun_anew(tmp_path):
-    with RunFolder.create(tmp_path) as run:
-        run_id = run.run_id
+        first_id = run.run_id
     RunFolder.check_new(tmp_path)
-    with RunFolder.create(tmp_path) as run:
-        assert run.run_id != run_id
+    with RunFolder.create(tmp_path) as run:  # killed before its config was written: begun anew
+        assert run.run_id != first_id
         run.append_metrics(1, {})
     with pytest.raises(RunFolderError, match="another run"):
         RunFolder.create(tmp_path)
@@ -85,28 +75,13 @@ def test_a_run_killed_before_its_config_was_written_is_begun_anew(tmp_path):
 
 def test_checking_changes_nothing(tmp_path):
     RunFolder.check_new(tmp_path / "a" / "b")
-    with pytest.raises(RunFolderError, match="needs about 1000000"):
-        RunFolder.check_new(tmp_path / "a", needed_bytes=10**15)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_open_needs_a_run(tmp_path):
+    for begin in (RunFolder.check_new, RunFolder.create):
+        with pytest.raises(RunFolderError, match="the run needs about 1000000"):
+            begin(tmp_path / "a", needed_bytes=10**15)
     for open_folder in (RunFolder.open, RunFolder.read):
         with pytest.raises(RunFolderError, match="holds no run"):
             open_folder(tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_too_little_space_is_found_out_at_the_start(tmp_path):
-    with pytest.raises(RunFolderError, match="the run needs about 1000000"):
-        RunFolder.create(tmp_path / "a", needed_bytes=10**15)
-    assert not RunFolder.is_run(tmp_path / "a")
-
-
-def test_a_path_that_cannot_be_made_is_explained(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RunFolderError, match="a part of the path is a file"):
-        RunFolder.create(tmp_path / "file" / "run")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -120,46 +95,23 @@ def test_metrics_come_back_with_null_for_what_is_no_number(tmp_path):
     with RunFolder.create(tmp_path) as run:
         run.append_metrics(1, {"reward": np.float32(0.5), "loss": float("nan"), "kl": float("inf"), "n": np.int64(3)})
         run.append_metrics(2, {"reward": 0.1, "phase": 0, "nested": {"a": [1.0, float("-inf")]}})
-        assert run.metrics_path.read_text().splitlines()[0] == (
-            '{"step": 1, "reward": 0.5, "loss": null, "kl": null, "n": 3}'
-        )
+        first = run.metrics_path.read_text().splitlines()[0]
+        assert first == '{"step": 1, "reward": 0.5, "loss": null, "kl": null, "n": 3}'
         # a reader needs no lock and may look while the run writes
-        assert RunFolder.read(tmp_path).read_metrics()[1] == {
-            "step": 2,
-            "reward": 0.1,
-            "phase": 0,
-            "nested": {"a": [1.0, None]},
-        }
-
-
-def test_plain_values():
-    import torch
-
+        second = {"step": 2, "reward": 0.1, "phase": 0, "nested": {"a": [1.0, None]}}
+        assert RunFolder.read(tmp_path).read_metrics()[1] == second
     assert plain(torch.tensor([1.5, float("nan")])) == [1.5, None]
     assert plain((np.bool_(True), None, "x", Path("a"))) == [True, None, "x", "a"]
 
 
 def test_completions_come_back(tmp_path):
     rows = [
-        {
-            "prompt": [{"role": "user", "content": "2+3"}],
-            "completion": "5",
-            "rewards": {"exact": np.float64(1.0), "format": float("nan")},
-            "reward": 1.0,
-            "advantage": np.float32(0.5),
-            "length": np.int64(2),
-            "finish_reason": "stop",
-            "mixed": 1,
-        },
-        {
-            "prompt": "2+4",
-            "completion": "half a pair \ud800 \x1b[2J \x00 <b>",
-            "rewards": {"exact": 0, "format": None},
-            "reward": None,
-            "mixed": "one",
-            "truncated": True,
-        },
-    ]
+        {"prompt": [{"role": "user", "content": "2+3"}], "completion": "5", "reward": 1.0, "mixed": 1,
+         "rewards": {"exact": np.float64(1.0), "format": float("nan")}, "advantage": np.float32(0.5),
+         "length": np.int64(2), "finish_reason": "stop"},
+        {"prompt": "2+4", "completion": "half a pair \ud800 \x1b[2J \x00 <b>", "reward": None, "mixed": "one",
+         "rewards": {"exact": 0, "format": None}, "truncated": True},
+    ]  # fmt: skip
     with RunFolder.create(tmp_path) as run:
         path = run.write_completions(12, rows)
         assert path == run.completions / "step_000012.parquet"
@@ -174,15 +126,6 @@ def test_completions_come_back(tmp_path):
     assert (first["mixed"], second["mixed"]) == ("1", "one")
 
 
-def test_a_damaged_table_is_a_clear_error(tmp_path):
-    with RunFolder.create(tmp_path) as run:
-        (run.completions / "step_000001.parquet").write_bytes(b"PAR1 no more")
-        with pytest.raises(RunFolderError, match="no readable Parquet"):
-            run.read_completions(1)
-        with pytest.raises(RunFolderError, match="does not exist"):
-            run.read_completions(2)
-
-
 def test_a_torn_last_line_is_dropped_on_open_and_not_read(tmp_path):
     with RunFolder.create(tmp_path) as run:
         run.append_metrics(1, {"reward": 0.5})
@@ -194,11 +137,19 @@ def test_a_torn_last_line_is_dropped_on_open_and_not_read(tmp_path):
         assert [record["reward"] for record in run.read_metrics()] == [0.5, 0.6]
 
 
-def test_a_damaged_line_in_the_middle_is_named(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n[]\n{"step": 3}\n')
-    with pytest.raises(RunFolderError, match=r"metrics\.jsonl: line 2 is no JSON object"):
-        read_json_lines(path)
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("[]", "no JSON object"),
+        ('{"step": 1' + "0" * 30 + "}", "none of this file's"),  # numbers that no float has
+        ('{"step": 2, "reward": 1' + "0" * 400 + "}", "none of this file's"),
+    ],
+)
+def test_a_damaged_line_in_the_middle_is_named(tmp_path, line, words):
+    with RunFolder.create(tmp_path / "run") as run:
+        run.metrics_path.write_text('{"step": 1}\n' + line + '\n{"step": 3}\n')
+    with pytest.raises(RunFolderError, match=rf"metrics\.jsonl: line 2 is {words}"):
+        RunFolder.read(tmp_path / "run").read_metrics()
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
@@ -225,65 +176,41 @@ def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
 
 
 def test_truncate_after_forgets_later_steps(tmp_path):
-    with RunFolder.create(tmp_path) as run:
-        for step in range(1, 6):
-            run.append_metrics(step, {"reward": step / 10})
-            run.write_completions(step, [{"completion": str(step)}])
-            run.write_evaluation(step, [{"correct": True}])
-        run.append_metrics(3, {"eval/accuracy": 0.3})
-        run.append_metrics(5, {"eval/accuracy": 0.5})
-        run.truncate_after(3)
-        assert [record["step"] for record in run.read_metrics()] == [1, 2, 3, 3]
-        assert run.completion_steps() == run.evaluation_steps() == [1, 2, 3]
-        assert run.read_evaluation(3) == [{"correct": True}]
-        run.append_metrics(4, {"reward": 9.0})
-        assert [record["step"] for record in run.read_metrics()] == [1, 2, 3, 3, 4]
+    """A replayed run writes the same bytes."""
 
-
-def test_a_replayed_run_writes_the_same_metrics(tmp_path):
-    def steps(run, numbers):
+    def run_steps(run, *numbers):
         for step in numbers:
             run.append_metrics(step, {"reward": 1 / (3 * step)})
+            run.write_completions(step, [{"completion": str(step)}])
+            run.write_evaluation(step, [{"correct": True}])
+        run.append_metrics(step, {"eval/accuracy": step / 10})
+        return run.metrics_path.read_bytes()
 
-    with RunFolder.create(tmp_path / "straight") as straight:
-        steps(straight, range(1, 9))
-    with RunFolder.create(tmp_path / "resumed") as resumed:
-        steps(resumed, range(1, 7))
-    with RunFolder.open(tmp_path / "resumed") as resumed:
-        resumed.truncate_after(4)
-        steps(resumed, range(5, 9))
-    assert resumed.metrics_path.read_bytes() == straight.metrics_path.read_bytes()
+    with RunFolder.create(tmp_path) as run:
+        short, whole = run_steps(run, 1, 2, 3), run_steps(run, 4, 5)
+    with RunFolder.open(tmp_path) as run:
+        run.truncate_after(3)
+        assert run.metrics_path.read_bytes() == short
+        assert run.completion_steps() == run.evaluation_steps() == [1, 2, 3]
+        assert run.read_evaluation(3) == [{"correct": True}]
+        assert run_steps(run, 4, 5) == whole
+        assert [record["step"] for record in run.read_metrics()] == [1, 2, 3, 3, 4, 5, 5]
 
 
-def test_events_and_log(tmp_path):
+def test_events_and_the_log_tell_of_a_resume_with_other_versions(tmp_path):
     with RunFolder.create(tmp_path) as run:
         run.append_event("doctor", "all rewards are 0 \ud800")
-        (event,) = run.read_events()
-        assert (event["kind"], event["message"]) == ("doctor", "all rewards are 0 \ud800")
         assert run.log_path.read_text().endswith(" doctor: all rewards are 0 ?\n")
-
-
-def test_a_resume_with_other_versions_is_noted(tmp_path):
-    with RunFolder.create(tmp_path) as run:
-        versions = {**run.versions(), "torch": "0.4"}
-        files.write_atomically(run.versions_path, json.dumps(versions))
+        files.write_atomically(run.versions_path, json.dumps({**run.versions(), "torch": "0.4"}))
     with RunFolder.open(tmp_path) as run:
-        (event,) = run.read_events()
-        assert "torch 0.4 -> " in event["message"]
+        first, second = run.read_events()
+        assert (first["kind"], first["message"]) == ("doctor", "all rewards are 0 \ud800")
+        assert "torch 0.4 -> " in second["message"]
         assert run.versions()["torch"] == "0.4"
 
 
-@pytest.mark.parametrize("line", ['{"step": 1' + "0" * 30 + "}", '{"step": 2, "reward": 1' + "0" * 400 + "}"])
-def test_a_number_that_no_float_has_is_damage(tmp_path, line):
-    with RunFolder.create(tmp_path / "run") as run:
-        run.metrics_path.write_text('{"step": 1}\n' + line + '\n{"step": 3}\n')
-    with pytest.raises(RunFolderError, match=r"metrics\.jsonl: line 2"):
-        RunFolder.read(tmp_path / "run").read_metrics()
-
-
 def test_damaged_versions_are_a_clear_error(tmp_path):
-    with RunFolder.create(tmp_path):
-        pass
+    RunFolder.create(tmp_path).close()
     for text in ("", "[]", "\x00", "{}"):
         (tmp_path / "versions.json").write_text(text)
         with pytest.raises(RunFolderError, match=r"versions\.json is damaged"):
@@ -292,49 +219,32 @@ def test_damaged_versions_are_a_clear_error(tmp_path):
     RunFolder.open(tmp_path).close()  # the failed opens gave the lock back
 
 
-def test_publishing_best(tmp_path):
-    with RunFolder.create(tmp_path) as run:
-        for text in ("first", "second"):
-            with run.publishing(run.best) as aside:
-                (aside / "adapter.json").write_text(text)
-        assert (run.best / "adapter.json").read_text() == "second"
-        assert files.folder_problem(run.best) == ""
-
-
-def test_one_writer_in_a_process(tmp_path):
-    with (
-        RunFolder.create(tmp_path),
-        pytest.raises(RunFolderError, match="already open for writing in this process"),
-    ):
-        RunFolder.open(tmp_path)
-    RunFolder.open(tmp_path).close()
-
-
-def test_one_writer_among_processes_and_a_dead_one_does_not_count(tmp_path):
-    script = textwrap.dedent(
-        """
-        import os, sys, time
-        from covey.observe.run_folder import RunFolder
-        run = RunFolder.create(sys.argv[1])
-        child = os.fork()
-        if child == 0:
-            time.sleep(60)  # an orphaned worker, which must not keep the lock
-        print(child, flush=True)
-        time.sleep(60)
-        """
-    )
-    writer = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
-    )
+def test_one_writer_in_and_among_processes_and_a_dead_one_does_not_count(tmp_path):
+    already = "already open for writing in this process"
+    with RunFolder.create(tmp_path / "own") as run, pytest.raises(RunFolderError, match=already):
+        RunFolder.open(run.path)
+    RunFolder.open(run.path).close()
+    script = """
+import os, sys, time
+from covey.observe.run_folder import RunFolder
+run = RunFolder.create(sys.argv[1])
+child = os.fork()
+if child == 0:
+    time.sleep(60)  # an orphaned worker, which must not keep the lock
+print(child, flush=True)
+time.sleep(60)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "other")]
+    writer = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
     orphan = int(writer.stdout.readline())
     try:
         with pytest.raises(RunFolderError, match=f"being written by process {writer.pid} on "):
-            RunFolder.open(tmp_path)
+            RunFolder.open(tmp_path / "other")
         writer.send_signal(signal.SIGKILL)
         writer.wait()
         os.kill(orphan, 0)
-        with RunFolder.open(tmp_path) as run:
+        with RunFolder.open(tmp_path / "other") as run:
             run.append_metrics(1, {})
     finally:
         os.kill(orphan, signal.SIGKILL)
@@ -344,16 +254,11 @@ def test_one_writer_among_processes_and_a_dead_one_does_not_count(tmp_path):
 
 
 def test_without_file_locks_the_process_id_decides(tmp_path, monkeypatch):
-    import errno
-    import fcntl
-    import socket
-
     def no_locks(*_args):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", no_locks)
-    with RunFolder.create(tmp_path):
-        pass
+    RunFolder.create(tmp_path).close()
     lock = tmp_path / "run.lock"
     lock.write_text(json.dumps({"pid": os.getppid(), "host": socket.gethostname()}))
     with pytest.raises(RunFolderError, match=f"process {os.getppid()}"):
@@ -363,3 +268,37 @@ def test_without_file_locks_the_process_id_decides(tmp_path, monkeypatch):
     for stale in (json.dumps({"pid": ended.pid, "host": socket.gethostname()}), "garbage", ""):
         lock.write_text(stale)
         RunFolder.open(tmp_path).close()
+
+
+def test_the_card_says_what_the_run_folder_says(tmp_path):
+    def evaluate(step, right, low, high):
+        accuracy = {"eval/accuracy": right, "eval/accuracy_low": low, "eval/accuracy_high": high}
+        run.append_metrics(step, {"eval/reward": right, **accuracy, "eval/num_completions": 200.0})
+
+    with RunFolder.create(tmp_path / "run") as run:
+        model, data = 'model = {model = "me/base", use_peft = false, lora_r = 16}', 'data = {task = "arithmetic"}'
+        run.write_config(f"{model}\n{data}\noptim = {{learning_rate = 1e-5}}\nrun = {{seed = 3}}\n")
+        evaluate(0, 0.41, 0.344, 0.479)
+        for step in (1, 2, 3):
+            run.append_metrics(step, {"reward": 0.5, "rewards/right/mean": 0.5, "rewards/short/mean": 0.1})
+        evaluate(2, 0.625, 0.556, 0.689)
+        evaluate(3, 0.9, 0.85, 0.93)
+    card = ModelCard(model_card(run, name="me/mine", base_model="me/base", tags=["numbers"]))
+    assert (card.data.base_model, card.data.eval_results[0].metric_value) == ("me/base", 0.9)
+    assert {"covey", "numbers"} <= set(card.data.tags)
+    for sentence in (
+        "| before | 0 | accuracy 41 % | 34.4 to 47.9 % | 200 |",
+        "| after | 3 | accuracy 90 % | 85 to 93 % | 200 |",
+        *("Data: arithmetic", "Rewards: right, short", "`optim.learning_rate`: 1e-05", "`run.seed`: 3"),
+    ):
+        assert sentence in card.text
+    assert "lora_r" not in card.text  # all weights were trained
+    assert "learning_curve.png" not in card.text  # there is none
+
+    earlier = model_card(run, name="me/mine", base_model="me/base", step=2, kind="adapter")
+    assert "| after | 2 | accuracy 62.5 % | 55.6 to 68.9 % | 200 |" in earlier
+    assert ("90 %" in earlier, "AutoPeftModelForCausalLM" in earlier) == (False, True)
+
+    local = model_card(run, name="mine", base_model=str(tmp_path), dataset_name="me/rows")
+    assert str(tmp_path) not in local
+    assert (ModelCard(local).data.base_model, ModelCard(local).data.datasets) == (None, ["me/rows"])

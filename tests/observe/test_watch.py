@@ -9,8 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +20,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from browser.browsing import READER, TOKEN, serving
 from command import Command
-from covey import GRPOTrainer
-from covey.config import GRPOConfig
 from covey.observe.run_folder import RunFolder
-from covey.serving.connections import ConnectionLimits, listen, uvicorn_server
 from covey.watch import export, tables
 from covey.watch import run as watching
-from covey.watch.app import create_app
 from covey.watch.run import WatchedRun, follow
-from covey.watch.tables import TableReader
 
-TOKEN = "page-token"
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\x00\x1b[31m\u202egnp\ud800"
 PAGE = Path(tables.__file__).parent / "page"
-
-
-READER = TableReader()
-"""Its processes start once for all tests here."""
 
 
 class Page:
     """A server that is asked as the page asks it."""
 
-    def __init__(self, *folders: Path) -> None:
-        listening = listen("127.0.0.1", 0)
-        listening.listen(16)
-        self.server = uvicorn_server(
-            create_app([WatchedRun(each, READER) for each in folders], TOKEN), ConnectionLimits()
-        )
-        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listening]})
-        self.thread.start()
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=20)
+    def __init__(self, client: httpx.Client) -> None:
+        self.client = client
 
     def get(self, path: str, token: str | None = TOKEN, **query: Any) -> httpx.Response:
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
@@ -61,85 +46,55 @@ class Page:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    def close(self) -> None:
-        self.client.close()
-        self.server.should_exit = True
-        self.thread.join()
+    def refuses(self, path: str, status: int, words: str = "", **query: Any) -> bool:
+        answer = self.get(path, **query)
+        return answer.status_code == status and words in answer.text
 
 
 @pytest.fixture
-def open_page() -> Iterator[Any]:
-    pages: list[Page] = []
+def open_page() -> Iterator[Callable[..., Page]]:
+    with ExitStack() as opened:
 
-    def page(*folders: Path) -> Page:
-        pages.append(Page(*folders))
-        return pages[-1]
+        def page(*folders: Path) -> Page:
+            address = opened.enter_context(serving(*folders))
+            return Page(opened.enter_context(httpx.Client(base_url=address, timeout=20)))
 
-    yield page
-    for each in pages:
-        each.close()
+        yield page
 
 
-def few_letters(completions: list[Any], **columns: Any) -> list[float]:
-    return [len(set(messages[0]["content"])) / 10 for messages in completions]
+@pytest.fixture
+def finished(trained: list[Path]) -> Path:
+    return trained[0]
 
 
-def has_a(completions: list[Any], **columns: Any) -> list[float]:
-    return [float("a" in messages[0]["content"]) for messages in completions]
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
-    """A run of four steps with two evaluations and two ledgers."""
-    folder = tmp_path_factory.mktemp("watched") / "run"
-    rows = [{"prompt": [{"role": "user", "content": f"say {word}"}]} for word in ("one", "two", "three")]
-    args = GRPOConfig(
-        model=str(model_folder), output_dir=str(folder), num_generations=4, prompts_per_step=2, max_steps=4, lora_r=4,
-        max_completion_length=8, learning_rate=1e-2, progress=False, eval_steps=4, ledger="off,all:2",
-        beta=0.01, correctness="has_a",
-    )  # fmt: skip
-    GRPOTrainer(reward_funcs=[few_letters, has_a], args=args, train_dataset=rows, eval_dataset=rows[:2]).train()
-    return folder
-
-
-def test_a_real_run_is_told_as_it_was_recorded(finished: Path, open_page: Any) -> None:
+def test_a_real_run_is_told_as_it_was_recorded_and_its_ledger_adds_up(finished: Path, open_page: Any) -> None:
     page, run = open_page(finished), RunFolder.read(finished)
-    about = page.ask("runs")
-    assert [each["label"] for each in about] == ["run"]
-    assert about[0]["max_steps"] == 4
-    assert about[0]["versions"]["run_id"] == run.run_id
+    (about,) = page.ask("runs")
+    assert (about["label"], about["max_steps"], about["versions"]["run_id"]) == ("a", 4, run.run_id)
 
-    found = page.ask("0/metrics")
-    recorded = run.read_metrics()
-    assert [dict(zip(found["names"], row, strict=True))["step"] for row in found["rows"]] == [
-        r["step"] for r in recorded
+    found, recorded = page.ask("0/metrics"), run.read_metrics()
+    lines = [dict(zip(found["names"], row, strict=True)) for row in found["rows"]]
+    assert [line["step"] for line in lines] == [line["step"] for line in recorded]
+    assert [line["reward"] for line in lines if line["reward"] is not None] == [
+        line["reward"] for line in recorded if "reward" in line
     ]
-    at = found["names"].index("reward")
-    assert [row[at] for row in found["rows"] if row[at] is not None] == [r["reward"] for r in recorded if "reward" in r]
     assert found["end"] == run.metrics_path.stat().st_size
     assert page.ask("0/metrics", start=found["end"], mark=found["mark"])["rows"] == []
 
     answers = page.ask("0/questions")["lines"]
     assert answers == [[line["step"], line["answers"]] for line in run.read_answers()]
     assert next(kind for _, kind, _ in page.ask("0/events")["lines"]) == "run"
-    tables_of = page.ask("0/tables")
-    mark = tables_of.pop("mark")
-    assert tables_of == {
-        "step": [1, 2, 3, 4],
-        "eval": [0, 4],
-        "ledger": [2, 4],
-        "samplers": [],
-        "samplers_step": None,
-        "samplers_left": 0,
-    }
+    there = page.ask("0/tables")
+    mark = there.pop("mark")
+    samplers: dict[str, Any] = {"samplers": [], "samplers_step": None, "samplers_left": 0}
+    assert there == {"step": [1, 2, 3, 4], "eval": [0, 4], "ledger": [2, 4], **samplers}
     assert page.ask("0/tables", mark=mark) == {"mark": mark}
 
-    rows = run.read_completions(3)
-    told = page.ask("0/completions", step=3)
+    rows, told = run.read_completions(3), page.ask("0/completions", step=3)
     assert told["completions"] == 8
     flat = [row for group in told["groups"] for row in group["rows"]]
-    assert [row["completion"] for row in flat] == [row["completion"] for row in rows]
-    assert [row["advantage"] for row in flat] == [row["advantage"] for row in rows]
+    for name in ("completion", "advantage"):
+        assert [row[name] for row in flat] == [row[name] for row in rows]
     assert flat[0]["parts"] == {name: rows[0][f"rewards/{name}"] for name in ("few_letters", "has_a")}
     for group in told["groups"]:
         rewards = [row["reward"] for row in group["rows"]]
@@ -148,15 +103,13 @@ def test_a_real_run_is_told_as_it_was_recorded(finished: Path, open_page: Any) -
         assert group["prompt"][-1]["role"] == "user"
 
     pairs = page.ask("0/compare", before=0, after=4, shown="all")
-    assert len(pairs["pairs"]) == sum(pairs["counts"].values()) == 2
+    assert len(pairs["pairs"]) == sum(pairs["counts"].values()) == 4
     assert page.ask("describe", name="reward")["reward"][1].startswith("mean over completions")
     assert page.ask("0/doctor") == {"said": [], "more": False}  # too few steps for it to say anything
 
-
-def test_a_ledger_is_told_token_by_token_and_adds_up(finished: Path, open_page: Any) -> None:
-    page, run = open_page(finished), RunFolder.read(finished)
+    # and its ledger, token by token, adds up
     completions = page.ask("0/ledger", step=4)["completions"]
-    loss = next(line["loss"] for line in run.read_metrics() if line["step"] == 4 and "loss" in line)
+    loss = next(line["loss"] for line in recorded if line["step"] == 4 and "loss" in line)
     assert sum(each["loss"] for each in completions) == pytest.approx(loss, abs=1e-6)
     one = completions[0]
     tokens = page.ask(f"0/ledger/{one['row']}", step=4)["tokens"]
@@ -164,10 +117,10 @@ def test_a_ledger_is_told_token_by_token_and_adds_up(finished: Path, open_page: 
     assert sum(token["loss"] for token in tokens) == pytest.approx(one["loss"])
     text = run.read_completions(4)[one["row"]]["completion"]
     assert "".join(token["token"] for token in tokens).startswith(text)
-    assert page.get("/api/0/ledger/999", step=4).status_code == 404
+    assert page.refuses("/api/0/ledger/999", 404, step=4)
 
 
-def test_search_and_filters_choose_completions(tmp_path: Path, open_page: Any) -> None:
+def test_search_and_filters_choose_completions(written: Any, open_page: Any) -> None:
     rows = [
         {"group": 0, "sample": 0, "uid": "a", "prompt": "2+2?", "completion": "Four", "reward": 1.0, "correct": True},
         {"group": 0, "sample": 1, "uid": "a", "prompt": "2+2?", "completion": "five", "reward": 0.0, "correct": False,
@@ -175,47 +128,34 @@ def test_search_and_filters_choose_completions(tmp_path: Path, open_page: Any) -
         {"group": 1, "sample": 0, "uid": "b", "prompt": "3+3?", "completion": "four", "reward": 0.5, "correct": False},
         {"group": 1, "sample": 1, "uid": "b", "prompt": "3+3?", "completion": "eight", "reward": 0.5, "correct": False},
     ]  # fmt: skip
-    with RunFolder.create(tmp_path / "run") as run:
-        run.write_completions(1, rows)
-    page = open_page(tmp_path / "run")
+    talk = {"group": 0, "uid": "a", "prompt": [{"role": "user", "content": 'Où "est"\nla gare?'}], "completion": "ici"}
+    page = open_page(written(rows, [talk | {"reward": 1.0, "length": 3}]).path)
 
     def chosen(**query: Any) -> list[str]:
         groups = page.ask("0/completions", step=1, **query)["groups"]
         return [row["completion"] for group in groups for row in group["rows"]]
 
-    assert chosen(search="FOUR") == ["Four", "four"]
-    assert chosen(search="3+3") == ["four", "eight"]
-    assert chosen(shown="right") == ["Four"]
-    assert chosen(shown="wrong", uid="a") == ["five"]
+    assert [chosen(search=text) for text in ("FOUR", "3+3")] == [["Four", "four"], ["four", "eight"]]
+    assert (chosen(shown="right"), chosen(shown="wrong", uid="a")) == (["Four"], ["five"])
     assert chosen(shown="masked") == chosen(shown="truncated") == ["five"]
-    assert chosen(shown="tied") == ["four", "eight"]
-    assert chosen(shown="mixed") == ["Four", "five"]
+    assert (chosen(shown="tied"), chosen(shown="mixed")) == (["four", "eight"], ["Four", "five"])
     assert page.ask("0/completions", step=1, offset=1)["groups"][0]["uid"] == "b"
-
-
-def test_the_page_finds_what_a_conversation_says(tmp_path: Path, open_page: Any) -> None:
-    """Not the JSON that it is stored as, in which letters have other names."""
-    row = {"group": 0, "uid": "a", "prompt": [{"role": "user", "content": 'Où "est"\nla gare?'}], "completion": "ici"}
-    with RunFolder.create(tmp_path / "run") as run:
-        run.write_completions(1, [row | {"reward": 1.0, "length": 3}])
-    page = open_page(run.path)
+    # What a conversation says, not the JSON that it is stored as, in which letters have other names.
     (hit,) = page.ask("0/search", search='OÙ "EST"\nla', reward_from=1, reward_to=1, length_to=3)["hits"]
     assert hit["excerpt"] == 'Où "est"\nla gare?'
     for query in ({"search": "content"}, {"reward_from": 1.1}, {"length_to": 2}):
         assert page.ask("0/search", **query)["hits"] == []
 
 
-def test_evaluations_are_compared_question_by_question(tmp_path: Path, open_page: Any) -> None:
+def test_evaluations_are_compared_question_by_question(written: Any, open_page: Any) -> None:
     def rows(*correct: bool | None) -> list[dict[str, Any]]:
         return [
             {"group": n, "sample": 0, "uid": f"q{n}", "prompt": "?", "completion": str(right), "correct": right}
             for n, right in enumerate(correct)
         ]
 
-    with RunFolder.create(tmp_path / "run") as run:
-        run.write_evaluation(0, rows(False, True, True, False, None, True))
-        run.write_evaluation(5, rows(True, False, True, False, None)[::-1])
-    page = open_page(tmp_path / "run")
+    before, after = rows(False, True, True, False, None, True), rows(True, False, True, False, None)[::-1]
+    page = open_page(written(at_0=before, at_5=after).path)
     found = page.ask("0/compare", before=0, after=5)
     assert found["counts"] == {"gained": 1, "lost": 1, "both": 1, "neither": 1, "unjudged": 1}
     assert {(pair["uid"], pair["what"]) for pair in found["pairs"]} == {("q0", "gained"), ("q1", "lost")}
@@ -261,19 +201,10 @@ def test_the_doctor_says_since_when_and_whether_it_still_holds(tmp_path: Path, o
         assert not said["now"]
 
 
-def test_damaged_lines_and_tables_are_left_out_and_said(tmp_path: Path, open_page: Any) -> None:
-    with RunFolder.create(tmp_path / "run") as run:
-        run.write_completions(1, [{"group": 0, "completion": "x", "reward": 1.0}])
-    bad = [
-        b"not json",
-        b"[1]",
-        b'{"step": -1}',
-        b'{"step": 2, "loss": "high"}',
-        b"[" * 10_000,
-        b"\xff\xfe",
-        b"1" * 5000,
-        b'{"step": 6, "reward": 0.5, "n": ' + b"9" * 400 + b"}",
-    ]
+def test_damaged_lines_and_tables_are_left_out_and_said(written: Any, open_page: Any) -> None:
+    run = written([{"group": 0, "completion": "x", "reward": 1.0}])
+    bad = [b"not json", b"[1]", b'{"step": -1}', b'{"step": 2, "loss": "high"}', b"[" * 10_000, b"\xff\xfe"]
+    bad += [b"1" * 5000, b'{"step": 6, "reward": 0.5, "n": ' + b"9" * 400 + b"}"]
     good = b'{"step": 7, "loss": null, "reward": 0.5}'
     run.metrics_path.write_bytes(b"\n".join([*bad, good]) + b"\n")
     run.questions_path.write_bytes(b'{"step": 1, "answers": {"a": [3, 2]}}\n{"step": 1, "answers": {"a": [1, 2]}}\n')
@@ -287,71 +218,53 @@ def test_damaged_lines_and_tables_are_left_out_and_said(tmp_path: Path, open_pag
     assert page.ask("0/questions")["lines"] == [[1, {"a": [1, 2]}]]
     assert page.ask("0/tables")["step"] == [1, 2, 3]
     for step, words in ((2, "no readable Parquet"), (3, "no regular file"), (9, "step_000009")):
-        answer = page.get("/api/0/completions", step=step)
-        assert answer.status_code == 404
-        assert words in answer.json()["error"]
+        assert page.refuses("/api/0/completions", 404, words, step=step)
     for query in ({"step": "x"}, {"step": -1}, {"step": 1, "kind": "../../x"}, {"step": 10**30}):
-        assert page.get("/api/0/completions", **query).status_code == 422
-    assert page.get("/api/1/metrics").status_code == page.get("/api/-1/metrics").status_code == 404
-    for path in ("/page/../app.py", "/page/..%2fapp.py", "/page/%2fetc%2fpasswd"):
-        assert page.get(path).status_code == 404
+        assert page.refuses("/api/0/completions", 422, **query)
+    nowhere = ("/page/../app.py", "/page/..%2fapp.py", "/page/%2fetc%2fpasswd")
+    assert all(page.refuses(path, 404) for path in ("/api/1/metrics", "/api/-1/metrics", *nowhere))
 
 
 def test_settings_and_numbers_that_no_run_writes(tmp_path: Path, open_page: Any) -> None:
     """Settings are shown as text; the doctor bears numbers that no run measures."""
-    configs = ["x = " + "9" * 5000, "[model]\nmodel = 0x" + "f" * 9000, "a." * 20_000 + "b = 1",
-               "[schedule]\nmax_steps = nan"]  # fmt: skip
+    runs = {
+        "x = " + "9" * 5000: "1e299",
+        "[model]\nmodel = 0x" + "f" * 9000: "1" + "0" * 400,
+        "a." * 20_000 + "b = 1": "-1e308",
+        "[schedule]\nmax_steps = nan": "1e308",
+    }
     names = ("reward", "kl", "grad_norm", "entropy", "mask_ratio", "frac_reward_zero_std")
-    numbers = ("1e299", "1" + "0" * 400, "-1e308", "1e308")
-    for index, (config, number) in enumerate(zip(configs, numbers, strict=True)):
+    for index, (config, number) in enumerate(runs.items()):
         with RunFolder.create(tmp_path / str(index)) as run:
             run.config_path.write_text(config)
             lines = [f'{{"step": {n}, ' + ", ".join(f'"{name}": {number}' for name in names) + "}\n" for n in range(60)]
             run.metrics_path.write_text("".join(lines))
     page = open_page(*(tmp_path / str(index) for index in range(4)))
-    for index, about in enumerate(page.ask("runs")):
-        assert (about["config"], about["model"], about["max_steps"]) == (configs[index], "", None)
-        assert page.ask(f"{index}/doctor")["said"] == []
-
-
-def test_a_run_that_is_deleted_takes_no_other_from_the_page(tmp_path: Path, open_page: Any) -> None:
-    with RunFolder.create(tmp_path / "first") as first, RunFolder.create(tmp_path / "second") as second:
-        pass
-    page = open_page(first.path, second.path)
-    shutil.rmtree(first.path)
-    gone, there = page.ask("runs")
-    assert gone["versions"] == {}
-    assert there["versions"]
+    told = [(about["config"], about["model"], about["max_steps"]) for about in page.ask("runs")]
+    assert told == [(config, "", None) for config in runs]
+    assert all(page.ask(f"{index}/doctor")["said"] == [] for index in range(4))
 
 
 def test_a_long_file_comes_in_pieces_and_an_endless_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "PIECE", 1000)
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": n}) + "\n" for n in range(300)) + "x" * 5000 + '\n{"step": 300}\n')
-    steps, end, mark, more, damaged, most = [], 0, "", True, 0, 0
-    while more:
-        piece = follow(path, end, mark)
-        steps += [record["step"] for record in piece.records]
-        most = max(most, piece.end - end)
-        end, mark, more, damaged = piece.end, piece.mark, piece.more, damaged + piece.damaged
-    assert steps == list(range(301))
-    assert most <= 1000
-    assert damaged > 0
-    assert end == path.stat().st_size
+    pieces = [follow(path)]
+    while pieces[-1].more:
+        pieces.append(follow(path, pieces[-1].end, pieces[-1].mark))
+    assert [record["step"] for piece in pieces for record in piece.records] == list(range(301))
+    ends = [0, *(piece.end for piece in pieces)]
+    assert max(end - begin for begin, end in pairwise(ends)) <= 1000
+    assert sum(piece.damaged for piece in pieces) > 0
+    assert ends[-1] == path.stat().st_size
 
 
-def test_hostile_completions_are_text_and_long_ones_are_cut(tmp_path: Path, open_page: Any) -> None:
-    prompt = json.dumps([{"role": "<b>", "content": HOSTILE}])
-    row = {
-        "group": 0,
-        "uid": HOSTILE,
-        "prompt": prompt,
-        "completion": HOSTILE + "x" * 2_000_000,
-        "reward": float("nan"),
-    }
-    with RunFolder.create(tmp_path / "run") as run:
-        run.write_completions(1, [row | {f"rewards/{HOSTILE[:-1]}": 1.0, HOSTILE[:-1]: [HOSTILE]}])
-        run.append_event("diagnosis", HOSTILE)
+def test_hostile_completions_are_text_and_long_ones_are_cut(written: Any, open_page: Any) -> None:
+    row = {"group": 0, "uid": HOSTILE, "prompt": json.dumps([{"role": "<b>", "content": HOSTILE}])}
+    row |= {"completion": HOSTILE + "x" * 2_000_000, "reward": float("nan"), HOSTILE[:-1]: [HOSTILE]}
+    run = written([row | {f"rewards/{HOSTILE[:-1]}": 1.0}])
+    with RunFolder.open(run.path) as writer:
+        writer.append_event("diagnosis", HOSTILE)
     page = open_page(run.path)
     answer = page.get("/api/0/completions", step=1)
     assert answer.headers["content-type"] == "application/json"
@@ -362,9 +275,7 @@ def test_hostile_completions_are_text_and_long_ones_are_cut(tmp_path: Path, open
     assert told["reward"] is None
     assert len(page.ask("0/completion", step=1, row=0)["completion"]) == 500_000
     policy = page.get("/").headers["content-security-policy"]
-    assert "default-src 'none'" in policy
-    assert "script-src 'self';" in policy
-    assert "unsafe" not in policy
+    assert [words in policy for words in ("default-src 'none'", "script-src 'self';", "unsafe")] == [True, True, False]
 
 
 def test_the_page_makes_no_html_from_text_and_asks_nobody_else() -> None:
@@ -373,9 +284,8 @@ def test_the_page_makes_no_html_from_text_and_asks_nobody_else() -> None:
     assert len(own) > 8
     for path in own:
         text = path.read_text()
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), (
-            path
-        )
+        markup = re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text)
+        assert not markup, path
         assert not re.search(r"https?://|(src|href)=\"//", text), path
     index = (PAGE / "index.html").read_text()
     assert all("src=" in script for script in re.findall(r"<script[^>]*>", index))
@@ -388,18 +298,15 @@ def test_data_needs_the_token_and_the_page_does_not(finished: Path, open_page: A
     page = open_page(finished)
     for token in (None, "wrong", TOKEN + "x"):
         for path in ("runs", "0/metrics", "0/completions?step=1", "nothing"):
-            answer = page.get(f"/api/{path}", token=token)
-            assert answer.status_code == 401
-            assert "covey watch" in answer.json()["error"]
+            assert page.refuses(f"/api/{path}", 401, "covey watch", token=token)
     for path in ("/", "/page/main.js", "/page/uPlot.iife.min.js", "/page/style.css"):
         answer = page.get(path, token=None)
-        assert answer.status_code == 200
-        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert (answer.status_code, answer.headers["x-content-type-options"]) == (200, "nosniff")
     assert page.client.post("/api/0/metrics", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 405
 
 
-def test_several_runs_and_a_copy(finished: Path, tmp_path: Path, open_page: Any) -> None:
-    copy = tmp_path / "run"
+def test_several_runs_and_a_copy_that_is_deleted(finished: Path, tmp_path: Path, open_page: Any) -> None:
+    copy = tmp_path / finished.name
     shutil.copytree(finished, copy, ignore=shutil.ignore_patterns("checkpoints", "adapter", "best", "run.lock"))
     before = sorted((path, path.stat().st_mtime_ns) for path in copy.rglob("*"))
     page = open_page(finished, copy)
@@ -408,6 +315,8 @@ def test_several_runs_and_a_copy(finished: Path, tmp_path: Path, open_page: Any)
     page.ask("1/completions", step=1)
     page.ask("1/doctor")
     assert sorted((path, path.stat().st_mtime_ns) for path in copy.rglob("*")) == before  # it only reads
+    shutil.rmtree(copy)
+    assert [bool(each["versions"]) for each in page.ask("runs")] == [True, False]  # and the other run stays
 
 
 def test_who_samples_is_told(tmp_path: Path, open_page: Any) -> None:
@@ -422,8 +331,8 @@ def test_who_samples_is_told(tmp_path: Path, open_page: Any) -> None:
     }
     folders = [tmp_path / str(index) for index in range(len(cases))]
     for folder, content in zip(folders, cases, strict=True):
-        with RunFolder.create(folder):
-            (folder / "samplers.json").write_text(content)
+        RunFolder.create(folder).close()
+        (folder / "samplers.json").write_text(content)
     page = open_page(*folders)
     for index, told in enumerate(cases.values()):
         found = page.ask(f"{index}/tables")["samplers"]
@@ -432,16 +341,12 @@ def test_who_samples_is_told(tmp_path: Path, open_page: Any) -> None:
 
 def test_the_command_says_what_is_wrong(covey: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status, printed, _ = covey("watch", "--help")
-    assert status == 0
-    assert "live while they train" in printed
+    assert (status, "live while they train" in printed) == (0, True)
     (tmp_path / "empty").mkdir()
-    status, _, said = covey("watch", tmp_path / "empty", "--no-browser")
-    assert status == 2
-    assert "holds no run" in said
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    status, _, said = covey("watch", tmp_path / "empty")
-    assert status == 2
-    assert "pip install 'covey[serve]'" in said
+    for words in ("holds no run", "pip install 'covey[serve]'"):
+        status, _, said = covey("watch", tmp_path / "empty", "--no-browser")
+        assert (status, words in said) == (2, True)
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
 
 def test_the_command_serves_until_it_is_told_to_stop(finished: Path) -> None:
@@ -458,58 +363,54 @@ def test_the_command_serves_until_it_is_told_to_stop(finished: Path) -> None:
         assert process.wait(20) in (0, 130, -signal.SIGINT)
 
 
-def test_a_small_file_that_unfolds_to_gigabytes_costs_a_process(tmp_path: Path, open_page: Any) -> None:
-    with RunFolder.create(tmp_path / "run") as run:
-        run.write_completions(1, [{"group": 0, "completion": "x", "reward": 1.0}])
+def test_a_small_file_that_unfolds_to_gigabytes_costs_a_process(written: Any, open_page: Any) -> None:
+    run = written([{"group": 0, "completion": "x", "reward": 1.0}])
     bomb = run.completions / "step_000002.parquet"
     values = pa.DictionaryArray.from_arrays(pa.array([0] * 4000, pa.int32()), pa.array(["a" * 8_000_000]))
     pq.write_table(pa.table({"completion": values, "group": pa.array([0] * 4000)}), bomb, compression="zstd")
     assert bomb.stat().st_size < 100_000
     page = open_page(run.path)
-    answer = page.get("/api/0/completions", step=2)
-    assert answer.status_code == 404
-    assert "look at it with pyarrow" in answer.json()["error"]
+    assert page.refuses("/api/0/completions", 404, "look at it with pyarrow", step=2)
     assert page.ask("0/completions", step=1)["completions"] == 1  # the next one is read as ever
     found = page.ask("0/search", search="x")  # the newest first: it is passed over, and said to be
     assert (found["looked"], found["unread"], found["before"]) == (1, 1, 2)
     assert [hit["step"] for hit in page.ask("0/search", search="x", before=2)["hits"]] == [1]
 
 
-def test_all_steps_are_searched_the_newest_first(
-    tmp_path: Path, open_page: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with RunFolder.create(tmp_path / "run") as run:
-        for step in range(1, 8):
-            rows = [
-                {"group": 0, "uid": "q", "prompt": "count", "completion": f"{'so ' * 60}step {step} has {word}!",
-                 "reward": reward, "length": step, "finish_reason": "stop", "correct": None}
-                for word, reward in (("Apples", 1.0), ("pears", 0.25 * step))
-            ]  # fmt: skip
-            run.write_completions(step, rows)
-        (run.completions / "step_000004.parquet").write_bytes(b"damaged")
+def test_all_steps_are_searched_the_newest_first(written: Any, open_page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"group": 0, "uid": "q", "prompt": "count", "finish_reason": "stop", "correct": None}
+    run = written(*(
+        [said | {"completion": f"{'so ' * 60}step {step} has {word}!", "reward": reward, "length": step}
+         for word, reward in (("Apples", 1.0), ("pears", 0.25 * step))]
+        for step in range(1, 8)
+    ))  # fmt: skip
+    (run.completions / "step_000004.parquet").write_bytes(b"damaged")
     page = open_page(run.path)
     found = page.ask("0/search", search="HAS apples")
-    assert [hit["step"] for hit in found["hits"]] == [7, 6, 5, 3, 2, 1]
     assert (found["looked"], found["left"], found["unread"]) == (7, 0, 1)
     assert found["hits"][0]["excerpt"].startswith("…")
     assert found["hits"][0]["excerpt"].endswith("step 7 has Apples!")
-    assert [hit["step"] for hit in page.ask("0/search", search="pears", first=2, last=3)["hits"]] == [3, 2]
-    assert [hit["step"] for hit in page.ask("0/search", before=3)["hits"]] == [2, 2, 1, 1]
-    steps = [hit["step"] for hit in page.ask("0/search", reward_from=0.3, reward_to=0.8, length_to=3)["hits"]]
-    assert steps == [3, 2]
-    assert page.ask("0/search", shown="tied")["hits"] == []
-    assert page.ask("0/search", ended="length")["hits"] == []
-    assert page.get("/api/0/search", reward_from="nan").status_code == 422
+    queries: list[tuple[dict[str, Any], list[int]]] = [
+        ({"search": "HAS apples"}, [7, 6, 5, 3, 2, 1]),
+        ({"search": "pears", "first": 2, "last": 3}, [3, 2]),
+        ({"before": 3}, [2, 2, 1, 1]),
+        ({"reward_from": 0.3, "reward_to": 0.8, "length_to": 3}, [3, 2]),
+        ({"shown": "tied"}, []),
+        ({"ended": "length"}, []),
+    ]
+    for query, steps in queries:
+        assert [hit["step"] for hit in page.ask("0/search", **query)["hits"]] == steps
+    assert page.refuses("/api/0/search", 422, reward_from="nan")
 
     # without time to look on, each portion is one table; together they find the same
     monkeypatch.setattr(tables, "SEARCH_SECONDS", 0.0)
-    watched, steps, before = WatchedRun(run.path), [], None
+    watched, found_in, before = WatchedRun(run.path), [], None
     monkeypatch.setattr(watched._reader, "ask", lambda what, path, *rest: tables.ANSWERS[what](path, *rest))
     while (part := watched.search("step", {"search": "apples"}, 0, 99, before))["looked"]:
         assert part["looked"] == 1
-        steps += [hit["step"] for hit in part["hits"]]
+        found_in += [hit["step"] for hit in part["hits"]]
         before = part["before"]
-    assert steps == [7, 6, 5, 3, 2, 1]
+    assert found_in == [7, 6, 5, 3, 2, 1]
 
 
 def test_a_long_run_is_told_in_outline_first(tmp_path: Path, open_page: Any) -> None:
@@ -534,17 +435,15 @@ def test_a_file_to_send_is_whole_and_bounded(
 ) -> None:
     path = tmp_path / "sent.html"
     status, printed, _ = covey("report", finished, "--html", path)
-    assert status == 0
-    assert "MB" in printed
+    assert (status, "MB" in printed) == (0, True)
     text = path.read_text()
     assert "default-src 'none'; script-src 'sha256-" in text
     assert "unsafe" not in text.split("<body>")[0]
     assert not re.search(r"(?:src|href)=\"(?!data:)", text)
-    assert str(finished.parent) not in json.dumps(json.loads(_archive(text))["answers"]["runs"][0]["path"])
     found = json.loads(_archive(text))["answers"]
-    rows = RunFolder.read(finished).read_completions(4)
+    assert str(finished.parent) not in found["runs"][0]["path"]
     told = [row["completion"] for group in found["0/completions kind=step step=4"]["groups"] for row in group["rows"]]
-    assert told == [row["completion"] for row in rows]
+    assert told == [row["completion"] for row in RunFolder.read(finished).read_completions(4)]
     assert found["0/tables"]["ledger"] == [2, 4]
 
     monkeypatch.setattr(export, "MOST_BYTES", 30_000)
@@ -553,8 +452,7 @@ def test_a_file_to_send_is_whole_and_bounded(
     assert len(_archive(path.read_text())) < 60_000
     for name, words in (("sent.pdf", "ends in .html"), ("no/such/folder.html", "does not exist")):
         status, _, said = covey("report", finished, "--html", tmp_path / name)
-        assert status == 2
-        assert words in said
+        assert (status, words in said) == (2, True)
 
 
 def _archive(text: str) -> str:
@@ -568,13 +466,8 @@ def test_the_modules_of_the_page_become_one_script() -> None:
     assert "</script" not in text
     names = re.findall(r"^modules\.(\w+) = ", text, re.MULTILINE)
     assert sorted(names) == sorted(path.stem for path in PAGE.glob("*.js") if "uPlot" not in path.name)
-    for name in names:  # each comes after what it takes from
-        assert all(
-            names.index(taken) < names.index(name) for taken in re.findall(r"= modules\.(\w+);", _module(text, name))
-        )
+    for place, name in enumerate(names):  # each comes after what it takes from
+        module = text.split(f"\nmodules.{name} = ")[1].split("\nmodules.")[0]
+        assert set(re.findall(r"= modules\.(\w+);", module)) <= set(names[:place])
     assert export.spread(list(range(100)), 4) == [0, 33, 66, 99]
     assert export.spread([1, 2], 4) == [1, 2]
-
-
-def _module(text: str, name: str) -> str:
-    return text.split(f"\nmodules.{name} = ")[1].split("\nmodules.")[0]

@@ -8,8 +8,9 @@ import os
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import replace
+from contextlib import closing, nullcontext
+from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,23 +25,8 @@ from covey.cli.results import difference, percent
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError, DataError, RunFolderError
 from covey.files import explained, open_regular, write_atomically
-from covey.observe import curve
-from covey.observe.comparison import (
-    MEAN_OF,
-    SHOWN,
-    Answer,
-    Answers,
-    ComparedRun,
-    PairedAnswers,
-    accuracy_of,
-    as_json,
-    chosen_steps,
-    differing_settings,
-    equal_step,
-    group_seeds,
-    metric_values,
-    pair,
-)
+from covey.observe import comparison, curve
+from covey.observe.comparison import Answers, ComparedRun, PairedAnswers
 from covey.observe.completions import messages, parts_and_others
 from covey.observe.console import format_number, print_table, say, visible
 from covey.observe.records import Record, plain
@@ -51,11 +37,12 @@ if TYPE_CHECKING:
     from covey.training.evaluate import Question
 
 _MOST_CONFIG = 1 << 20
-_MOST_ROWS = 60
-_READ, _RANKED, _SAMPLED = 200, 10, 3
+_MOST_ROWS, _READ, _RANKED, _SAMPLED = 60, 200, 10, 3
 _TEXT, _EXCERPT, _NOTE = 2_000, 300, 300
 """Characters of a completion that is read, of one in the overview, and of what a verifier logged."""
 _WRAPPED = 50_000
+_EVAL = "The evaluation that is compared: a step, first or last. With --worst or --question it is read."
+_OUTPUT = "Write curves (.png), all that is told (.json), or the completions, whole (.jsonl); may be repeated."
 out = Console()
 _log = logging.getLogger("covey.observe")
 
@@ -69,13 +56,7 @@ def report(
     question: Annotated[
         str, typer.Option(metavar="UID", help="Read what was answered to this question whenever it was visited.")
     ] = "",
-    evaluation: Annotated[
-        str,
-        typer.Option(
-            "--eval",
-            help="The evaluation that is compared: a step, first or last. With --worst or --question it is read.",
-        ),
-    ] = "",
+    evaluation: Annotated[str, typer.Option("--eval", help=_EVAL)] = "",
     number: Annotated[
         int | None, typer.Option("-n", "--number", min=1, help="At most so many questions, or completions.")
     ] = None,
@@ -83,14 +64,7 @@ def report(
         bool, typer.Option("--seeds", help="Draw runs that differ in their seed only as one line: mean and range.")
     ] = False,
     html: Annotated[Path | None, typer.Option(help="Write the runs as one page to send, which opens offline.")] = None,
-    files: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "-o",
-            "--output",
-            help="Write curves (.png), all that is told (.json), or the completions, whole (.jsonl); may be repeated.",
-        ),
-    ] = None,
+    files: Annotated[list[Path] | None, typer.Option("-o", "--output", help=_OUTPUT)] = None,
 ) -> None:
     """What runs reached: settings that differ, curves, a paired test on the same held-out questions, hard questions.
 
@@ -100,10 +74,8 @@ def report(
     files = list(files or ())
     for path in files:
         if path.suffix not in (".png", ".json", ".jsonl"):
-            raise ConfigError(
-                f"--output {path}: give a name that ends in .png for curves, .json for what is told, or .jsonl for "
-                "completions; a page is --html FILE"
-            )
+            ends = ".png for curves, .json for what is told, or .jsonl for completions"
+            raise ConfigError(f"--output {path}: give a name that ends in {ends}; a page is --html FILE")
     if html is not None:
         _write_page(runs, html)
         return
@@ -111,7 +83,7 @@ def report(
     if step is not None or worst or question or lines:
         if others := [str(path) for path in files if path not in lines]:
             raise ConfigError(f"--output {', '.join(others)}: with completions only .jsonl is written; ask twice")
-        _read(runs, step, evaluation, question, number, lines, worst=worst)
+        _read(runs, step, evaluation, question, number, lines, worst)
         return
     with closing(TableReader(workers=1)) as reader:
         _compare(runs, evaluation, number, files, reader, seeds=seeds)
@@ -155,23 +127,25 @@ def _compare(
         raise DataError(f"{runs[0]}: {why}, so there is nothing to tell")
     asked = [questions_of(folder.read_answers()) for folder in folders]
     known = {name for run in compared for record in run.records for name in record}
-    point = equal_step(compared)
+    shown, point = [name for name in comparison.SHOWN if name in known], comparison.equal_step(compared)
     found: dict[str, Any] = {
         "runs": [run.label for run in compared],
         "paths": [str(place) for place in places],
         "equal_step": point,
-        "metrics": {name: [metric_values(run, name, point) for run in compared] for name in SHOWN if name in known},
+        "metrics": {name: [comparison.metric_values(run, name, point) for run in compared] for name in shown},
         "questions": [
-            [{"uid": each.uid, "accuracy": each.accuracy, "visits": each.visits} for each in questions]
-            for questions in asked
+            [{name: getattr(one, name) for name in ("uid", "accuracy", "visits")} for one in of] for of in asked
         ],
     }
     if len(compared) > 1:
-        found["settings"] = differing_settings(compared) if all(run.settings for run in compared) else {}
-        found["versions"] = _versions(folders)
+        found["settings"] = comparison.differing_settings(compared) if all(run.settings for run in compared) else {}
+        versions = [plain(folder.versions()) for folder in folders]
+        found["versions"] = comparison.differing(versions, ("run_id", "needs_python"))
     sides, pairs = _held_out(compared, which, notes, reader)
-    found["held_out"] = [{"run": label, "step": side.step, "accuracy": accuracy_of(side)} for label, side in sides]
-    found["against_first"] = [{"run": label} | as_json(result) for label, _, _, result in pairs]
+    found["held_out"] = [
+        {"run": run, "step": side.step, "accuracy": comparison.accuracy_of(side)} for run, side in sides
+    ]
+    found["against_first"] = [{"run": label} | asdict(result) for label, _, _, result in pairs]
     found["notes"] = notes
     _print(found, compared, sides, pairs)
     try:
@@ -189,9 +163,8 @@ def _compare(
         elif len(compared) == 1:
             curve.draw_learning_curve(compared[0].records, path, title=compared[0].label)
         else:
-            curve.draw_comparison(
-                group_seeds(compared) if seeds else {run.label: [run.records] for run in compared}, path
-            )
+            lines = comparison.group_seeds(compared) if seeds else {run.label: [run.records] for run in compared}
+            curve.draw_comparison(lines, path)
         say(out, f"wrote {path}")
 
 
@@ -229,14 +202,6 @@ def _settings(folder: RunFolder, label: str, notes: list[str]) -> dict[str, Any]
     return {f"{name}.{field}": value for name, fields in sections.items() for field, value in fields.items()}
 
 
-def _versions(folders: Sequence[RunFolder]) -> dict[str, list[Any]]:
-    """Programs and machines that differ."""
-    every = [folder.versions() for folder in folders]
-    names = sorted({name for versions in every for name in versions} - {"run_id", "needs_python"})
-    values = {name: [plain(versions.get(name)) for versions in every] for name in names}
-    return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
-
-
 def _held_out(
     runs: Sequence[ComparedRun], which: str, notes: list[str], reader: TableReader
 ) -> tuple[list[tuple[str, Answers]], list[Pair]]:
@@ -244,14 +209,13 @@ def _held_out(
 
     def answers(run: ComparedRun, step: int, rewards: bool) -> tuple[str, Answers]:
         told = reader.ask("answers", run.evaluations[step], rewards)
-        by_uid = {uid: Answer(*answer) for uid, answer in told.pop("by_uid").items()}
+        by_uid = {uid: comparison.Answer(*answer) for uid, answer in told.pop("by_uid").items()}
         return run.label, Answers(step, run.evaluations[step], by_uid=by_uid, **told)
 
     having = [run for run in runs if run.evaluations]
-    chosen = [chosen_steps(which or "last", sorted(run.evaluations), "--eval")[-1] for run in having]
-    named = list(zip(having, chosen, strict=True))
+    named = [(run, comparison.chosen_steps(which or "last", sorted(run.evaluations), "--eval")[-1]) for run in having]
     if len(runs) == 1 and having:
-        steps = sorted({min(runs[0].evaluations), chosen[0]})
+        steps = sorted({min(runs[0].evaluations), named[0][1]})
         named = [(replace(runs[0], label=f"{runs[0].label}, step {step}"), step) for step in steps]
     elif len(runs) > len(having) and len(runs) > 1:
         without = ", ".join(run.label for run in runs if not run.evaluations)
@@ -268,14 +232,11 @@ def _held_out(
     if len(sides) > 2:
         notes.append(f"{len(sides) - 1} comparisons: each p is of its own test, none is corrected for their number")
     first = sides[0][1]
-    return sides, [(label, first, side, pair(first, side)) for label, side in sides[1:]]
+    return sides, [(label, first, side, comparison.pair(first, side)) for label, side in sides[1:]]
 
 
 def _print(
-    found: Mapping[str, Any],
-    runs: Sequence[ComparedRun],
-    sides: Sequence[tuple[str, Answers]],
-    pairs: Sequence[Pair],
+    found: Record, runs: Sequence[ComparedRun], sides: Sequence[tuple[str, Answers]], pairs: Sequence[Pair]
 ) -> None:
     labels = [_cell(run.label) for run in runs]
     if len(runs) > 1:
@@ -318,36 +279,28 @@ def _print_metrics(found: Mapping[str, Any], runs: Sequence[ComparedRun], labels
             table.add_row("" if position else _cell(name), when, *cells)
     if table.row_count:
         print_table(out, table)
-        out.print(
-            f"Of training, means over the last {MEAN_OF} steps; of evaluations, each as it was measured.",
-            style="dim",
-            highlight=False,
-        )
+        told = f"Of training, means over the last {comparison.MEAN_OF} steps; of evaluations, each as it was measured."
+        out.print(told, style="dim", highlight=False)
 
 
 def _print_pair(first: str, label: str, before: Answers, after: Answers, result: PairedAnswers) -> None:
     def tell(text: str) -> None:
         say(out, visible(text, 1000))
 
-    if result.difference is None:
+    if (d := result.difference) is None:
         why = "they were asked other questions"
         if before.left_out or after.left_out:
             why = "no question has an answer with a reward in both"
         tell(f"{label} against {first}: {why}, so their answers cannot be compared by question")
-    elif before.judged:
-        of = f" on {result.difference.total} questions that both were asked"
-        tell(f"{label} against {first}{of}: {difference(result.difference)} (McNemar's exact test)")
     else:
-        d = result.difference
-        tell(
-            f"{label} against {first} on {d.total} questions that both were asked: mean reward {d.difference:+.3f} "
-            f"({d.low:+.3f} to {d.high:+.3f}), p = {d.p_value:.2g}, {d.gained} better, {d.lost} worse (bootstrap)"
-        )
+        reached = f"{difference(d)} (McNemar's exact test)"
+        if not before.judged:
+            reached = f"mean reward {d.difference:+.3f} ({d.low:+.3f} to {d.high:+.3f}), p = {d.p_value:.2g}, "
+            reached += f"{d.gained} better, {d.lost} worse (bootstrap)"
+        tell(f"{label} against {first} on {d.total} questions that both were asked: {reached}")
     if result.only_before or result.only_after:
-        tell(
-            f"  {result.only_before} questions are answered only in {first}, {result.only_after} only in {label}; "
-            "these are left out"
-        )
+        only = f"  {result.only_before} questions are answered only in {first}, {result.only_after} only in {label}"
+        tell(f"{only}; these are left out")
     if result.other_text:
         tell(f"  {result.other_text} questions have one uid and different texts and are left out")
     for side, name in ((before, first), (after, label)):
@@ -365,20 +318,13 @@ def _score(side: Answers, accuracy: Mapping[str, Any] | None) -> str:
 
 
 def _print_questions(
-    folders: Sequence[RunFolder],
-    labels: Sequence[str],
-    asked: Sequence[Sequence[Question]],
-    number: int | None,
-    reader: TableReader,
+    folders: list[RunFolder], labels: list[str], asked: list[list[Question]], number: int | None, reader: TableReader
 ) -> None:
     """How the training questions were answered, and of a single run the hardest of them."""
     table = Table("training questions", *(f"{_cell(label)}: first visit -> last" for label in labels))
     for name, low, high in (("never right", 0.0, 0.0), ("sometimes", 1e-9, 1 - 1e-9), ("always right", 1.0, 1.0)):
-        counts = [
-            [sum(low <= share <= high for share in shares)
-             for shares in ([each.first for each in questions], [each.last for each in questions])]
-            for questions in asked
-        ]  # fmt: skip
+        visits = [([each.first for each in questions], [each.last for each in questions]) for questions in asked]
+        counts = [[sum(low <= share <= high for share in shares) for shares in both] for both in visits]
         table.add_row(name, *(f"{first} -> {last}" for first, last in counts))
     print_table(out, table)
     if len(folders) > 1:
@@ -404,13 +350,12 @@ def _cell(value: Any, most: int = 100) -> str:
 
 
 def _read(
-    runs: Sequence[Path],
+    runs: list[Path],
     step: str | None,
     evaluation: str,
     question: str,
     number: int | None,
-    files: Sequence[Path],
-    *,
+    files: list[Path],
     worst: bool,
 ) -> None:
     if len(runs) > 1:
@@ -423,7 +368,7 @@ def _read(
     if not there:
         what = "evaluations" if evaluation else "completions of steps"
         raise DataError(f"{folder.path} has no {what} yet; run.log_completions must be true")
-    chosen = chosen_steps(evaluation or step or ("all" if question else "last"), there, f"--{kind}")
+    chosen = comparison.chosen_steps(evaluation or step or ("all" if question else "last"), there, f"--{kind}")
     most = number or (None if files else _RANKED if worst else _READ)
     with closing(TableReader(workers=1)) as reader:
         rows = _rows(folder, kind, chosen, question, most, reader, worst=worst)
@@ -435,23 +380,14 @@ def _read(
         say(out, f"wrote {path}")
     if files:
         return
-    if out.is_terminal and sys.stdin.isatty():
+    if paged := out.is_terminal and sys.stdin.isatty():
         os.environ.setdefault("LESS", "FRX")  # what fits on the screen needs no pager; colours; the text stays
-        with out.pager(styles=True):
-            _show(rows, _TEXT)
-    else:
+    with out.pager(styles=True) if paged else nullcontext():
         _show(rows, _TEXT)
 
 
 def _rows(
-    folder: RunFolder,
-    kind: str,
-    steps: Sequence[int],
-    question: str,
-    most: int | None,
-    reader: TableReader,
-    *,
-    worst: bool,
+    folder: RunFolder, kind: str, steps: list[int], question: str, most: int | None, reader: TableReader, *, worst: bool
 ) -> list[Record]:
     """Completions of one question or of all, step after step, or the lowest rewards of all steps first.
 
@@ -477,15 +413,13 @@ def _rows(
 
 
 def _show(rows: Sequence[Record], characters: int) -> None:
-    before = None
-    for row in rows:
-        place = row.get("step"), row.get("eval"), row.get("group")
-        if place != before:
-            if before is not None:
-                out.print()
-            _show_group(row, characters)
-            before = place
-        _show_completion(row, characters)
+    places = groupby(rows, lambda row: (row.get("step"), row.get("eval"), row.get("group")))
+    for number, members in enumerate(list(found) for _, found in places):
+        if number:
+            out.print()
+        _show_group(members[0], characters)
+        for row in members:
+            _show_completion(row, characters)
 
 
 def _show_group(row: Record, characters: int) -> None:
@@ -507,16 +441,16 @@ def _show_group(row: Record, characters: int) -> None:
 
 
 def _show_completion(row: Record, characters: int) -> None:
-    line = Text(f"[{_name(row.get('sample', row['table_row']))}]", style="bold")
-    reward = row.get("reward")
+    line, reward = Text(f"[{_name(row.get('sample', row['table_row']))}]", style="bold"), row.get("reward")
     line.append(f" reward {format_number(reward)}", style="green" if (reward or 0) > 0 else "")
     parts, logged = parts_and_others({name: row[name] for name in row if name not in (*PLACE, "group_size")})
     if parts:
         told = ", ".join(f"{_name(name)} {format_number(value)}" for name, value in parts.items())
         line.append(f" ({told})", style="not bold")
-    for name, value in (("advantage", _signed(row.get("advantage"))), ("logp", format_number(row.get("logp")))):
-        if row.get(name) is not None:
-            line.append(f"  {name.replace('logp', 'log-probability')} {value}", style="not bold")
+    for name, told in (("advantage", "advantage"), ("logp", "log-probability")):
+        if (value := row.get(name)) is not None:
+            sign = "+" if name == "advantage" and isinstance(value, int | float) and value > 0 else ""
+            line.append(f"  {told} {sign}{format_number(value)}", style="not bold")
     ended = row.get("finish_reason") or row.get("ended")
     line.append(f"  {_name(row.get('length'))} tokens", style="not bold")
     if row.get("turns") is not None:
@@ -544,10 +478,6 @@ def _body(text: Text) -> None:
     else:
         for line in text.split("\n", allow_blank=True):
             out.print(Text("    ") + line, soft_wrap=True)
-
-
-def _signed(value: Any) -> str:
-    return format_number(value) if not isinstance(value, int | float) or value <= 0 else f"+{format_number(value)}"
 
 
 def _name(value: Any, most: int = 100) -> str:

@@ -43,21 +43,16 @@ def print_choices(out: Console, report: Mapping[str, Any]) -> None:
     """A multiple-choice report in short."""
     models = [report["model"]] + ([report["baseline"]] if "baseline" in report else [])
     table = Table(f"{report['questions']} questions", *(model["name"] for model in models))
-
     forms = {"share": percent, "part": "{:.3f}".format, "number": "{:.3f}".format}
     for name, form, values in measured(models):
         table.add_row(name, *("" if value is None else forms[form](value) for value in values))
-    chosen = [
-        "  ".join(f"{letter} {100 * value:.0f} %" for letter, value in model["letters"]["chosen"].items())
-        for model in models
-    ]
-    table.add_row("letters chosen", *chosen)
+    letters = ([f"{name} {100 * part:.0f} %" for name, part in m["letters"]["chosen"].items()] for m in models)
+    table.add_row("letters chosen", *map("  ".join, letters))
     print_table(out, table)
-    if "against_baseline" in report:
-        name = models[1]["name"]
-        out.print(f"accuracy against {name}: {difference(report['against_baseline'])}", markup=False, highlight=False)
-        answered = difference(report["answered_against_baseline"])
-        out.print(f"answers with a letter against {name}: {answered}", markup=False, highlight=False)
+    for what, key in (("accuracy", "against_baseline"), ("answers with a letter", "answered_against_baseline")):
+        if key in report:
+            told = f"{what} against {models[1]['name']}: {difference(report[key])}"
+            out.print(told, markup=False, highlight=False)
 
 
 def kind_shares(metrics: Mapping[str, float]) -> list[tuple[str, dict[str, float]]]:
@@ -84,8 +79,7 @@ def print_left_out(out: Console, name: str, result: Evaluation) -> None:
     failed, total = int((~result.judged).sum()), len(result.judged)
     left_out = f"{name}: the environment failed in {failed} of {total} episodes, which accuracy leaves out"
     if failed:
-        text = left_out if failed < total else f"no accuracy: {NOTHING_JUDGED}"
-        say(out, text)
+        say(out, left_out if failed < total else f"no accuracy: {NOTHING_JUDGED}")
 
 
 def print_difference(out: Console, name: str, before: Evaluation, after: Evaluation) -> None:
@@ -117,13 +111,10 @@ def print_summary(out: Console, trainer: GRPOTrainer, folder: Path) -> None:
         if trainer.args.evaluation.load_best_model_at_end and best:
             shown["best"] = best[-1]
         for label, record in shown.items():
-            if name == "accuracy" and "eval/accuracy" not in record:
-                table.add_row(f"{label} (step {record['step']})", "-", "-", f"{record['eval/num_completions']:.0f}")
-                continue
-            interval = "-"
-            if name == "accuracy":
+            value, interval = "-" if name == "accuracy" else f"{record['eval/reward']:.3f}", "-"
+            if "eval/accuracy" in record:
+                value = f"{100 * record['eval/accuracy']:.1f} %"
                 interval = f"{100 * record['eval/accuracy_low']:.1f} to {100 * record['eval/accuracy_high']:.1f} %"
-            value = f"{100 * record['eval/accuracy']:.1f} %" if name == "accuracy" else f"{record['eval/reward']:.3f}"
             table.add_row(f"{label} (step {record['step']})", value, interval, f"{record['eval/num_completions']:.0f}")
             for kind, share in kind_shares(record):
                 table.add_row(f"  {kind}", *percent(share).rstrip(")").split(" ("), f"{share['total']:.0f}")

@@ -15,8 +15,6 @@ from rich.console import Console
 from covey.errors import ConfigError
 from covey.observe.console import say
 
-_WANTED = ("fastapi", "uvicorn")
-
 out = Console()
 
 
@@ -33,7 +31,7 @@ def watch(
 
     It reads the run folders and nothing else; no request leaves this machine.
     """
-    missing = [name for name in _WANTED if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"covey watch needs {', '.join(missing)}; pip install 'covey[serve]'")
     from covey.serving.client import check_token

@@ -33,22 +33,16 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
     "run": ("seed",),
 }
 """What is told of them."""
-_LOADING: dict[Kind, str] = {
-    "model": """from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")""",
-    "adapter": """from peft import AutoPeftModelForCausalLM
+_FROM_HUB = """from {module} import {auto}
 from transformers import AutoTokenizer
 
-model = AutoPeftModelForCausalLM.from_pretrained("{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")""",
-    "mlx": """from mlx_lm import load
-
-model, tokenizer = load("{base}", adapter_path="{name}")""",
-    "gguf": """from llama_cpp import Llama
-
-model = Llama("{name}/model.gguf")""",
+model = {auto}.from_pretrained("{{name}}")
+tokenizer = AutoTokenizer.from_pretrained("{{name}}")"""
+_LOADING: dict[Kind, str] = {
+    "model": _FROM_HUB.format(module="transformers", auto="AutoModelForCausalLM"),
+    "adapter": _FROM_HUB.format(module="peft", auto="AutoPeftModelForCausalLM"),
+    "mlx": 'from mlx_lm import load\n\nmodel, tokenizer = load("{base}", adapter_path="{name}")',
+    "gguf": 'from llama_cpp import Llama\n\nmodel = Llama("{name}/model.gguf")',
 }
 
 
@@ -69,15 +63,14 @@ def model_card(
     step = max((record["step"] for record in records), default=0) if step is None else step
     data, shown = dataset_name or _data(settings), _elsewhere(base_model)
     evaluations = [record for record in records if "eval/reward" in record and record["step"] <= step]
+    lora = ["lora"] if kind in ("adapter", "mlx") else []
     header = ModelCardData(
         model_name=name.rstrip("/").split("/")[-1],
         library_name={"model": "transformers", "adapter": "peft", "mlx": "mlx", "gguf": "gguf"}[kind],
         pipeline_tag="text-generation",
         base_model=base_model if _is_hub_id(base_model) else None,
         datasets=[data] if _is_hub_id(data) else None,
-        tags=sorted(
-            {"covey", "grpo", "reinforcement-learning", *(["lora"] if kind in ("adapter", "mlx") else []), *tags}
-        ),
+        tags=sorted({"covey", "grpo", "reinforcement-learning", *lora, *tags}),
         eval_results=_results(evaluations[-1:], data),
     )
     lines = [
@@ -98,10 +91,9 @@ def model_card(
     if settings:
         lines += ["## Settings", _list({f"`{key}`": f"{value}" for key, value in _chosen(settings)})]
     if run:
-        versions = {
-            k: v for k, v in run.versions().items() if k in ("covey", "torch", "transformers", "peft", "python")
-        }
-        lines += ["## Versions", ", ".join(f"{key} {value}" for key, value in versions.items() if value)]
+        names = ("covey", "torch", "transformers", "peft", "python")
+        versions = [f"{name} {value}" for name, value in run.versions().items() if name in names and value]
+        lines += ["## Versions", ", ".join(versions)]
     return str(ModelCard(f"---\n{header.to_yaml()}\n---\n\n" + "\n\n".join(lines) + "\n"))
 
 
@@ -194,19 +186,10 @@ def _reward_interval(run: RunFolder, step: int) -> tuple[float | None, float | N
 
 def _results(last: Sequence[Record], data: str) -> list[EvalResult] | None:
     """The last evaluation, as the hub's tables want it."""
+    about: dict[str, Any] = {"task_type": "text-generation", "dataset_type": data, "dataset_name": f"{data} (held out)"}
     found = []
     for record in last:
         kind = _metric(record)
-        value = record.get(f"eval/{kind}")
-        if value is not None:
-            found.append(
-                EvalResult(
-                    task_type="text-generation",
-                    dataset_type=data,
-                    dataset_name=f"{data} (held out)",
-                    metric_type=kind,
-                    metric_name=f"held-out {kind}",
-                    metric_value=value,
-                )
-            )
+        if (value := record.get(f"eval/{kind}")) is not None:
+            found.append(EvalResult(**about, metric_type=kind, metric_name=f"held-out {kind}", metric_value=value))
     return found or None

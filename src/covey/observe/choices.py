@@ -1,8 +1,7 @@
 """What can honestly be said about a model's answers to multiple-choice questions, and the report that says it.
 
 Everything is computed from the questions (`question`, `options`, `answer`), the letters that were chosen, and the
-likelihood of each letter; nothing here runs a model. The page is one file that asks nobody for
-anything.
+likelihood of each letter; nothing here runs a model. The page is one file that asks nobody for anything.
 """
 
 from __future__ import annotations
@@ -25,11 +24,8 @@ from covey.observe.statistics import paired_difference, share
 Row = Mapping[str, Any]
 Json = dict[str, Any]
 
-_BINS = 10
-_PARTS = 4
-_TOPICS = 12
-_MIN_QUESTIONS = 8
-"""A word that stands in fewer questions than this says nothing about its topic."""
+_BINS, _PARTS, _TOPICS, _MIN_QUESTIONS = 10, 4, 12, 8
+"""Of confidence and of length; words that are told; questions that a word must stand in to say anything."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,12 +80,10 @@ def right_answers(rows: Sequence[Row], chosen: Sequence[str | None]) -> NDArray[
 
 
 def _one_model(rows: Sequence[Row], answered: Answered) -> Json:
-    right = right_answers(rows, answered.chosen)
-    failures = sum(letter is None for letter in answered.chosen)
     found: Json = {
         "name": answered.model,
-        "accuracy": share(int(right.sum()), len(rows)),
-        "extraction_failures": share(failures, len(rows)),
+        "accuracy": share(int(right_answers(rows, answered.chosen).sum()), len(rows)),
+        "extraction_failures": share(sum(letter is None for letter in answered.chosen), len(rows)),
         "letters": letter_prior(rows, answered),
     }
     if answered.rotated:
@@ -146,18 +140,12 @@ def rotation_consistency(answered: Answered) -> Json:
     A model that reads the options keeps the option; one that likes a letter keeps the letter. No answer counts as
     neither.
     """
-    pairs = [
-        (before, option, letter)
-        for options, letters in answered.rotated
-        for before, option, letter in zip(answered.chosen, options, letters, strict=True)
-    ]
-    same_option = sum(before is not None and before == option for before, option, _ in pairs)
-    same_letter = sum(before is not None and before == letter for before, _, letter in pairs)
-    return {
-        "rotations": len(answered.rotated),
-        "same_option": share(same_option, len(pairs)),
-        "same_letter": share(same_letter, len(pairs)),
-    }
+
+    def same(which: int) -> Json:
+        pairs = [pair for told in answered.rotated for pair in zip(answered.chosen, told[which], strict=True)]
+        return share(sum(before is not None and before == after for before, after in pairs), len(pairs))
+
+    return {"rotations": len(answered.rotated), "same_option": same(0), "same_letter": same(1)}
 
 
 def likelihood(rows: Sequence[Row], answered: Answered) -> Json:
@@ -170,12 +158,10 @@ def likelihood(rows: Sequence[Row], answered: Answered) -> Json:
     assert answered.probabilities is not None
     raw = np.nan_to_num(answered.probabilities, nan=0.0)
     probability = raw / np.maximum(raw.sum(axis=1, keepdims=True), 1e-300)
-    index = {letter: column for column, letter in enumerate(answered.letters)}
     truth = np.zeros_like(probability)
-    truth[np.arange(len(rows)), [index[row["answer"]] for row in rows]] = 1.0
-    best = probability.argmax(axis=1)
+    truth[np.arange(len(rows)), [answered.letters.index(row["answer"]) for row in rows]] = 1.0
+    best, confidence = probability.argmax(axis=1), probability.max(axis=1)
     right = truth[np.arange(len(rows)), best] == 1.0
-    confidence = probability.max(axis=1)
     place = np.minimum((confidence * _BINS).astype(int), _BINS - 1)
     bins = [
         {
@@ -203,10 +189,9 @@ def likelihood(rows: Sequence[Row], answered: Answered) -> Json:
 def accuracy_by_length(rows: Sequence[Row], right: NDArray[np.bool_]) -> list[Json]:
     """Accuracy in four parts of the questions, from short to long."""
     lengths = np.array([len(row["question"].split()) for row in rows])
-    order = np.argsort(lengths, kind="stable")
     return [
         {"from": int(lengths[part].min()), "to": int(lengths[part].max()), **share(int(right[part].sum()), len(part))}
-        for part in np.array_split(order, _PARTS)
+        for part in np.array_split(np.argsort(lengths, kind="stable"), _PARTS)
         if len(part)
     ]
 
@@ -226,9 +211,8 @@ def accuracy_by_topic(rows: Sequence[Row], right: NDArray[np.bool_]) -> list[Jso
     found = []
     for word, indices in holders.items():
         if _MIN_QUESTIONS <= len(indices) <= len(rows) / 2:
-            accuracy = float(right[indices].mean())
-            deviation = (accuracy - mean) / spread * np.sqrt(len(indices))
             entry = share(int(right[indices].sum()), len(indices))
+            deviation = (entry["share"] - mean) / spread * np.sqrt(len(indices))
             found.append({"word": word, "deviation": float(deviation), **entry})
     found.sort(key=lambda entry: (entry["deviation"], entry["word"]))
     return found if len(found) <= 2 * _TOPICS else [*found[:_TOPICS], *found[-_TOPICS:]]
@@ -236,18 +220,12 @@ def accuracy_by_topic(rows: Sequence[Row], right: NDArray[np.bool_]) -> list[Jso
 
 def _errors(rows: Sequence[Row], answered: Answered, right: NDArray[np.bool_]) -> list[Json]:
     """Every question that was answered wrongly or not at all, short ones first."""
-    wrong = sorted(np.flatnonzero(~right).tolist(), key=lambda index: len(rows[index]["question"]))
+    wrong = [(index, rows[index]) for index in np.flatnonzero(~right).tolist()]
     return [
-        {
-            "uid": rows[index].get("uid", str(index)),
-            "words": len(rows[index]["question"].split()),
-            "question": rows[index]["question"],
-            "options": dict(rows[index]["options"]),
-            "right": rows[index]["answer"],
-            "chosen": answered.chosen[index],
-            "completion": answered.texts[index],
-        }
-        for index in wrong
+        {"uid": row.get("uid", str(index)), "words": len(row["question"].split()), "question": row["question"]}
+        | {"options": dict(row["options"]), "right": row["answer"]}
+        | {"chosen": answered.chosen[index], "completion": answered.texts[index]}
+        for index, row in sorted(wrong, key=lambda entry: len(entry[1]["question"]))
     ]
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -44,16 +45,19 @@ class ComparedRun:
 
 def differing_settings(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
     """Settings that are not equal in all runs, with the value of each; without those that only say where it is."""
-    names = sorted({name for run in runs for name in run.settings} - set(_OWN))
-    values = {name: [run.settings.get(name) for run in runs] for name in names}
+    return differing([run.settings for run in runs], _OWN)
+
+
+def differing(tables: Sequence[Mapping[str, Any]], without: Sequence[str]) -> dict[str, list[Any]]:
+    """What is not equal in all of them, by name, with the value of each."""
+    names = sorted({name for table in tables for name in table} - set(without))
+    values = {name: [table.get(name) for table in tables] for name in names}
     return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
 
 
 def group_seeds(runs: Sequence[ComparedRun]) -> dict[str, list[Records]]:
-    """Runs that differ in their seed only, under one label each, as `draw_comparison` takes them.
-
-    Raises:
-        ConfigError: a run is alone with its settings, or two runs of a group have one seed.
+    """Runs that differ in their seed only, under one label each, as `draw_comparison` takes them. ConfigError where a
+    run is alone with its settings, or two of a group have one seed.
     """
 
     def differing(one: ComparedRun, other: ComparedRun) -> dict[str, list[Any]]:
@@ -102,22 +106,14 @@ def metric_values(run: ComparedRun, name: str, point: int | None) -> Json:
             for index, (step, _) in enumerate(points)
         ]
     within = [value for step, value in points if point is not None and step <= point]
-    best = max(points, key=lambda entry: entry[1]) if points and _should_rise(name) else None
+    rises = name.removeprefix("eval/") in ("accuracy", "reward") or name.startswith(("rewards/", "eval/rewards/"))
+    best = max(points, key=lambda entry: entry[1]) if points and rises else None
     return {
         "final": points[-1][1] if points else None,
         "best": best and best[1],
         "best_step": best and best[0],
         "equal": within[-1] if within else None,
     }
-
-
-def _should_rise(name: str) -> bool:
-    return name.removeprefix("eval/") in ("accuracy", "reward") or name.startswith(("rewards/", "eval/rewards/"))
-
-
-def _finite(value: Any) -> float | None:
-    points = series([{"step": 0, "value": value}], "value")
-    return points[0][1] if points else None
 
 
 # ---------------------------------------------------------------------- held out
@@ -145,11 +141,7 @@ class Answers:
 
 
 def chosen_steps(spec: str, there: list[int], option: str) -> list[int]:
-    """Of the steps that have a table, those that `12`, `10:20`, `10:`, `first`, `last` or `all` names.
-
-    Raises:
-        ConfigError: it names none, or is none of these.
-    """
+    """Of the steps that have a table, those that `12`, `10:20`, `10:`, first, last or all names, or a ConfigError."""
     if spec in ("all", "first", "last"):
         return there if spec == "all" else [there[0 if spec == "first" else -1]]
     low, colon, high = spec.partition(":")
@@ -160,10 +152,9 @@ def chosen_steps(spec: str, there: list[int], option: str) -> list[int]:
     chosen = [number for number in there if first <= number <= last]
     if not chosen:
         near = sorted(there, key=lambda number: min(abs(number - first), abs(number - last)))[:3]
-        raise ConfigError(
-            f"{option}={spec}: the run has no table of it; there are {len(there)}, from {there[0]} to {there[-1]}, the "
-            f"nearest {' and '.join(str(number) for number in sorted(near))}"
-        )
+        known = f"there are {len(there)}, from {there[0]} to {there[-1]}"
+        nearest = " and ".join(str(number) for number in sorted(near))
+        raise ConfigError(f"{option}={spec}: the run has no table of it; {known}, the nearest {nearest}")
     return chosen
 
 
@@ -173,18 +164,18 @@ def answers_of(rows: Sequence[Mapping[str, Any]], *, rewards: bool = False) -> J
     """
     judged = not rewards and any(isinstance(row.get("correct"), bool) for row in rows)
     scores: dict[str, list[float]] = {}
-    asked: dict[str, str] = {}
+    asked: dict[str, Any] = {}
     left_out = 0
     for row in rows:
-        value = row.get("correct") if judged else _finite(row.get("reward"))
-        if row.get("ended") == "failed" or not isinstance(value, bool | float):
+        value: Any = row.get("correct" if judged else "reward")
+        known = isinstance(value, bool if judged else int | float) and math.isfinite(value)
+        if row.get("ended") == "failed" or not known:
             left_out += 1
             continue
         uid = str(row.get("uid"))
         scores.setdefault(uid, []).append(float(value))
-        if uid not in asked:
-            asked[uid] = _question(row.get("prompt"))
-    by_uid = {uid: (fmean(values), asked[uid]) for uid, values in scores.items()}
+        asked.setdefault(uid, row.get("prompt"))
+    by_uid = {uid: (fmean(values), _question(asked[uid])) for uid, values in scores.items()}
     return {"judged": judged, "by_uid": by_uid, "left_out": left_out}
 
 
@@ -221,31 +212,19 @@ class PairedAnswers:
 
 
 def pair(before: Answers, after: Answers) -> PairedAnswers:
-    """Compare two evaluations question by question.
-
-    Raises:
-        DataError: one is judged right and wrong, the other by rewards only.
-    """
+    """Compare two evaluations by question; DataError where one is judged right and wrong, one by rewards only."""
     if before.judged != after.judged:
-        raise DataError(
-            f"{before.path} and {after.path}: only one of them says which answers are right; name a reward in "
-            "rewards.correctness of both runs, or compare their rewards"
-        )
+        what = "only one of them says which answers are right"
+        fix = "name a reward in rewards.correctness of both runs, or compare their rewards"
+        raise DataError(f"{before.path} and {after.path}: {what}; {fix}")
     named = [uid for uid in before.by_uid if uid in after.by_uid]
     shared = [uid for uid in named if before.by_uid[uid].question == after.by_uid[uid].question]
-    old = [before.by_uid[uid].score for uid in shared]
-    new = [after.by_uid[uid].score for uid in shared]
-    changes = list(zip(shared, old, new, strict=True))
+    old, new = ({uid: side.by_uid[uid].score for uid in shared} for side in (before, after))
     return PairedAnswers(
-        paired_difference(old, new) if shared else None,
-        [uid for uid, was, now in changes if now > was],
-        [uid for uid, was, now in changes if now < was],
+        paired_difference(list(old.values()), list(new.values())) if shared else None,
+        [uid for uid in shared if new[uid] > old[uid]],
+        [uid for uid in shared if new[uid] < old[uid]],
         len(before.by_uid) - len(named),
         len(after.by_uid) - len(named),
         len(named) - len(shared),
     )
-
-
-def as_json(found: PairedAnswers) -> Json:
-    """Plain values; `difference` is None where no question is shared."""
-    return asdict(found)

@@ -1,7 +1,7 @@
 """Reading a run's tables of completions, and choosing among them.
 
-A table may be anybody's: it was copied, damaged, or written to do harm. Where that may be, `covey.watch.tables` reads
-it in a process whose memory is limited.
+A table may be anybody's, copied, damaged, or written to do harm: there `covey.watch.tables` reads it in a process whose
+memory is limited.
 """
 
 from __future__ import annotations
@@ -48,10 +48,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """What is known of a group as a whole; taken from the table where it says so, else computed.
-
-    `mean` and `std`, of the group itself, are of the rewards that are numbers; None where there are none.
-    """
+    """What is known of a group as a whole: as the table says, else computed, of the rewards that are numbers."""
 
     number: Any
     size: int
@@ -142,8 +139,7 @@ def read_table(path: Path, columns: Sequence[str] | None = None, *, limited: boo
             if nested:
                 raise RunFolderError(f"{path}: {nested[0][:100]!r} holds lists, which no run writes; delete the file")
             names = columns and [name for name in columns if name in fields.names]
-            rows: list[Record] = table.read(columns=names, use_threads=False).to_pylist()
-            return rows
+            return list(table.read(columns=names, use_threads=False).to_pylist())
         except RunFolderError:
             raise
         except (pa.ArrowException, OSError, ValueError, OverflowError) as error:

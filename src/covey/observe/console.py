@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -59,9 +60,7 @@ def print_table(console: Console, table: Table) -> None:
 
 def format_number(value: Any) -> str:
     """A number for people: 3 significant digits; `-` for None, NaN and what is no number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return "-"
-    if not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return "-"
     return f"{value:d}" if isinstance(value, int) else f"{value:#.3g}".rstrip(".")
 
@@ -100,8 +99,7 @@ class ConsoleProgress(BaseObserver):
 
     def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         """Say what runs and begin the bar. `info`: `total_steps`, `start_step`, `name`, `last_eval` (of a resume)."""
-        self._total = info.get("total_steps")
-        self._start_step = int(info.get("start_step") or 0)
+        self._total, self._start_step = info.get("total_steps"), int(info.get("start_step") or 0)
         self._started = time.monotonic()
         name = visible(str(info.get("name") or "run"), 80)
         length = f"{self._total} steps" if self._total else "no fixed number of steps"
@@ -110,19 +108,12 @@ class ConsoleProgress(BaseObserver):
         if info.get("last_eval"):
             self._note_held_out(info["last_eval"]["step"], info["last_eval"])
         if self._live:
-            self._bar = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=None),
-                TextColumn("{task.fields[numbers]}", markup=False),
-                TextColumn("{task.fields[activity]}", style="dim", markup=False),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                console=self._console,
-            )
-            self._task = self._bar.add_task(
-                "train", total=self._total, completed=self._start_step, numbers="", activity=""
-            )
+            numbers = TextColumn("{task.fields[numbers]}", markup=False)
+            activity = TextColumn("{task.fields[activity]}", style="dim", markup=False)
+            progress = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), numbers, activity)
+            self._bar = Progress(*progress, TimeElapsedColumn(), TimeRemainingColumn(), console=self._console)
+            begun: dict[str, Any] = {"total": self._total, "completed": self._start_step}
+            self._task = self._bar.add_task("train", **begun, numbers="", activity="")
             self._bar.start()
 
     def on_step(self, step: int, metrics: Metrics) -> None:
@@ -141,16 +132,10 @@ class ConsoleProgress(BaseObserver):
         self._note_held_out(step, metrics)
         low, high = metrics.get("eval/accuracy_low"), metrics.get("eval/accuracy_high")
         interval = "" if low is None or high is None else f" (95 %: {format_number(low)} to {format_number(high)})"
-        interval += "".join(
-            f", {visible(name.removeprefix('eval/accuracy/'), 40)} {format_number(value)}"
-            for name, value in metrics.items()
-            if name.startswith("eval/accuracy/")
-        )
-        values = [
-            f"{label} {format_number(metrics[name])}{interval if name == 'eval/accuracy' else ''}"
-            for name, label in (("eval/accuracy", "accuracy"), ("eval/reward", "reward"))
-            if name in metrics
-        ]
+        kinds = [(name[14:], value) for name, value in metrics.items() if name.startswith("eval/accuracy/")]
+        interval += "".join(f", {visible(kind, 40)} {format_number(value)}" for kind, value in kinds)
+        about = (("eval/accuracy", "accuracy", interval), ("eval/reward", "reward", ""))
+        values = [f"{label} {format_number(metrics[name])}{more}" for name, label, more in about if name in metrics]
         self._say(f"evaluation at step {step}: {', '.join(values) or 'done'}")
 
     def _note_held_out(self, step: int, metrics: Metrics) -> None:
@@ -185,8 +170,7 @@ class ConsoleProgress(BaseObserver):
         """By the mean time of the steps seen; evaluations are not counted."""
         if not self._total or not self._step_times:
             return ""
-        mean = sum(self._step_times) / len(self._step_times)
-        return f"  left {_duration(mean * max(0, self._total - step))}"
+        return f"  left {_duration(fmean(self._step_times) * max(0, self._total - step))}"
 
     def _say(self, text: str) -> None:
         # A live bar belongs to its console, so printing there keeps the bar below the text.
@@ -194,9 +178,7 @@ class ConsoleProgress(BaseObserver):
 
 
 def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest} s"
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

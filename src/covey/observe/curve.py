@@ -31,11 +31,8 @@ _PANELS = (
 
 def series(records: Records, name: str) -> Points:
     """(step, value) of a metric where it is a finite number; of two lines for one step the later counts."""
-    points: dict[int, float] = {}
-    for record in records:
-        value = record.get(name)
-        if isinstance(value, (int, float)) and math.isfinite(value) and isinstance(record.get("step"), int):
-            points[record["step"]] = float(value)
+    known = [(record["step"], record.get(name)) for record in records if isinstance(record.get("step"), int)]
+    points = {step: float(value) for step, value in known if isinstance(value, int | float) and math.isfinite(value)}
     return sorted(points.items())
 
 
@@ -55,8 +52,7 @@ def smooth(points: Points, half_width: int | None = None) -> Points:
     smoothed = []
     for index, (step, _) in enumerate(points):
         width = min(reach, index, len(points) - 1 - index)
-        window = values[index - width : index + width + 1]
-        smoothed.append((step, sum(window) / len(window)))
+        smoothed.append((step, sum(values[index - width : index + width + 1]) / (2 * width + 1)))
     return smoothed
 
 
@@ -111,11 +107,8 @@ def mean_and_range(seeds: Sequence[Points]) -> list[tuple[int, float, float, flo
     if not tables:
         return []
     shared = sorted(set(tables[0]).intersection(*tables[1:]))
-    rows = []
-    for step in shared:
-        values = [table[step] for table in tables]
-        rows.append((step, sum(values) / len(values), min(values), max(values)))
-    return rows
+    every = ((step, [table[step] for table in tables]) for step in shared)
+    return [(step, sum(values) / len(values), min(values), max(values)) for step, values in every]
 
 
 def draw_comparison(runs: Mapping[str, Sequence[Records]], path: str | Path, *, title: str = "") -> Path:
@@ -151,9 +144,8 @@ def draw_comparison(runs: Mapping[str, Sequence[Records]], path: str | Path, *, 
             axis.set_ylim(bottom=0)
         if position == 0 and axis.get_legend_handles_labels()[0]:
             # Underscores hide a legend entry, dollars start a formula: labels are the user's text.
-            legend = figure.legend(
-                *axis.get_legend_handles_labels(), loc="outside lower center", frameon=False, fontsize=8
-            )
+            named = axis.get_legend_handles_labels()
+            legend = figure.legend(*named, loc="outside lower center", frameon=False, fontsize=8)
             for text in legend.get_texts():
                 text.set_parse_math(False)
     return _save(figure, path)
@@ -212,18 +204,15 @@ def _draw_accuracy(axis: Any, records: Records, points: Points) -> None:
 
 
 def _draw_length_range(axis: Any, records: Records) -> None:
-    lows, highs = (dict(series(records, "completions/min_length")), dict(series(records, "completions/max_length")))
-    steps = sorted(set(lows) & set(highs))
-    if steps:
-        axis.fill_between(
-            steps, [lows[s] for s in steps], [highs[s] for s in steps], color=_BLUE, alpha=0.12, linewidth=0
-        )
+    lows, highs = (dict(series(records, f"completions/{end}_length")) for end in ("min", "max"))
+    if steps := sorted(set(lows) & set(highs)):
+        ends = [lows[step] for step in steps], [highs[step] for step in steps]
+        axis.fill_between(steps, *ends, color=_BLUE, alpha=0.12, linewidth=0)
         axis.set_title("Completion length (mean, band: shortest to longest)", fontsize=10, loc="left", color=_INK)
 
 
 def _save(figure: Any, path: str | Path) -> Path:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")  # a Figure made without pyplot draws itself with Agg
-    target = Path(path)
-    write_atomically(target, buffer.getvalue())
-    return target
+    write_atomically(Path(path), buffer.getvalue())
+    return Path(path)

@@ -21,12 +21,8 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """One reason why a run does not learn.
-
-    Attributes:
-        code: short stable name, e.g. `groups_all_wrong`.
-        message: what is the matter, with the numbers.
-        fix: what to do about it.
+    """One reason why a run does not learn: its short stable name (`code`, e.g. `groups_all_wrong`), what is the matter,
+    with the numbers (`message`), and what to do about it (`fix`).
     """
 
     code: str
@@ -75,12 +71,94 @@ class Thresholds:
         return max(self.window, self.still_steps, self.flat_steps)
 
 
-_SOLVED = "Stop here, use harder prompts, or set algorithm.dynamic_sampling=3 to skip what is solved"
-
-# This one is asked for as a share: masking most tokens is what it is there to do.
-_WANTED_MASKS = {"mask/top_entropy_quantile", "mask/down_sampling"}
+# What the doctor says, `code: message` and `-> fix`; "last" is "(last 10 steps)".
+_TEXTS = """
+not_finite: {name} was NaN or infinite in {bad} of the last {total} steps
+-> {fix}
+episodes_failed: the environment failed in {share:.0%} of the episodes {last}; these teach nothing
+-> See how in events.jsonl and in the column error of completions/, and mend the environment; if it is only slow, raise
+   environment.step_seconds
+rewards_none: no reward function could score {share:.0%} of the completions {last}; these teach nothing
+-> Let the reward function return 0.0 for a wrong or unreadable answer, and None only where it does not apply
+groups_all_right: {about}, and the {named} is {right:.2f}: the prompts are too easy by now{unless}
+-> Stop here, use harder prompts, or set algorithm.dynamic_sampling=3 to skip what is solved
+reward_never_nonzero: the reward was 0 for every completion of the last {total} steps
+-> Look at completions/ in the run folder: if right answers are there, the reward function does not recognise them; if
+   not, start from easier prompts, show an example in data.system_prompt, or add a reward for partial success
+reward_constant: {about}
+-> Reward something that completions differ in: GRPO learns only from differences
+groups_all_wrong: {about}, and the {named} is {right:.2f}: the prompts are too hard so far{unless}
+-> Use easier prompts, raise sampling.num_generations so that some completion succeeds, or add a reward for partial
+   success
+groups_tied: {about}{known}: little is left to learn from
+-> Set algorithm.dynamic_sampling=3, raise sampling.num_generations or sampling.temperature, or drop prompts that are
+   always or never solved
+gradient_zero: the gradient was exactly 0 in the last {count} steps although rewards differ
+-> See which mask/<reason> excludes the tokens, and that model.use_peft or the weights really are trainable
+learning_rate_zero: the learning rate was 0 in the last {count} steps
+-> The schedule has run out: raise schedule.max_steps, or set optim.lr_scheduler_type to constant
+policy_does_not_move: after {count} steps the KL from the reference is below {limit:g} at a learning rate of {rate:.1e}:
+   the policy hardly moves
+-> Raise optim.learning_rate (1e-5 to 1e-4 is usual with LoRA, 1e-6 without)
+completions_truncated: {share:.0%} of the completions were cut off{at} before they ended {last}
+-> Raise sampling.max_completion_length, or ask for shorter answers{mask}
+completions_short: completions have {length:.1f} tokens on average {last}: nearly empty
+-> Check the prompt and the chat template in completions/ of the run folder, and that no reward favours brevity
+no_answer: no answer could be extracted from {share:.0%} of the completions {last}, more than {limit:.0%}
+-> Improve the format that the prompt asks for, or reward the format itself; see in completions/ of the run folder what
+   is written instead
+tag_opened_by_prompt: {name} was 0 in the last {total} steps, and prompts end in an open tag such as <think>, as the
+   chat template has it: completions close the tag, and the opening one is not in them
+-> Let the function take the tag as opened; its argument prompt_ends tells how each prompt ends
+mask_ratio_low: the masks leave {kept:.0%} of the completions in the loss {last}, less than {limit:.0%}; those that take
+   any are {acting}
+-> Where an off-policy mask does, update the reference more often (algorithm.reference_update_steps); where the validity
+   mask does, improve the prompt's format; where mask_truncated_completions does, raise sampling.max_completion_length
+mask_ratio_high: the masks leave {kept:.0%} of the completions in the loss {last}, more than {limit:.0%}: the samples
+   are good, and the masks do little
+-> Nothing needs to be done; masks that depend on the policy cost a forward pass and may be switched off
+masked: {reason} excluded {share:.0%} of the sampled tokens from the loss {last}
+-> Loosen or switch off {reason}; masking every bad completion also removes what would teach better ones
+kl_high: the KL from the reference is {kl:.2f} nats for each token {last}, above {limit:g}
+-> Raise algorithm.beta or lower optim.learning_rate; with a reference that follows the policy, lower
+   algorithm.reference_update_steps
+clip_fraction_high: {share:.0%} of the tokens were held back by the clip {last}: updates are too large
+-> Lower optim.learning_rate or algorithm.num_iterations
+greedy_from_the_start: the entropy was {begun:.4f} nats for each token from the first step on, and is {entropy:.4f}
+   {last}: sampling hardly draws, so the completions of a group are alike, and probabilities that are so sharp make KL
+   and updates large
+-> Raise sampling.temperature (1 is usual)
+entropy_collapse: the entropy is {entropy:.4f} nats for each token {last}: all completions of a group are alike
+-> Raise sampling.temperature, the upper clip range or algorithm.entropy_coef, or go back to an earlier checkpoint with
+   a larger algorithm.beta
+sampler_mismatch: sampler and trainer disagree by {nats:.3f} nats for each token {last}: the trained objective is not
+   that of the sampled completions
+-> Set algorithm.importance_sampling_correction to token_truncate, or run both in the same model.dtype
+actions_alike: {share:.0%} of the turns begin with something after which all episodes of their group do the same {last},
+   and {succeed:.0%} of the episodes succeed: what none of them tries cannot be learnt
+-> Go back to where they still differed, with a larger sampling.temperature or algorithm.entropy_coef, or with more
+   tasks in a step (data.prompts_per_step) and fewer episodes of each
+samplers_idle: samplers have nothing to sample for {share:.0%} of the sampling time {last}
+-> Use fewer distributed.samplers, a smaller distributed.groups_per_unit in a new run, or more data.prompts_per_step
+scoring_slow: reward functions take {scoring:.1f} s of a step of {step:.1f} s {last}
+-> Let other processes or machines score, distributed.reward_workers, or more of them; or make the slowest one faster
+reward_falling: the mean reward fell from {older:.3f} to {newer:.3f} within {count} steps
+-> Lower optim.learning_rate or raise algorithm.beta, and go back to an earlier checkpoint
+kl_low: the reward stands still at a KL of {kl:.4f} nats for each token, below {limit:g}: the penalty may hold the
+   policy back
+-> Lower algorithm.beta
+reward_flat: the mean reward stands still: {older:.3f}, then {newer:.3f} in the newer half of {count} steps, with a
+   standard error of {error:.3f}
+-> Read what is sampled (covey report RUN --worst): if this is the most that can be earned, stop here; if right answers
+   are never tried, raise sampling.temperature or sampling.num_generations; if they are tried and do not become more
+   frequent, raise optim.learning_rate or data.prompts_per_step
+"""
+_SAYS = {
+    match[1]: [" ".join(text.split()) for text in match.groups()[1:]]
+    for match in re.finditer(r"^(\w+): (.*?)^-> (.*?)(?=^\w|\Z)", _TEXTS, re.MULTILINE | re.DOTALL)
+}
+_WANTED_MASKS = {"mask/top_entropy_quantile", "mask/down_sampling"}  # asked for as a share, to mask most tokens
 _EXPLAINED_MASKS = {"mask/failed_episodes"}  # by `_worlds`
-
 _MOST_FINDINGS = 500
 _MOST = 1e100
 """Magnitude beyond which a number is as good as infinite: sums and squares of several must be finite."""
@@ -100,8 +178,7 @@ class _Window:
         self.steps = steps
 
     def values(self, name: str) -> list[float]:
-        found = (_number(step.get(name)) for step in self.steps)
-        return [value for value in found if value is not None]
+        return [value for step in self.steps if (value := _number(step.get(name))) is not None]
 
     def mean(self, name: str) -> float | None:
         values = self.values(name)
@@ -114,11 +191,16 @@ class _Window:
 
     def bad_steps(self, name: str) -> int:
         """Steps at which the metric was recorded as NaN or infinite (null in `metrics.jsonl`), or nearly so."""
-        return sum(
-            name in step and (step[name] is None or isinstance(step[name], int | float)) and _number(step[name]) is None
-            for step in self.steps
-            if not isinstance(step.get(name), bool)
-        )
+        told = [step[name] for step in self.steps if name in step]
+        known = [value for value in told if isinstance(value, int | float | None) and not isinstance(value, bool)]
+        return sum(_number(value) is None for value in known)
+
+
+def _say(code: str, recent: _Window, **numbers: Any) -> Diagnosis:
+    """What `_TEXTS` has, with these numbers and those of the window."""
+    total = len(recent.steps)
+    message, fix = (text.format(total=total, last=f"(last {total} steps)", **numbers) for text in _SAYS[code])
+    return Diagnosis(code, message, fix)
 
 
 def diagnose(history: Sequence[Record], thresholds: Thresholds | None = None) -> list[Diagnosis]:
@@ -138,13 +220,13 @@ def diagnose(history: Sequence[Record], thresholds: Thresholds | None = None) ->
     recent = _Window(steps[-limits.window :])
     found = list(_broken_numbers(recent))
     if len(recent.steps) >= limits.min_steps:
-        found += _rewards(recent, limits, of_one=_of_one(_Window(steps)))
+        # A mean of 1.9 says nothing of how much is right.
+        found += _rewards(recent, limits, of_one=all(0 <= value <= 1 for value in _Window(steps).values("reward")))
         found += _gradient(recent, steps, limits, explained=bool(found))
         found += _completions(recent, limits)
+        found += _masks(recent, limits)
         found += _policy(recent, _Window(steps[: limits.min_steps]), limits)
-        found += _habits(recent, limits)
-        found += _samplers(recent, limits)
-        found += _scoring(recent, limits)
+        found += _waiting(recent, limits)
         found = [*_worlds(recent, limits), *found]
         found += _falling(_Window(steps[-limits.still_steps :]), limits)
         if not found:
@@ -157,105 +239,52 @@ def is_step(record: Record) -> bool:
     return any(name != "step" and not name.startswith("eval/") for name in record)
 
 
-def _of_one(every: _Window) -> bool:
-    """Whether rewards look like shares of one: a mean of 1.9 says nothing of how much is right."""
-    return all(0 <= value <= 1 for value in every.values("reward"))
-
-
 def _broken_numbers(recent: _Window) -> Iterator[Diagnosis]:
-    total = len(recent.steps)
     for name in ("loss", "grad_norm"):
-        bad = recent.bad_steps(name)
-        if bad:
+        if bad := recent.bad_steps(name):
             from_the_first = recent.steps[0].get("step") == 1 and _Window(recent.steps[:1]).bad_steps(name)
-            yield Diagnosis(
-                "not_finite",
-                f"{name} was NaN or infinite in {bad} of the last {total} steps",
+            fix = "Lower optim.learning_rate, and if model.dtype is float16, use bfloat16 or float32"
+            other = (
                 "At step 1 optim.learning_rate had no part in it: use bfloat16 or float32, or another copy of the model"
-                if from_the_first
-                else "Lower optim.learning_rate, and if model.dtype is float16, use bfloat16 or float32",
             )
+            yield _say("not_finite", recent, name=name, bad=bad, fix=other if from_the_first else fix)
             return
 
 
 def _worlds(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
     if (failed := recent.above("agent/failed_ratio", limits.failed_episodes)) is not None:
-        yield Diagnosis(
-            "episodes_failed",
-            f"the environment failed in {failed:.0%} of the episodes (last {len(recent.steps)} steps); these teach "
-            "nothing",
-            "See how in events.jsonl and in the column error of completions/, and mend the environment; if it is only "
-            "slow, raise environment.step_seconds",
-        )
+        yield _say("episodes_failed", recent, share=failed)
 
 
 def _rewards(recent: _Window, limits: Thresholds, *, of_one: bool) -> Iterator[Diagnosis]:
     total = len(recent.steps)
     unscored = recent.above("frac_reward_none", limits.none_rewards)
     if unscored is not None and unscored - (recent.mean("agent/failed_ratio") or 0.0) > limits.none_rewards:
-        yield Diagnosis(
-            "rewards_none",
-            f"no reward function could score {unscored:.0%} of the completions (last {total} steps); these "
-            "teach nothing",
-            "Let the reward function return 0.0 for a wrong or unreadable answer, and None only where it "
-            "does not apply",
-        )
-    rewards = recent.values("reward")
-    spread = recent.mean("reward_std")
+        yield _say("rewards_none", recent, share=unscored)
+    rewards, spread = recent.values("reward"), recent.mean("reward_std")
+    right, named, unless = recent.mean("accuracy"), "accuracy", ""
     alike = len(rewards) >= limits.min_steps and equal_rewards(min(rewards), max(rewards))
     if alike and equal_rewards(rewards[0], rewards[0] + (spread or 0.0)):
-        value, right = rewards[0], recent.mean("accuracy")
+        about = f"every completion of the last {total} steps got the same reward, {rewards[0]:g}"
         if right is not None and right >= limits.solved_reward:
-            yield Diagnosis(
-                "groups_all_right",
-                f"every completion of the last {total} steps got the same reward, {value:g}, and the accuracy is "
-                f"{right:.2f}: the prompts are too easy by now",
-                _SOLVED,
-            )
-        elif value == 0:
-            yield Diagnosis(
-                "reward_never_nonzero",
-                f"the reward was 0 for every completion of the last {total} steps",
-                "Look at completions/ in the run folder: if right answers are there, the reward function does not "
-                "recognise them; if not, start from easier prompts, show an example in data.system_prompt, or add a "
-                "reward for partial success",
-            )
+            yield _say("groups_all_right", recent, about=about, named=named, right=right, unless=unless)
         else:
-            yield Diagnosis(
-                "reward_constant",
-                f"every completion of the last {total} steps got the same reward, {value:g}",
-                "Reward something that completions differ in: GRPO learns only from differences",
-            )
+            yield _say("reward_constant" if rewards[0] else "reward_never_nonzero", recent, about=about)
         return
     tied = recent.above("frac_reward_zero_std", limits.tied_groups)
-    reward = recent.mean("reward")
     if tied is None:
         return
+    reward = recent.mean("reward")
     about = f"in {tied:.0%} of the groups all completions got the same reward (last {total} steps)"
-    right, named, unless = recent.mean("accuracy"), "accuracy", ""
     if right is None:
         right, named, unless = (reward if of_one else None), "mean reward", ", if 1 is the most that can be earned"
     if right is not None and right >= limits.solved_reward:
-        yield Diagnosis(
-            "groups_all_right",
-            f"{about}, and the {named} is {right:.2f}: the prompts are too easy by now{unless}",
-            _SOLVED,
-        )
+        yield _say("groups_all_right", recent, about=about, named=named, right=right, unless=unless)
     elif right is not None and right <= limits.failed_reward:
-        yield Diagnosis(
-            "groups_all_wrong",
-            f"{about}, and the {named} is {right:.2f}: the prompts are too hard so far{unless}",
-            "Use easier prompts, raise sampling.num_generations so that some completion succeeds, or add a reward "
-            "for partial success",
-        )
+        yield _say("groups_all_wrong", recent, about=about, named=named, right=right, unless=unless)
     else:
         known = "" if reward is None else f", with a mean reward of {reward:.2f}"
-        yield Diagnosis(
-            "groups_tied",
-            f"{about}{known}: little is left to learn from",
-            "Set algorithm.dynamic_sampling=3, raise sampling.num_generations or sampling.temperature, or drop "
-            "prompts that are always or never solved",
-        )
+        yield _say("groups_tied", recent, about=about, known=known)
 
 
 def _gradient(recent: _Window, steps: Sequence[Record], limits: Thresholds, *, explained: bool) -> Iterator[Diagnosis]:
@@ -263,194 +292,80 @@ def _gradient(recent: _Window, steps: Sequence[Record], limits: Thresholds, *, e
     tied = _Window(steps[-limits.min_steps :]).mean("frac_reward_zero_std")
     some_differ = tied is None or tied < 1
     if len(norms) == limits.min_steps and max(norms) == 0 and some_differ and not explained:
-        yield Diagnosis(
-            "gradient_zero",
-            f"the gradient was exactly 0 in the last {len(norms)} steps although rewards differ",
-            "See which mask/<reason> excludes the tokens, and that model.use_peft or the weights really are trainable",
-        )
+        yield _say("gradient_zero", recent, count=len(norms))
     rates = recent.values("learning_rate")
     if len(rates) >= limits.min_steps and max(rates) == 0:
-        yield Diagnosis(
-            "learning_rate_zero",
-            f"the learning rate was 0 in the last {len(rates)} steps",
-            "The schedule has run out: raise schedule.max_steps, or set optim.lr_scheduler_type to constant",
-        )
+        yield _say("learning_rate_zero", recent, count=len(rates))
         return
-    divergence = recent.values("kl")
-    rate = recent.mean("learning_rate")
-    if (
-        len(steps) >= limits.still_steps
-        and len(divergence) >= limits.min_steps
-        and max(divergence) < limits.still_kl
-        and norms
-        and max(norms) > 0
-        and rate is not None
-    ):
-        yield Diagnosis(
-            "policy_does_not_move",
-            f"after {len(steps)} steps the KL from the reference is below {limits.still_kl:g} at a learning rate of "
-            f"{rate:.1e}: the policy hardly moves",
-            "Raise optim.learning_rate (1e-5 to 1e-4 is usual with LoRA, 1e-6 without)",
-        )
+    divergence, rate = recent.values("kl"), recent.mean("learning_rate")
+    still = len(divergence) >= limits.min_steps and max(divergence) < limits.still_kl
+    if still and len(steps) >= limits.still_steps and norms and max(norms) > 0 and rate is not None:
+        yield _say("policy_does_not_move", recent, count=len(steps), limit=limits.still_kl, rate=rate)
 
 
 def _completions(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
-    total = len(recent.steps)
     if (clipped := recent.above("completions/clipped_ratio", limits.clipped_completions)) is not None:
         longest = recent.values("completions/max_length")
         at = f" at {max(longest):.0f} tokens" if longest else ""
-        masked = bool(recent.values("mask/mask_truncated_completions"))
-        yield Diagnosis(
-            "completions_truncated",
-            f"{clipped:.0%} of the completions were cut off{at} before they ended (last {total} steps)",
-            "Raise sampling.max_completion_length, or ask for shorter answers"
-            + ("" if clipped > 0.5 or masked else "; or set algorithm.mask_truncated_completions=true"),
-        )
+        masked = clipped > 0.5 or recent.values("mask/mask_truncated_completions")
+        mask = "" if masked else "; or set algorithm.mask_truncated_completions=true"
+        yield _say("completions_truncated", recent, share=clipped, at=at, mask=mask)
     length = recent.mean("completions/mean_length")
     acts = bool(recent.values("agent/turns"))  # an action may well be a word
     if length is not None and length < limits.short_completion and not acts:
-        yield Diagnosis(
-            "completions_short",
-            f"completions have {length:.1f} tokens on average (last {total} steps): nearly empty",
-            "Check the prompt and the chat template in completions/ of the run folder, and that no reward "
-            "favours brevity",
-        )
+        yield _say("completions_short", recent, length=length)
     if (no_answer := recent.above("completions/no_answer_ratio", limits.no_answer)) is not None:
-        yield Diagnosis(
-            "no_answer",
-            f"no answer could be extracted from {no_answer:.0%} of the completions (last {total} steps), more than "
-            f"{limits.no_answer:.0%}",
-            "Improve the format that the prompt asks for, or reward the format itself; see in completions/ of the run "
-            "folder what is written instead",
-        )
+        yield _say("no_answer", recent, share=no_answer, limit=limits.no_answer)
     for name in recent.steps[-1] if recent.values("prompts/opened_tag") else ():
         if re.fullmatch(r"rewards/.*(format|think|thought|tag|reason).*/mean", name) and not any(recent.values(name)):
-            yield Diagnosis(
-                "tag_opened_by_prompt",
-                f"{name} was 0 in the last {total} steps, and prompts end in an open tag such as <think>, as the chat "
-                "template has it: completions close the tag, and the opening one is not in them",
-                "Let the function take the tag as opened; its argument prompt_ends tells how each prompt ends",
-            )
-    yield from _masks(recent, limits)
+            yield _say("tag_opened_by_prompt", recent, name=name)
 
 
 def _masks(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
-    total = len(recent.steps)
     kept, (least, most) = recent.mean("mask_ratio"), limits.mask_ratio
     masks = {name for step in recent.steps for name in step if name.startswith("mask/")}
     acting = sorted(name.removeprefix("mask/") for name in masks if (recent.mean(name) or 0.0) > 0)
     if kept is not None and kept < least and acting != ["failed_episodes"]:
-        yield Diagnosis(
-            "mask_ratio_low",
-            f"the masks leave {kept:.0%} of the completions in the loss (last {total} steps), less than {least:.0%}; "
-            f"those that take any are {', '.join(acting) or 'not known'}",
-            "Where an off-policy mask does, update the reference more often (algorithm.reference_update_steps); where "
-            "the validity mask does, improve the prompt's format; where mask_truncated_completions does, raise "
-            "sampling.max_completion_length",
-        )
+        yield _say("mask_ratio_low", recent, kept=kept, limit=least, acting=", ".join(acting) or "not known")
     elif kept is not None and kept > most:
-        yield Diagnosis(
-            "mask_ratio_high",
-            f"the masks leave {kept:.0%} of the completions in the loss (last {total} steps), more than {most:.0%}: "
-            "the samples are good, and the masks do little",
-            "Nothing needs to be done; masks that depend on the policy cost a forward pass and may be switched off",
-        )
+        yield _say("mask_ratio_high", recent, kept=kept, limit=most)
     for name in sorted(masks - _WANTED_MASKS - _EXPLAINED_MASKS):
         if (share := recent.above(name, limits.masked_tokens)) is not None:
             reason = name.removeprefix("mask/")
-            yield Diagnosis(
-                f"masked_{reason}",
-                f"{reason} excluded {share:.0%} of the sampled tokens from the loss (last {total} steps)",
-                f"Loosen or switch off {reason}; masking every bad completion also removes what would teach "
-                "better ones",
-            )
+            yield replace(_say("masked", recent, reason=reason, share=share), code=f"masked_{reason}")
 
 
 def _policy(recent: _Window, first: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
-    total = len(recent.steps)
     if (divergence := recent.above("kl", limits.kl)) is not None:
-        yield Diagnosis(
-            "kl_high",
-            f"the KL from the reference is {divergence:.2f} nats for each token (last {total} steps), above "
-            f"{limits.kl:g}",
-            "Raise algorithm.beta or lower optim.learning_rate; with a reference that follows the policy, lower "
-            "algorithm.reference_update_steps",
-        )
+        yield _say("kl_high", recent, kl=divergence, limit=limits.kl)
     if (clip := recent.above("clip_ratio/region_mean", limits.clip_fraction)) is not None:
-        yield Diagnosis(
-            "clip_fraction_high",
-            f"{clip:.0%} of the tokens were held back by the clip (last {total} steps): updates are too large",
-            "Lower optim.learning_rate or algorithm.num_iterations",
-        )
+        yield _say("clip_fraction_high", recent, share=clip)
     entropy = recent.mean("entropy")
     solved = (recent.mean("accuracy") or 0.0) >= limits.solved_reward  # then there is nothing left to explore
     begun = first.mean("entropy")
     from_the_first = bool(first.steps) and first.steps[0].get("step") == 1 and begun is not None
     if entropy is not None and entropy < limits.entropy and from_the_first and (begun or 0.0) < limits.entropy:
-        yield Diagnosis(
-            "greedy_from_the_start",
-            f"the entropy was {begun:.4f} nats for each token from the first step on, and is {entropy:.4f} (last "
-            f"{total} steps): sampling hardly draws, so the completions of a group are alike, and probabilities that "
-            "are so sharp make KL and updates large",
-            "Raise sampling.temperature (1 is usual)",
-        )
+        yield _say("greedy_from_the_start", recent, begun=begun, entropy=entropy)
     elif entropy is not None and entropy < limits.entropy and not solved:
-        yield Diagnosis(
-            "entropy_collapse",
-            f"the entropy is {entropy:.4f} nats for each token (last {total} steps): all completions of a "
-            "group are alike",
-            "Raise sampling.temperature, the upper clip range or algorithm.entropy_coef, or go back to an earlier "
-            "checkpoint with a larger algorithm.beta",
-        )
+        yield _say("entropy_collapse", recent, entropy=entropy)
     mismatch = recent.above("sampling/sampling_logp_difference/mean", limits.logp_difference)
     stale = (recent.mean("staleness/mean") or 0.0) > 0  # then they hold different weights, and it is corrected
     if mismatch is not None and not stale:
-        yield Diagnosis(
-            "sampler_mismatch",
-            f"sampler and trainer disagree by {mismatch:.3f} nats for each token (last {total} steps): the trained "
-            "objective is not that of the sampled completions",
-            "Set algorithm.importance_sampling_correction to token_truncate, or run both in the same model.dtype",
-        )
-
-
-def _habits(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
-    alike = recent.above("agent/same_action_ratio", limits.same_actions)
-    succeed = recent.mean("agent/success")
+        yield _say("sampler_mismatch", recent, nats=mismatch)
+    alike, succeed = recent.above("agent/same_action_ratio", limits.same_actions), recent.mean("agent/success")
     if alike is not None and succeed is not None and succeed < limits.half_solved:
-        yield Diagnosis(
-            "actions_alike",
-            f"{alike:.0%} of the turns begin with something after which all episodes of their group do the same (last "
-            f"{len(recent.steps)} steps), and {succeed:.0%} of the episodes succeed: what none of them tries cannot be "
-            "learnt",
-            "Go back to where they still differed, with a larger sampling.temperature or algorithm.entropy_coef, or "
-            "with more tasks in a step (data.prompts_per_step) and fewer episodes of each",
-        )
+        yield _say("actions_alike", recent, share=alike, succeed=succeed)
 
 
-def _samplers(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
+def _waiting(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
     waiting, sampling = recent.mean("time/samplers_waiting") or 0.0, recent.mean("time/sampling") or 0.0
     if sampling and waiting / sampling > limits.idle_samplers:
-        yield Diagnosis(
-            "samplers_idle",
-            f"samplers have nothing to sample for {waiting / sampling:.0%} of the sampling time (last "
-            f"{len(recent.steps)} steps)",
-            "Use fewer distributed.samplers, a smaller distributed.groups_per_unit in a new run, or more "
-            "data.prompts_per_step",
-        )
-
-
-def _scoring(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
+        yield _say("samplers_idle", recent, share=waiting / sampling)
     scoring, step = recent.mean("time/scoring") or 0.0, recent.mean("step_time") or 0.0
     waited = recent.mean("time/waiting_for_samples")  # with samples ahead: reward functions run beside the update
     slow = min(scoring, scoring if waited is None else waited)
-    if slow <= limits.slow_scoring_seconds or slow <= limits.slow_scoring * step:
-        return
-    yield Diagnosis(
-        "scoring_slow",
-        f"reward functions take {scoring:.1f} s of a step of {step:.1f} s (last {len(recent.steps)} steps)",
-        "Let other processes or machines score, distributed.reward_workers, or more of them; or make the slowest one "
-        "faster",
-    )
+    if slow > limits.slow_scoring_seconds and slow > limits.slow_scoring * step:
+        yield _say("scoring_slow", recent, scoring=scoring, step=step)
 
 
 def _falling(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
@@ -460,11 +375,7 @@ def _falling(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
     older, newer, error = _halves(rewards)
     # noise alone hardly ever passes four standard errors
     if older - newer > max(4 * error, limits.reward_drop * max(abs(older), 1e-9)):
-        yield Diagnosis(
-            "reward_falling",
-            f"the mean reward fell from {older:.3f} to {newer:.3f} within {len(rewards)} steps",
-            "Lower optim.learning_rate or raise algorithm.beta, and go back to an earlier checkpoint",
-        )
+        yield _say("reward_falling", recent, older=older, newer=newer, count=len(rewards))
 
 
 def _flat(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
@@ -475,16 +386,8 @@ def _flat(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
     if abs(newer - older) <= error:
         kl, penalty = recent.mean("kl"), recent.mean("kl_penalty")
         if kl is not None and penalty and kl < limits.low_kl:
-            about = f"the reward stands still at a KL of {kl:.4f} nats for each token, below {limits.low_kl:g}"
-            yield Diagnosis("kl_low", f"{about}: the penalty may hold the policy back", "Lower algorithm.beta")
-        yield Diagnosis(
-            "reward_flat",
-            f"the mean reward stands still: {older:.3f}, then {newer:.3f} in the newer half of {len(rewards)} steps, "
-            f"with a standard error of {error:.3f}",
-            "Read what is sampled (covey report RUN --worst): if this is the most that can be earned, stop here; "
-            "if right answers are never tried, raise sampling.temperature or sampling.num_generations; if they are "
-            "tried and do not become more frequent, raise optim.learning_rate or data.prompts_per_step",
-        )
+            yield _say("kl_low", recent, kl=kl, limit=limits.low_kl)
+        yield _say("reward_flat", recent, older=older, newer=newer, error=error, count=len(rewards))
 
 
 def _halves(values: Sequence[float]) -> tuple[float, float, float]:
@@ -526,10 +429,7 @@ class Doctor:
             self.check(record)
 
     def check(self, metrics: Record) -> list[Diagnosis]:
-        """Take in the metrics of one training step and return the diagnoses that are new.
-
-        A record of an evaluation only is passed over.
-        """
+        """Take in the metrics of a training step, and return what is new; those of an evaluation are passed over."""
         if not is_step(metrics):
             return []
         self._steps.append(metrics)

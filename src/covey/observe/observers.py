@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from covey.observe.run_folder import RunFolder
@@ -63,6 +64,9 @@ class Observers(BaseObserver):
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self._active: list[Observer] = list(observers)
+        for name in vars(BaseObserver):
+            if name.startswith("on_"):
+                setattr(self, name, partial(self._tell, name))
 
     def add(self, observer: Observer) -> None:
         """Tell this observer too from now on."""
@@ -71,27 +75,6 @@ class Observers(BaseObserver):
     def __iter__(self) -> Any:
         """The observers that are still switched on."""
         return iter(tuple(self._active))
-
-    def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-        self._tell("on_run_start", config, info)
-
-    def on_step(self, step: int, metrics: Metrics) -> None:
-        self._tell("on_step", step, metrics)
-
-    def on_eval(self, step: int, metrics: Metrics) -> None:
-        self._tell("on_eval", step, metrics)
-
-    def on_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._tell("on_completions", step, rows)
-
-    def on_event(self, kind: str, message: str) -> None:
-        self._tell("on_event", kind, message)
-
-    def on_progress(self, activity: str, done: int, total: int) -> None:
-        self._tell("on_progress", activity, done, total)
-
-    def on_run_end(self, status: str) -> None:
-        self._tell("on_run_end", status)
 
     def _tell(self, method: str, *arguments: Any) -> None:
         failures = []
@@ -117,8 +100,7 @@ class RunFolderWriter(BaseObserver):
 
     def __init__(self, folder: RunFolder, *, log_completions: bool = True) -> None:
         """Take an open folder; it stays the caller's to close."""
-        self._folder = folder
-        self._log_completions = log_completions
+        self._folder, self._log_completions = folder, log_completions
 
     def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         start = int(info.get("start_step") or 0)
@@ -127,8 +109,7 @@ class RunFolderWriter(BaseObserver):
     def on_step(self, step: int, metrics: Metrics) -> None:
         self._folder.append_metrics(step, metrics)
 
-    def on_eval(self, step: int, metrics: Metrics) -> None:
-        self._folder.append_metrics(step, metrics)
+    on_eval = on_step
 
     def on_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the step's table, if completions are wanted."""

@@ -65,10 +65,9 @@ class JsonLines:
     def _open(self) -> None:
         with explained(self.path):
             if self.path.exists():
-                content = self.path.read_bytes()
-                whole = content[: content.rfind(b"\n") + 1]
-                if whole != content:
-                    write_atomically(self.path, whole)
+                whole, end, torn = self.path.read_bytes().rpartition(b"\n")
+                if torn:
+                    write_atomically(self.path, whole + end)
             self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -123,15 +122,12 @@ def is_metrics(record: Record) -> bool:
 
 def is_answers(record: Record) -> bool:
     """A line of `questions.jsonl`: of each question how many of how many completions were right."""
+
+    def is_pair(pair: Any) -> bool:
+        return isinstance(pair, list) and [type(n) for n in pair] == [int, int] and 0 <= pair[0] <= pair[1]
+
     answers = record.get("answers")
-    return (
-        is_step(record)
-        and isinstance(answers, dict)
-        and all(
-            isinstance(pair, list) and len(pair) == 2 and all(type(n) is int for n in pair) and 0 <= pair[0] <= pair[1]
-            for pair in answers.values()
-        )
-    )
+    return is_step(record) and isinstance(answers, dict) and all(map(is_pair, answers.values()))
 
 
 def read_json_lines(path: Path, is_record: Callable[[Record], bool] = lambda record: True) -> list[Record]:
@@ -178,10 +174,8 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def _flatten(row: Mapping[str, Any]) -> Record:
     flat: Record = {}
     for name, value in row.items():
-        if isinstance(value, Mapping):
-            flat.update({f"{name}/{inner}": plain(item) for inner, item in value.items()})
-        else:
-            flat[name] = plain(value)
+        inner = {f"{name}/{key}": item for key, item in value.items()} if isinstance(value, Mapping) else {name: value}
+        flat |= plain(inner)
     return flat
 
 

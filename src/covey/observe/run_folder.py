@@ -42,15 +42,7 @@ from typing import Any
 from covey import files
 from covey.errors import RunFolderError
 from covey.observe.completions import read_table
-from covey.observe.records import (
-    JsonLines,
-    Record,
-    is_answers,
-    is_metrics,
-    read_json,
-    read_json_lines,
-    write_table,
-)
+from covey.observe.records import JsonLines, Record, is_answers, is_metrics, read_json, read_json_lines, write_table
 
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 # Record locks do not exclude the process that holds them, so this process keeps its own list.
@@ -68,11 +60,7 @@ class FolderLock:
     NAME = "run.lock"
 
     def __init__(self, folder: Path) -> None:
-        """Takes the lock.
-
-        Raises:
-            RunFolderError: another live process, or this one, is writing this run.
-        """
+        """Take the lock; RunFolderError where another live process, or this one, is writing this run."""
         self._path = folder / self.NAME
         self._key = os.path.realpath(self._path)
         if self._key in _held:
@@ -103,19 +91,16 @@ class FolderLock:
 
     def release(self) -> None:
         """Give the lock back; the file stays, empty (deleting it could delete a lock that another process took)."""
-        if self._key not in _held:
-            return
-        _held.discard(self._key)
-        with contextlib.suppress(OSError):
-            os.ftruncate(self._file, 0)
-        os.close(self._file)
+        if self._key in _held:
+            _held.discard(self._key)
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, 0)
+            os.close(self._file)
 
-    def _holder(self) -> dict[str, object]:
-        try:
-            holder = json.loads(os.pread(self._file, 4096, 0))
-        except (OSError, ValueError):
-            return {}
-        return holder if isinstance(holder, dict) else {}
+    def _holder(self) -> Record:
+        with contextlib.suppress(OSError):
+            return read_json(os.pread(self._file, 4096, 0), dict) or {}
+        return {}
 
     def _holder_lives(self) -> bool:
         holder = self._holder()
@@ -124,27 +109,18 @@ class FolderLock:
             return False
         try:
             os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass
+        except (ProcessLookupError, PermissionError) as error:
+            return isinstance(error, PermissionError)
         return True
 
 
 DEFAULT_FREE_BYTES = 200_000_000
 _TABLE = re.compile(r"^(step|eval)_(\d{6,})\.parquet$")
 _IGNORED = {FolderLock.NAME, ".DS_Store"}
-_FOLDERS = ("completions", "ledger", "batches", "checkpoints", "best", "adapter")
+_FOLDERS = ("completions", "checkpoints", "ledger", "batches", "best", "adapter")
 _FILES = (
-    "config.toml",
-    "versions.json",
-    "metrics.jsonl",
-    "questions.jsonl",
-    "events.jsonl",
-    "log.txt",
-    "samplers.json",
-    "learning_curve.png",
-    FolderLock.NAME,
+    *("config.toml", "versions.json", "metrics.jsonl", "questions.jsonl", "events.jsonl", "log.txt"),
+    *("samplers.json", "learning_curve.png", FolderLock.NAME),
 )
 # What `create` makes before the caller writes anything.
 _FRESH = {"versions.json", "metrics.jsonl", "questions.jsonl", "events.jsonl", "completions", "checkpoints"}
@@ -164,15 +140,13 @@ class RunFolder:
         self.metrics_path, self.questions_path = path / "metrics.jsonl", path / "questions.jsonl"
         self.events_path, self.log_path = path / "events.jsonl", path / "log.txt"
         self.curve_path = path / "learning_curve.png"
-        self.completions, self.checkpoints = path / "completions", path / "checkpoints"
-        self.ledger, self.batches = path / "ledger", path / "batches"
         self.samplers_path = path / "samplers.json"
-        self.best, self.adapter = path / "best", path / "adapter"
+        self.completions, self.checkpoints, self.ledger, self.batches, self.best, self.adapter = (
+            path / name for name in _FOLDERS
+        )
         self._lock: FolderLock | None = None
-        for name in _FILES:
-            files.require_kind(path / name)
-        for name in _FOLDERS:
-            files.require_kind(path / name, folder=True)
+        for name in _FILES + _FOLDERS:
+            files.require_kind(path / name, folder=name in _FOLDERS)
         if writable:
             self._lock = FolderLock(path)
             try:
@@ -215,22 +189,16 @@ class RunFolder:
         with files.explained(folder, "create the run folder"):
             folder.mkdir(parents=True, exist_ok=True)
         _probe(folder, needed_bytes)
-        run = cls(folder, writable=True)
-        try:
+        with contextlib.ExitStack() as undo:
+            run = undo.enter_context(cls(folder, writable=True))
             known = {"run_id": uuid.uuid4().hex[:12], "needs_python": needs_python, **collect_versions()}
-            files.write_atomically(run.versions_path, _as_json(known))
-        except BaseException:
-            run.close()
-            raise
+            files.write_atomically(run.versions_path, json.dumps(known, indent=1) + "\n")
+            undo.pop_all()
         return run
 
     @classmethod
     def check_new(cls, path: str | os.PathLike[str], *, needed_bytes: int = DEFAULT_FREE_BYTES) -> None:
-        """Find out whether `create` would work, before a model is loaded. Changes nothing.
-
-        Raises:
-            RunFolderError: as `create`.
-        """
+        """Find out whether `create` would work, and raise what it would, before a model is loaded. Changes nothing."""
         folder = Path(path).expanduser().absolute()
         if cls.is_run(folder) and not _is_unused(folder):
             how = cls.read(folder).how_to_continue()
@@ -239,13 +207,9 @@ class RunFolder:
             present = [entry.name for entry in folder.iterdir()] if folder.exists() else []
         foreign = sorted(name for name in present if name not in _IGNORED | _FRESH and not files.is_leftover(name))
         if foreign:
-            raise RunFolderError(
-                f"{path} is not empty (it holds {', '.join(foreign[:3])}) and is no Covey run; "
-                "choose another run.output_dir"
-            )
-        existing = folder
-        while not existing.exists():
-            existing = existing.parent
+            held = f"is not empty (it holds {', '.join(foreign[:3])}) and is no Covey run"
+            raise RunFolderError(f"{path} {held}; choose another run.output_dir")
+        existing = next(place for place in (folder, *folder.parents) if place.exists())
         effective = os.access in os.supports_effective_ids
         if existing.is_dir() and not os.access(existing, os.W_OK | os.X_OK, effective_ids=effective):
             raise files.folder_error(existing, PermissionError(errno.EACCES, "permission denied"))
@@ -260,16 +224,14 @@ class RunFolder:
         """
         folder = cls._existing(path)
         _probe(folder, needed_bytes)
-        run = cls(folder, writable=True)
-        try:
+        with contextlib.ExitStack() as undo:
+            run = undo.enter_context(cls(folder, writable=True))
             now, before = collect_versions(), run.versions()
             changed = {name: value for name, value in now.items() if before.get(name) != value}
             if changed:
                 was = ", ".join(f"{name} {before.get(name)} -> {value}" for name, value in sorted(changed.items()))
                 run.append_event("versions", f"resumed with other versions: {was}")
-        except BaseException:
-            run.close()
-            raise
+            undo.pop_all()
         return run
 
     @classmethod
@@ -339,11 +301,7 @@ class RunFolder:
 
     # ------------------------------------------------------------------ writing
     def write_config(self, toml: str) -> None:
-        """Write the settings of the run to `config.toml`.
-
-        Raises:
-            RunFolderError: it cannot be written. The same holds for every method below.
-        """
+        """Write the settings of the run to `config.toml`. This and all below raise RunFolderError where they cannot."""
         files.write_atomically(self.config_path, toml)
 
     def change_config(self, toml: str, step: int) -> None:
@@ -382,17 +340,15 @@ class RunFolder:
 
     def write_ledger(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path | None:
         """Write `ledger/step_000012.parquet`: the tokens of a step's update."""
-        with files.explained(self.ledger):
-            self.ledger.mkdir(exist_ok=True)
         return self._write_rows(self.ledger / table_name(step), rows)
 
     def write_samplers(self, step: int, members: Sequence[Mapping[str, Any]]) -> None:
         """Write `samplers.json`: who samples after a step; without members it goes, if there is one."""
-        if not members:
-            with files.explained(self.samplers_path):
-                self.samplers_path.unlink(missing_ok=True)
+        if members:
+            files.write_atomically(self.samplers_path, json.dumps({"step": step, "samplers": members}) + "\n")
             return
-        files.write_atomically(self.samplers_path, json.dumps({"step": step, "samplers": members}) + "\n")
+        with files.explained(self.samplers_path):
+            self.samplers_path.unlink(missing_ok=True)
 
     def write_batch(self, step: int, content: bytes) -> None:
         """Write `batches/step_000012.parquet`: what a step was trained on."""
@@ -404,6 +360,8 @@ class RunFolder:
     def _write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path | None:
         if not rows:
             return None
+        with files.explained(path.parent):
+            path.parent.mkdir(exist_ok=True)
         write_table(path, rows)
         return path
 
@@ -421,7 +379,7 @@ class RunFolder:
         for lines in (self._metrics, self._questions):
             lines.keep(lambda record: record["step"] <= step)
         with files.explained(self.completions, "clean up"):
-            for _, number, path in [*self._tables(), *tables_in(self.ledger), *tables_in(self.batches)]:
+            for _, number, path in [*tables_in(self.completions), *tables_in(self.ledger), *tables_in(self.batches)]:
                 if number > step:
                     path.unlink()
 
@@ -445,9 +403,8 @@ class RunFolder:
         with files.explained(self.versions_path, "read"):
             versions = read_json(self.versions_path.read_bytes(), dict)
         if versions is None or not isinstance(versions.get("run_id"), str) or not versions["run_id"]:
-            raise RunFolderError(
-                f"{self.versions_path} is damaged: it is no JSON object with a run_id; restore it from a backup"
-            )
+            what = "is damaged: it is no JSON object with a run_id; restore it from a backup"
+            raise RunFolderError(f"{self.versions_path} {what}")
         return versions
 
     def read_metrics(self) -> list[Record]:
@@ -472,7 +429,7 @@ class RunFolder:
 
     def completion_steps(self) -> list[int]:
         """Steps that have a table of completions, ascending."""
-        return sorted(number for kind, number, _ in self._tables() if kind == "step")
+        return self._steps("step")
 
     def batch_steps(self) -> list[int]:
         """Steps whose batches were kept, ascending."""
@@ -480,7 +437,7 @@ class RunFolder:
 
     def evaluation_steps(self) -> list[int]:
         """Steps at which an evaluation left a table, ascending."""
-        return sorted(number for kind, number, _ in self._tables() if kind == "eval")
+        return self._steps("eval")
 
     def is_finished(self) -> bool:
         """True when the run's last event is its end."""
@@ -503,10 +460,10 @@ class RunFolder:
     def last_step(self) -> int:
         """The last step that anything in the folder tells of: metrics, answers, or tables of completions."""
         answered = max((record["step"] for record in self.read_answers()), default=0)
-        return max([self.last_logged_step(), answered, *(number for _, number, _ in self._tables())])
+        return max([self.last_logged_step(), answered, *(number for _, number, _ in tables_in(self.completions))])
 
-    def _tables(self) -> list[tuple[str, int, Path]]:
-        return tables_in(self.completions)
+    def _steps(self, kind: str) -> list[int]:
+        return sorted(number for each, number, _ in tables_in(self.completions) if each == kind)
 
 
 def table_name(step: int, kind: str = "step") -> str:
@@ -523,27 +480,22 @@ def tables_in(folder: Path, most: int | None = None) -> list[tuple[str, int, Pat
 
 def _is_unused(folder: Path) -> bool:
     """True for a run that was killed before it wrote its config: nothing in it is worth keeping."""
-    return all(
-        entry.name in _IGNORED
-        or entry.name == "versions.json"
-        or files.is_leftover(entry)
-        or (entry.name in _FRESH and _is_empty(entry))
-        for entry in folder.iterdir()
-    )
 
+    def is_worthless(entry: Path) -> bool:
+        if entry.name in _IGNORED or entry.name == "versions.json" or files.is_leftover(entry):
+            return True
+        return entry.name in _FRESH and not (any(entry.iterdir()) if entry.is_dir() else entry.stat().st_size)
 
-def _is_empty(path: Path) -> bool:
-    return not any(path.iterdir()) if path.is_dir() else path.stat().st_size == 0
+    return all(map(is_worthless, folder.iterdir()))
 
 
 def collect_versions() -> Record:
     """Programs and machine, for `versions.json`. Reads package metadata; imports nothing heavy."""
     versions: Record = {"python": platform.python_version()}
     for name in ("covey", "torch", "transformers", "peft", "numpy"):
-        try:
+        versions[name] = None
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
     versions |= {"platform": platform.platform(), "machine": platform.machine(), "cpu_count": os.cpu_count()}
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "get_num_threads"):
@@ -551,10 +503,6 @@ def collect_versions() -> Record:
         if torch.cuda.is_available():
             versions["cuda_device"] = torch.cuda.get_device_name()
     return versions
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, indent=1) + "\n"
 
 
 def _probe(folder: Path, needed_bytes: int) -> None:

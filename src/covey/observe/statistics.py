@@ -51,16 +51,9 @@ def share(count: int, total: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
-    """Before and after on the same problems.
-
-    Attributes:
-        difference: mean after - mean before.
-        low: lower end of the confidence interval of `difference`.
-        high: upper end.
-        p_value: two-sided probability of a difference at least this large if nothing had changed.
-        gained: problems that went up.
-        lost: problems that went down.
-        total: problems.
+    """Before and after on the same problems: mean after - mean before with its confidence interval (`low` to `high`),
+    the two-sided probability (`p_value`) of a difference at least this large if nothing had changed, and how many of
+    the `total` problems went up (`gained`) and down (`lost`).
     """
 
     difference: float
@@ -110,12 +103,9 @@ def paired_difference(
     """
     old, new = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
     if old.shape != new.shape or old.ndim != 1 or len(old) == 0:
-        raise ValueError(
-            f"before has shape {old.shape}, after {new.shape}: paired scores need one value for each "
-            "problem, both times"
-        )
-    total = len(old)
-    change = new - old
+        shapes = f"before has shape {old.shape}, after {new.shape}"
+        raise ValueError(f"{shapes}: paired scores need one value for each problem, both times")
+    total, change = len(old), new - old
     gained, lost = int((change > 0).sum()), int((change < 0).sum())
     difference = float(change.mean())
     if np.isin(np.concatenate([old, new]), (0.0, 1.0)).all():
@@ -125,8 +115,7 @@ def paired_difference(
         low, high = max(-1.0, up - down - half), min(1.0, up - down + half)
         return PairedDifference(difference, low, high, mcnemar_exact(gained, lost), gained, lost, total)
     random = np.random.default_rng(seed)
-    means = np.empty(resamples)
-    flipped = np.empty(resamples)
+    means, flipped = np.empty(resamples), np.empty(resamples)
     for start in range(0, resamples, 1000):  # bounded memory: 1000 x n at a time
         count = min(1000, resamples - start)
         means[start : start + count] = change[random.integers(0, total, (count, total))].mean(axis=1)

@@ -33,7 +33,6 @@ MOST_CALLS = 2_000
 MOST_ROWS, MOST_TABLE_BYTES, MOST_TEXT, MOST_COLUMNS = 200, 256 << 10, 1_000, 30
 MOST_EVENTS = 500
 _DENSE = 50
-
 _FIRST = ("group", "sample", "uid", "prompt", "completion", "reward", "advantage", "correct", "masked_by", "length")
 
 
@@ -42,19 +41,13 @@ class Sender:
 
     def __init__(self, name: str, *, most: int = MOST_CALLS, patience: float) -> None:
         """Set up; the thread starts with the first call."""
-        self._name = name
-        self._patience = patience
+        self._name, self._patience = name, patience
         self._calls: queue.Queue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = queue.Queue(most)
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> None:
-        """Have `call(*arguments)` made, soon.
-
-        Raises:
-            Exception: of an earlier call.
-            TimeoutError: too many calls wait.
-        """
+        """Have `call(*arguments)` made, soon; raises what an earlier call raised, TimeoutError where too many wait."""
         self._raise_failure()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"covey-{self._name}", daemon=True)
@@ -65,11 +58,8 @@ class Sender:
             raise TimeoutError(f"{self._calls.maxsize} calls wait for {self._name}, which takes none") from None
 
     def close(self) -> None:
-        """Wait until all calls were made.
-
-        Raises:
-            Exception: of a call.
-            TimeoutError: they were not, within the patience; the thread ends with the process.
+        """Wait until all calls were made, and raise what one raised; TimeoutError where they were not, within the
+        patience: the thread ends with the process.
         """
         if self._thread is not None:
             try:
@@ -78,9 +68,8 @@ class Sender:
                 raise TimeoutError(f"{self._name} has taken nothing for {self._patience:g} s") from None
             self._thread.join(self._patience)
             if self._thread.is_alive():
-                raise TimeoutError(
-                    f"{self._name} did not finish within {self._patience:g} s; the run folder has what it has not"
-                )
+                late = f"{self._name} did not finish within {self._patience:g} s"
+                raise TimeoutError(f"{late}; the run folder has what it has not")
         self._raise_failure()
 
     def _raise_failure(self) -> None:
@@ -125,8 +114,7 @@ def _small(value: Any) -> Any:
     clean = plain(value)
     if clean is None or isinstance(clean, bool | int | float):
         return clean
-    text = clean if isinstance(clean, str) else json.dumps(clean)
-    return bounded_text(text, MOST_TEXT)
+    return bounded_text(clean if isinstance(clean, str) else json.dumps(clean), MOST_TEXT)
 
 
 def bounded_text(text: str, most: int) -> str:
@@ -136,12 +124,6 @@ def bounded_text(text: str, most: int) -> str:
 
 
 # ---------------------------------------------------------------------- the trackers
-
-
-def _numbers(metrics: Metrics) -> dict[str, float]:
-    """Only finite numbers: trackers disagree on the rest."""
-    clean = ((name, plain(value)) for name, value in metrics.items())
-    return {name: value for name, value in clean if isinstance(value, (bool, int, float))}
 
 
 class _Tracker(BaseObserver, ABC):
@@ -162,20 +144,16 @@ class _Tracker(BaseObserver, ABC):
         try:
             self._module: Any = importlib.import_module(self.package)
         except ImportError as error:
-            raise ConfigError(
-                f"report_to={extra!r}: the package {error.name or self.package} is not installed; install it with "
-                f"`pip install covey[{extra}]`, or take {extra!r} out of run.report_to"
-            ) from error
+            what = f"report_to={extra!r}: the package {error.name or self.package} is not installed; install it with"
+            fix = f"`pip install covey[{extra}]`, or take {extra!r} out of run.report_to"
+            raise ConfigError(f"{what} {fix}") from error
         # Some look at every value for figures, in the other thread, while the run's may be importing this.
         importlib.import_module("matplotlib.figure")
-        self._folder = folder
-        self._name = name
+        self._folder, self._name, self._completions = folder, name, completions
         self._every = max(1, logging_steps)
-        self._completions = completions
-        self._step = 0
         self._events: list[list[Any]] = []
+        self._step = self._tables = 0
         self._sender = Sender(type(self).__name__, patience=self.patience)
-        self._tables = 0
 
     def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         """Begin a run at the tracker, or go on with the same one."""
@@ -186,11 +164,13 @@ class _Tracker(BaseObserver, ABC):
     def on_step(self, step: int, metrics: Metrics) -> None:
         self._step = step
         if step % self._every == 0:
-            self._sender.submit(self._send, step, _numbers(metrics))
+            self.on_eval(step, metrics)
 
     def on_eval(self, step: int, metrics: Metrics) -> None:
+        """Send the finite numbers: trackers disagree on the rest."""
         self._step = step
-        self._sender.submit(self._send, step, _numbers(metrics))
+        numbers = {name: number for name, value in metrics.items() if isinstance(number := plain(value), int | float)}
+        self._sender.submit(self._send, step, numbers)
 
     def on_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Send some of them, of fewer steps the longer the run is; of none unless asked to."""
@@ -221,20 +201,17 @@ class _Tracker(BaseObserver, ABC):
         """Begin, or go on with the run of `info["run_id"]` where `info["start_step"]` is above 0."""
 
     @abstractmethod
-    def _send(self, step: int, numbers: dict[str, float]) -> None:
-        """Pass the numbers of a step on."""
+    def _send(self, step: int, numbers: dict[str, float]) -> None: ...
 
     @abstractmethod
-    def _send_completions(self, step: int, columns: list[str], rows: list[list[Any]]) -> None:
-        """Pass completions on."""
+    def _send_completions(self, step: int, columns: list[str], rows: list[list[Any]]) -> None: ...
 
     @abstractmethod
     def _send_events(self, every: list[list[Any]]) -> None:
         """Pass the last sentence on; `every` has all so far as step, kind, message, for trackers that store tables."""
 
     @abstractmethod
-    def _finish(self, status: str) -> None:
-        """The run has ended: `finished`, `stopped` or `failed`."""
+    def _finish(self, status: str) -> None: ...
 
 
 class TensorBoardTracker(_Tracker):
@@ -244,9 +221,8 @@ class TensorBoardTracker(_Tracker):
 
     def _start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         start = int(info.get("start_step") or 0)
-        self._writer = self._module.SummaryWriter(
-            str(self._folder / "tensorboard"), purge_step=start + 1 if start else None
-        )
+        again = start + 1 if start else None
+        self._writer = self._module.SummaryWriter(str(self._folder / "tensorboard"), purge_step=again)
         if not start:
             self._write("config", json.dumps(config, indent=1), 0)
 
@@ -276,9 +252,8 @@ class TrackioTracker(_Tracker):
     package = "trackio"
 
     def _start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-        self._module.init(
-            project=str(info.get("project") or "covey"), name=self._name, config=config, **self._options(info)
-        )
+        project = str(info.get("project") or "covey")
+        self._module.init(project=project, name=self._name, config=config, **self._options(info))
 
     def _options(self, info: Mapping[str, Any]) -> dict[str, Any]:
         return {"resume": "allow"}
@@ -330,8 +305,8 @@ class MLflowTracker(_Tracker):
             self._run = before[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
             return
-        tags = {"covey.run_id": run_id}
-        self._run = self._client.create_run(number, run_name=self._name, tags=tags).info.run_id
+        made = self._client.create_run(number, run_name=self._name, tags={"covey.run_id": run_id})
+        self._run = made.info.run_id
         for section, fields in config.items():
             settings = fields.items() if isinstance(fields, Mapping) else [("", fields)]
             known = [(f"{section}.{name}".rstrip("."), bounded_text(str(value), 500)) for name, value in settings]
@@ -339,10 +314,8 @@ class MLflowTracker(_Tracker):
 
     def _send(self, step: int, numbers: dict[str, float]) -> None:
         now = int(1000 * time.time())
-        metrics = [
-            self._module.entities.Metric(re.sub(r"[^\w/:. -]", "_", name)[:250], float(value), now, step)
-            for name, value in numbers.items()
-        ]
+        known = ((re.sub(r"[^\w/:. -]", "_", name)[:250], float(value)) for name, value in numbers.items())
+        metrics = [self._module.entities.Metric(name, value, now, step) for name, value in known]
         for start in range(0, len(metrics), 500):
             self._client.log_batch(self._run, metrics=metrics[start : start + 500])
 
@@ -398,16 +371,10 @@ def make_observers(
     if run_folder is not None:
         observers.add(RunFolderWriter(run_folder, log_completions=log_completions))
     if console is not False:
-        observers.add(
-            ConsoleProgress(
-                None if console is True else console,
-                logging_steps=logging_steps,
-                num_completions_to_print=num_completions_to_print,
-            )
-        )
-    for name in dict.fromkeys(names):
-        if name == "none":
-            continue
+        screen = None if console is True else console
+        shown: dict[str, Any] = {"logging_steps": logging_steps, "num_completions_to_print": num_completions_to_print}
+        observers.add(ConsoleProgress(screen, **shown))
+    for name in dict.fromkeys(each for each in names if each != "none"):
         if name not in _TRACKERS:
             near = get_close_matches(name, _TRACKERS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"set run.report_to to {', '.join(_TRACKERS)} or 'none'"

@@ -1,7 +1,5 @@
 """The page's server: files of the page, and what the run folders hold, as JSON. It only reads.
 
-    app = create_app([WatchedRun("runs/first")], token="...")
-
 Who has the token may ask. The page itself holds nothing and is given to anybody; it takes the token from the part of
 its address after `#`, which browsers keep to themselves.
 """
@@ -37,6 +35,7 @@ Place = Annotated[int, Field(ge=0, le=1 << 53)]
 Step = Annotated[int, Field(ge=0, le=10**12)]
 Short = Annotated[str, Query(max_length=300)]
 Kind = Literal["step", "eval"]
+What = Literal["metrics", "questions", "events", "doctor", "overview"]
 Bound = Annotated[float | None, Query(allow_inf_nan=False)]
 
 
@@ -54,12 +53,11 @@ class _Wanted:
     length_to: Bound = None
 
     def told(self) -> dict[str, Any]:
-        least = {"reward": self.reward_from, "length": self.length_from}
-        most = {"reward": self.reward_to, "length": self.length_to}
-        return {name: getattr(self, name) for name in ("search", "shown", "uid", "ended")} | {
-            "least": {name: bound for name, bound in least.items() if bound is not None},
-            "most": {name: bound for name, bound in most.items() if bound is not None},
-        }
+        told: dict[str, Any] = {name: getattr(self, name) for name in ("search", "shown", "uid", "ended")}
+        for bound, end in (("least", "from"), ("most", "to")):
+            given = {name: getattr(self, f"{name}_{end}") for name in ("reward", "length")}
+            told[bound] = {name: value for name, value in given.items() if value is not None}
+        return told
 
 
 def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
@@ -97,18 +95,10 @@ def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
     def about() -> Response:
         return _json([run.about() | {"label": label} for run, label in zip(runs, names, strict=True)])
 
-    @app.get("/api/{number}/doctor")
-    def doctor(number: int) -> Response:
-        return _json(run(number).doctor())
-
     @app.get("/api/{number}/tables")
     def tables(number: int, mark: Short = "") -> Response:
         found = run(number).tables()
         return _json({"mark": mark} if found["mark"] == mark else found)
-
-    @app.get("/api/{number}/overview")
-    def overview(number: int) -> Response:
-        return _json(run(number).overview())
 
     @app.get("/api/{number}/completions")
     def completions(
@@ -147,11 +137,10 @@ def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
     def ledger_of(number: int, row: Place, step: Step, turn: Place = 0) -> Response:
         return _json(run(number).ask("ledger_of", "ledger", step, row, turn))
 
-    @app.get("/api/{number}/{file}")
-    def lines(
-        number: int, file: Literal["metrics", "questions", "events"], start: Place = 0, mark: Short = ""
-    ) -> Response:
-        return _json(getattr(run(number), file)(start, mark))
+    @app.get("/api/{number}/{what}")
+    def plain(number: int, what: What, start: Place = 0, mark: Short = "") -> Response:
+        lines = () if what in ("doctor", "overview") else (start, mark)
+        return _json(getattr(run(number), what)(*lines))
 
     @app.get("/api/describe")
     def meanings(name: Annotated[list[str], Query(max_length=500)]) -> Response:

@@ -64,8 +64,7 @@ class _Held:
             found = ask(*arguments)
         except RunFolderError:
             return None
-        size = len(json.dumps(found))
-        if size > self._left:
+        if (size := len(json.dumps(found))) > self._left:
             return None
         self._left -= size
         self.answers[key] = found
@@ -82,9 +81,8 @@ def _hold(held: _Held, number: int, run: WatchedRun) -> None:
             empty = {"names": [], "rows": [], "lines": [], "end": 0, "mark": "", "restarted": False, "damaged": 0}
             held.answers[f"{number}/{name}"] = empty | {"more": False}
             held.left_out.append(f"{name} of {run.folder.path.name} are too large for it")
-    report = run.doctor()
-    while report["more"]:
-        report = run.doctor()
+    while (report := run.doctor())["more"]:
+        pass
     held.take(f"{number}/doctor", lambda: report)
     tables = run.tables()
     kept: dict[str, list[int]] = {"step": [], "eval": [], "ledger": []}
@@ -93,7 +91,10 @@ def _hold(held: _Held, number: int, run: WatchedRun) -> None:
             key = f"{number}/completions kind={kind} step={step}"
             if held.take(key, run.ask, "completions", kind, step, {}, 0):
                 kept[kind].append(step)
-                _hold_episodes(held, number, run, kind, step)
+                first = held.take(f"{number}/episodes kind={kind} step={step}", run.ask, "episodes", kind, step, None)
+                for group in [each["group"] for each in first["groups"][:20]] if first else ():
+                    key = f"{number}/episodes group={group} kind={kind} step={step}"
+                    held.take(key, run.ask, "episodes", kind, step, group)
     for before, after in itertools.product(kept["eval"], repeat=2):
         held.take(f"{number}/compare after={after} before={before}", run.compare, before, after, "all")
     for step in spread([step for step in tables["ledger"] if step in kept["step"]] or tables["ledger"], LEDGERS):
@@ -103,15 +104,6 @@ def _hold(held: _Held, number: int, run: WatchedRun) -> None:
     whole = sum(len(tables[kind]) for kind in kept)
     if (here := sum(map(len, kept.values()))) < whole:
         held.left_out.append(f"{run.folder.path.name}: {here} of {whole} tables of completions and tokens are in it")
-
-
-def _hold_episodes(held: _Held, number: int, run: WatchedRun, kind: str, step: int) -> None:
-    """Agents' episodes, group by group."""
-    key = f"{number}/episodes kind={kind} step={step}"
-    first = held.take(key, run.ask, "episodes", kind, step, None)
-    for each in first["groups"][:20] if first else ():
-        group = each["group"]
-        held.take(f"{number}/episodes group={group} kind={kind} step={step}", run.ask, "episodes", kind, step, group)
 
 
 def _hold_ledger(held: _Held, number: int, run: WatchedRun, step: int) -> bool:
@@ -146,26 +138,19 @@ def spread(steps: Sequence[int], most: int) -> list[int]:
 
 def page_with(archive: Record) -> str:
     """The whole page in one text, which lets no other script run and asks nobody."""
-    plot = (_PAGE / "uPlot.iife.min.js").read_text("utf-8")
-    scripts = [plot, bundled("main")]
+    scripts = [(_PAGE / "uPlot.iife.min.js").read_text("utf-8"), bundled("main")]
     styles = [(_PAGE / name).read_text("utf-8") for name in ("uPlot.min.css", "style.css")]
     policy = (
         f"default-src 'none'; script-src {_hashes(scripts)}; style-src {_hashes(styles)}; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'"
     )
     data = json.dumps(archive, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")  # ends no element
-    head = "".join(
-        (
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
-            *(f"<style>{style}</style>\n" for style in styles),
-        )
-    )
-    tail = f'<script type="application/json" id="archive">{data}</script>\n' + "".join(
-        f"<script>{script}</script>\n" for script in scripts
-    )
-    index = re.sub(
-        r"<(?:link rel=\"stylesheet\"|script)[^>]*>(?:</script>)?\n", "", (_PAGE / "index.html").read_text("utf-8")
-    )
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+    head += "".join(f"<style>{style}</style>\n" for style in styles)
+    tail = f'<script type="application/json" id="archive">{data}</script>\n'
+    tail += "".join(f"<script>{script}</script>\n" for script in scripts)
+    index = (_PAGE / "index.html").read_text("utf-8")
+    index = re.sub(r"<(?:link rel=\"stylesheet\"|script)[^>]*>(?:</script>)?\n", "", index)
     return index.replace("<title>", head + "<title>", 1).replace("</body>", tail + "</body>", 1)
 
 

@@ -1,7 +1,6 @@
-"""One run folder as the page asks for it: small plain values, whatever is in the folder.
+"""One run folder as the page asks for it: small plain values, whatever is in the folder, of which nothing is trusted.
 
-Files that grow are read on from where the last reading ended. A run folder may come from another machine, and model
-output is in it: nothing here trusts what it reads.
+Files that grow are read on from where the last reading ended.
 """
 
 from __future__ import annotations
@@ -90,23 +89,21 @@ def sample(path: Path, is_record: Callable[[Record], bool], always: bytes, count
             return []
         file.seek(0)
         lines: list[bytes] = []
-        marked: list[bytes] = []
+        marked = 0
         for number in range(_MOST_LINES):
             line = file.readline(_LONGEST)
             if not line or len(lines) > 4 * count:
                 break
-            if number % stride == 0:
+            more = number % stride != 0 and always in line and marked < count
+            marked += more
+            if more or number % stride == 0:
                 lines.append(line)
-            elif always in line and len(marked) < count:
-                lines.append(line)
-                marked.append(line)
     return _records(b"".join(lines), is_record)[0]
 
 
 def _trace(file: BinaryIO, end: int) -> str:
     """What stands just before a place in a file, as a short name."""
-    begin = max(0, end - _TRACE)
-    file.seek(begin)
+    begin = file.seek(max(0, end - _TRACE))
     return hashlib.blake2b(file.read(end - begin), digest_size=8).hexdigest()
 
 
@@ -118,14 +115,9 @@ def _records(content: bytes, is_record: Callable[[Record], bool]) -> tuple[list[
 
 # ---------------------------------------------------------------------- the run
 
-_MOST_ENTRIES = 200_000
-_MOST_CONFIG = 256 << 10
-_LONG_LINE = 1000
-_THINNED = 2000
-"""Steps of a long run in a file that is sent."""
-_MOST_SAMPLERS = 500
-_MOST_SEARCHED = 2000
-"""Tables in one search."""
+_MOST_ENTRIES, _MOST_CONFIG, _LONG_LINE, _MOST_SAMPLERS = 200_000, 256 << 10, 1000, 500
+_THINNED, _MOST_SEARCHED = 2000, 2000
+"""Steps of a long run in a file that is sent, and tables in one search."""
 
 
 class WatchedRun:
@@ -139,7 +131,7 @@ class WatchedRun:
         """
         self.folder = RunFolder.read(path)
         self.folder.versions()
-        self._doctor = _FollowingDoctor(self.folder.metrics_path)
+        self._doctor, self._place = Doctor(), (0, "")
         self._reader = TableReader() if reader is None else reader
         self._lock = threading.Lock()
 
@@ -176,24 +168,19 @@ class WatchedRun:
 
     def thinned(self) -> Record:
         """All of `metrics.jsonl` as one piece; of a long one some lines, each with the seconds until then."""
-        seconds, places, begin = 0.0, {}, Piece([])
+        seconds, places, damaged, piece = 0.0, {}, 0, Piece([], more=True)
         few = sample(self.folder.metrics_path, is_metrics, b'"eval/reward"', _THINNED)
         records: list[Record] = []
-        damaged = 0
-        while True:
-            piece = follow(self.folder.metrics_path, begin.end, begin.mark, is_metrics)
+        while piece.more:
+            piece = follow(self.folder.metrics_path, piece.end, piece.mark, is_metrics)
             damaged += piece.damaged
             for record in piece.records:
                 known = dict(numbers(record))
                 seconds += known.get("step_time", 0.0) + known.get("eval/seconds", 0.0)
                 places[record["step"]] = seconds
-                if not few:
-                    records.append(record)
-            begin = piece
-            if not piece.more:
-                break
+            records += [] if few else piece.records
         rows = [record | {"_seconds": places.get(record["step"], seconds)} for record in few] or records
-        return _piece(begin) | _table_of(rows) | {"restarted": False, "damaged": damaged}
+        return _piece(piece) | _table_of(rows) | {"restarted": False, "damaged": damaged}
 
     def questions(self, start: int = 0, mark: str = "") -> Record:
         """New lines of `questions.jsonl`: `[step, {uid: [right, all]}]`."""
@@ -212,7 +199,18 @@ class WatchedRun:
     def doctor(self) -> Record:
         """What the doctor says: since which step, and what still holds; of a long run after `more` questions."""
         with self._lock:
-            return self._doctor.report()
+            piece = follow(self.folder.metrics_path, *self._place, is_metrics)
+            self._place = piece.end, piece.mark
+            if piece.restarted:
+                self._doctor = Doctor()
+            for record in map(_moderate, piece.records):
+                self._doctor.check(record)
+            said = [
+                {"step": one.since, "now": one.present}
+                | {name: getattr(one.diagnosis, name) for name in ("code", "message", "fix")}
+                for one in self._doctor.findings()
+            ]
+            return {"said": said, "more": piece.more}
 
     def tables(self) -> Record:
         """Steps and evaluations that have a table of completions, steps that have a ledger, and who samples; `mark`
@@ -242,18 +240,13 @@ class WatchedRun:
         if not steps:
             return {"hits": [], "looked": 0, "left": 0, "before": None, "unread": 0}
         names = {table_name(step, kind): step for step in steps[:_MOST_SEARCHED]}
-        try:
-            found = self._reader.ask("search", self.folder.completions, list(names), wanted)
-        except RunFolderError:  # one of them is more than a process may hold, or takes too long: which one?
-            found = self._search_one(next(iter(names)), wanted)
+        found: Record = {"hits": [], "looked": 1, "unread": 1}
+        for tables in (list(names), list(names)[:1]):
+            with suppress(RunFolderError):  # one of them is more than a process may hold, or takes too long: which one?
+                found = self._reader.ask("search", self.folder.completions, tables, wanted)
+                break
         hits = [hit | {"step": names[hit.pop("table")]} for hit in found.pop("hits")]
         return found | {"hits": hits, "left": len(steps) - found["looked"], "before": steps[found["looked"] - 1]}
-
-    def _search_one(self, name: str, wanted: Record) -> Record:
-        try:
-            return self._reader.ask("search", self.folder.completions, [name], wanted)
-        except RunFolderError:
-            return {"hits": [], "looked": 1, "unread": 1}
 
     def compare(self, before: int, after: int, shown: str = "changed", offset: int = 0) -> Record:
         """Two evaluations, question by question; see `covey.watch.tables.compare`."""
@@ -264,33 +257,8 @@ class WatchedRun:
         self._reader.close()
 
     def _table(self, kind: str, step: int) -> Path:
-        return (
-            self.folder.ledger / table_name(step)
-            if kind == "ledger"
-            else self.folder.completions / table_name(step, kind)
-        )
-
-
-class _FollowingDoctor:
-    """Reads on in `metrics.jsonl` whenever it is asked."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._doctor, self._end, self._mark = Doctor(), 0, ""
-
-    def report(self) -> Record:
-        piece = follow(self._path, self._end, self._mark, is_metrics)
-        if piece.restarted:
-            self._doctor = Doctor()
-        self._end, self._mark = piece.end, piece.mark
-        for record in map(_moderate, piece.records):
-            self._doctor.check(record)
-        said = [
-            {"step": one.since, "now": one.present}
-            | {name: getattr(one.diagnosis, name) for name in ("code", "message", "fix")}
-            for one in self._doctor.findings()
-        ]
-        return {"said": said, "more": piece.more}
+        ledger = kind == "ledger"
+        return self.folder.ledger / table_name(step) if ledger else self.folder.completions / table_name(step, kind)
 
 
 def _moderate(record: Record) -> Record:
@@ -301,11 +269,8 @@ def _moderate(record: Record) -> Record:
 def labels(runs: Sequence[WatchedRun], full: bool = True) -> list[str]:
     """Names of the runs; where two folders have one name, their paths, or with `full=False` their places."""
     names = [run.folder.path.name for run in runs]
-    other = [
-        str(run.folder.path) if full else f"{name} ({n})"
-        for n, (run, name) in enumerate(zip(runs, names, strict=True), 1)
-    ]
-    return [long if names.count(name) > 1 else name for name, long in zip(names, other, strict=True)]
+    longer = [str(run.folder.path) if full else f"{names[n]} ({n + 1})" for n, run in enumerate(runs)]
+    return [long if names.count(name) > 1 else name for name, long in zip(names, longer, strict=True)]
 
 
 def describe(names: list[str]) -> Record:
@@ -359,6 +324,5 @@ def _head(path: Path) -> str:
 def _section(settings: Record, name: str) -> Record:
     """A table of the settings, without values that are none of Covey's."""
     found = settings.get(name)
-    return (
-        {key: value for key, value in found.items() if isinstance(value, str | int)} if isinstance(found, dict) else {}
-    )
+    known = found if isinstance(found, dict) else {}
+    return {key: value for key, value in known.items() if isinstance(value, str | int)}

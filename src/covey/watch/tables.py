@@ -1,9 +1,8 @@
 """Tables for the page: groups with their statistics, episodes, evaluations side by side, the token ledger.
 
-They are read in processes of their own, whose memory and time are limited, whatever a file says of itself: a few
-kilobytes of Parquet can unfold to gigabytes, and its own account of its size may be wrong. What such a file takes with
-it is the process that reads it. The limit of memory is the operating system's; macOS knows none. Long texts are cut,
-and said to be.
+They are read in processes of their own, whose memory and time are limited: a few kilobytes of Parquet can unfold to
+gigabytes, whatever they say of themselves, and take only the process that reads them along. The limit of memory is the
+operating system's; macOS knows none. Long texts are cut, and said to be.
 """
 
 from __future__ import annotations
@@ -23,12 +22,8 @@ from covey.rewards.parallel import ItemTimeout, WorkerPool
 LISTED, WHOLE = 4_000, 500_000
 """Characters of a text in a list, and where it is asked for by itself."""
 _SHOWN: dict[str, Record] = {
-    "right": {"correct": True},
-    "wrong": {"correct": False},
-    "truncated": {"truncated": True},
-    "masked": {"masked": True},
-    "tied": {"tied": True},
-    "mixed": {"tied": False},
+    **{"right": {"correct": True}, "wrong": {"correct": False}, "truncated": {"truncated": True}},
+    **{"masked": {"masked": True}, "tied": {"tied": True}, "mixed": {"tied": False}},
 }
 
 
@@ -40,23 +35,18 @@ def wanted_of(asked: Record) -> Wanted:
 
 def groups(rows: Sequence[Record], which: Wanted) -> list[Record]:
     """The groups of a step with mean, spread and whether they are tied, each with the completions that are wanted."""
-    wanted = []
-    for group, places, left in grouped(rows, which):
-        first = rows[places[0]]
-        wanted.append(
-            {
-                "group": plain(group.number),
-                "uid": _text(first.get("uid"), 200),
-                "kind": _text(first.get("kind") or first.get("type"), 200),
-                "prompt": messages(first.get("prompt")),
-                "size": group.size,
-                "mean": group.mean,
-                "std": group.std,
-                "tied": group.tied,
-                "rows": [shortened(index, rows[index]) for index in left],
-            }
-        )
-    return wanted
+    return [
+        {
+            "group": plain(group.number),
+            "uid": _text(first.get("uid"), 200),
+            "kind": _text(first.get("kind") or first.get("type"), 200),
+            "prompt": messages(first.get("prompt")),
+            **{name: getattr(group, name) for name in ("size", "mean", "std", "tied")},
+            "rows": [shortened(index, rows[index]) for index in left],
+        }
+        for group, places, left in grouped(rows, which)
+        for first in (rows[places[0]],)
+    ]
 
 
 def found_in(rows: Sequence[Record], which: Wanted) -> list[Record]:
@@ -115,29 +105,23 @@ _LEAST_OF_A_TURN = 40
 def episodes(rows: Sequence[Record], wanted: Any = None) -> Record:
     """Agents' episodes of a group, or of the first, as rows with their turns as `play`; and which groups there are."""
     found = {
-        plain(group.number): (group, [(index, rows[index]) for index in places])
+        plain(group.number): (group, places)
         for group, places, _ in grouped(rows, Wanted())
         if any(isinstance(rows[index].get("play"), str) for index in places)
     }
-    told = [
-        {"group": number, "uid": _text(members[0][1].get("uid"), 200), "mean": group.mean or 0.0}
-        for number, (group, members) in found.items()
-    ]
     if not found:
         return {"groups": []}
+    uids = {number: _text(rows[places[0]].get("uid"), 200) for number, (_, places) in found.items()}
+    told = [{"group": number, "uid": uids[number], "mean": group.mean or 0.0} for number, (group, _) in found.items()]
     chosen = wanted if wanted in found else next(iter(found))
     members = found[chosen][1][:_MOST_EPISODES]
-    plays = [_turns(row.get("play")) for _, row in members]
+    plays = [_turns(rows[index].get("play")) for index in members]
     most = max(_LEAST_OF_A_TURN, _MOST_CHARACTERS // max(1, 2 * sum(map(len, plays))))
-    return {
-        "groups": told,
-        "group": chosen,
-        "uid": _text(members[0][1].get("uid"), 200),
-        "rows": [
-            shortened(index, row, 0) | {"play": [_turn(turn, most) for turn in play]}
-            for (index, row), play in zip(members, plays, strict=True)
-        ],
-    }
+    shown = [
+        shortened(index, rows[index], 0) | {"play": [_turn(turn, most) for turn in play]}
+        for index, play in zip(members, plays, strict=True)
+    ]
+    return {"groups": told, "group": chosen, "uid": uids[chosen], "rows": shown}
 
 
 def _turns(value: Any) -> list[Record]:
@@ -160,37 +144,25 @@ def compare(before: Iterable[Record], after: Iterable[Record], shown: str = "cha
     """
     earlier = {(row.get("uid"), row.get("sample")): (index, row) for index, row in enumerate(before)}
     counts = dict.fromkeys(("gained", "lost", "both", "neither", "unjudged"), 0)
-    names: dict[Any, str] = {
-        (False, True): "gained",
-        (True, False): "lost",
-        (True, True): "both",
-        (False, False): "neither",
-    }
+    names = {(False, True): "gained", (True, False): "lost", (True, True): "both", (False, False): "neither"}
     pairs = []
     for index, row in enumerate(after):
         other = earlier.get((row.get("uid"), row.get("sample")))
         if other is None:
             continue
-        name = names.get((other[1].get("correct"), row.get("correct")), "unjudged")
+        judged: Any = other[1].get("correct"), row.get("correct")
+        name = names.get(judged, "unjudged")
         counts[name] += 1
         if shown in ("all", name) or (shown == "changed" and name in ("gained", "lost")):
-            pairs.append(
-                {
-                    "uid": _text(row.get("uid"), 200),
-                    "prompt": messages(row.get("prompt")),
-                    "what": name,
-                    "before": shortened(*other),
-                    "after": shortened(index, row),
-                }
-            )
+            asked = {"uid": _text(row.get("uid"), 200), "prompt": messages(row.get("prompt"))}
+            pairs.append(asked | {"what": name, "before": shortened(*other), "after": shortened(index, row)})
     return counts, pairs
 
 
 def numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """The entries of a record that a curve can show."""
     for name, value in row.items():
-        number = _number(value)
-        if number is not None and len(name) <= 200:
+        if (number := _number(value)) is not None and len(name) <= 200:
             yield name, number
 
 
@@ -210,7 +182,9 @@ def _text(value: Any, most: int) -> str:
 
 # ---------------------------------------------------------------------- the token ledger
 
-_TEXT = ("token", "masked_by")
+
+def _pull(known: Mapping[str, float]) -> float:
+    return abs(known.get("gradient", 0.0))
 
 
 def ledger_completions(rows: Sequence[Record]) -> list[Record]:
@@ -218,26 +192,16 @@ def ledger_completions(rows: Sequence[Record]) -> list[Record]:
     the gradient: of the sum of |d loss / d log-probability| over the pass.
     """
     found: dict[tuple[int, int], Record] = {}
-    for row in rows:
-        known = dict(numbers(row))
-        key = (int(known.get("pass", 0)), int(known.get("row", 0)))
-        start = {"pass": key[0], "row": key[1], "group": known.get("group"), "tokens": 0, "loss": 0.0, "pull": 0.0}
-        entry = found.setdefault(key, start)
+    whole: dict[int, float] = {}
+    for known in (dict(numbers(row)) for row in rows):
+        turn, row = int(known.get("pass", 0)), int(known.get("row", 0))
+        start = {"pass": turn, "row": row, "group": known.get("group"), "tokens": 0, "loss": 0.0, "pull": 0.0}
+        entry = found.setdefault((turn, row), start)
         entry["tokens"] += 1
         entry["loss"] += known.get("loss", 0.0)
-        entry["pull"] += abs(known.get("gradient", 0.0))
-    whole = _pull(rows)
+        entry["pull"] += _pull(known)
+        whole[turn] = whole.get(turn, 0.0) + _pull(known)
     return [entry | {"share": entry.pop("pull") / (whole[entry["pass"]] or 1.0)} for entry in found.values()]
-
-
-def _pull(rows: Sequence[Record]) -> dict[int, float]:
-    """Sum of |d loss / d log-probability| over the tokens of each pass."""
-    sums: dict[int, float] = {}
-    for row in rows:
-        known = dict(numbers(row))
-        turn = int(known.get("pass", 0))
-        sums[turn] = sums.get(turn, 0.0) + abs(known.get("gradient", 0.0))
-    return sums
 
 
 def ledger_completion(rows: Sequence[Record], number: int, turn: int = 0) -> Record:
@@ -246,16 +210,15 @@ def ledger_completion(rows: Sequence[Record], number: int, turn: int = 0) -> Rec
     Raises:
         RunFolderError: the ledger has no such completion.
     """
-    tokens = [row for row in rows if row.get("row") == number and row.get("pass", 0) == turn]
+    of_pass = [(row, dict(numbers(row))) for row in rows if row.get("pass", 0) == turn]
+    tokens = [(row, known) for row, known in of_pass if row.get("row") == number]
     if not tokens:
         raise RunFolderError(f"row {number} in pass {turn}: this step's ledger has no such completion")
-    whole = _pull([row for row in rows if row.get("pass", 0) == turn]).get(turn) or 1.0
+    whole = sum(_pull(known) for _, known in of_pass) or 1.0
     told = []
-    for row in tokens[:20_000]:
-        known = dict(numbers(row))
-        if "gradient" in known:
-            known["share"] = abs(known["gradient"]) / whole
-        told.append(known | {name: str(row.get(name) or "")[:500] for name in _TEXT})
+    for row, known in tokens[:20_000]:
+        share = {"share": _pull(known) / whole} if "gradient" in known else {}
+        told.append(known | share | {name: str(row.get(name) or "")[:500] for name in ("token", "masked_by")})
     return {"tokens": told}
 
 
@@ -266,12 +229,10 @@ MEMORY_MB = 2048
 SECONDS = 30.0
 SEARCH_SECONDS = 1.5
 """After which a search tells what it has found so far."""
-_KEPT = 3
 _PAGE_ROWS, _PAGE_CHARACTERS = 400, 1_000_000
 """Completions and characters in one answer."""
-_MOST_HITS = 200
-_NAMED = 200
-"""Characters of a question in a list."""
+_KEPT, _MOST_HITS, _NAMED = 3, 200, 200
+"""Tables in memory, completions that a search finds, and characters of a question in a list."""
 PLACE = ("step", "eval", "table_row")
 """Where a completion is, which no column may say otherwise."""
 
@@ -338,20 +299,30 @@ def _rows(path: Path) -> list[Record]:
     return _tables[path][1]
 
 
-def _completions(path: Path, wanted: Record, offset: int) -> Record:
-    """Groups from the group `offset` on."""
-    rows = _rows(path)
-    found = groups(rows, wanted_of(wanted))
+def _page(found: Iterable[Record], sizes: Callable[[Record], tuple[int, int]]) -> list[Record]:
+    """As many as one answer takes, by their rows and characters; one at least."""
     page: list[Record] = []
     count = size = 0
-    for group in found[offset:]:
-        group["rows"] = group["rows"][:_PAGE_ROWS]
-        count += len(group["rows"])
-        size += sum(len(row["completion"]) for row in group["rows"]) + sum(len(m["content"]) for m in group["prompt"])
+    for each in found:
+        rows, characters = sizes(each)
+        count, size = count + rows, size + characters
         if page and (count > _PAGE_ROWS or size > _PAGE_CHARACTERS):
             break
-        page.append(group)
-    return {"completions": len(rows), "found": len(found), "groups": page}
+        page.append(each)
+    return page
+
+
+def _completions(path: Path, wanted: Record, offset: int) -> Record:
+    """Groups from the group `offset` on."""
+
+    def sizes(group: Record) -> tuple[int, int]:
+        texts = [row["completion"] for row in group["rows"]] + [message["content"] for message in group["prompt"]]
+        return len(group["rows"]), sum(map(len, texts))
+
+    rows = _rows(path)
+    found = groups(rows, wanted_of(wanted))
+    few = (group | {"rows": group["rows"][:_PAGE_ROWS]} for group in found[offset:])
+    return {"completions": len(rows), "found": len(found), "groups": _page(few, sizes)}
 
 
 def _completion(path: Path, row: int) -> Record:
@@ -366,25 +337,22 @@ def _some(path: Path, question: str, most: int | None, worst: bool, start: int) 
 
     Those without a reward have no place in the order, and are left out of it.
     """
+
+    def whole(index: int, group: Any) -> Record:
+        own = {name: value for name, value in rows[index].items() if name not in PLACE}
+        row = {name: value[:WHOLE] if isinstance(value, str) else plain(value) for name, value in own.items()}
+        about = {f"group_{name}": getattr(group, name) for name in ("size", "mean", "std", "tied")}
+        return {"table_row": index} | row | about
+
     rows = _rows(path)
     found = [(index, group) for group, _, left in grouped(rows, Wanted(uid=question)) for index in left]
     found.sort(key=lambda each: each[0])
     if worst:
         rewards = {index: reward for index, _ in found if (reward := _number(rows[index].get("reward"))) is not None}
         found = sorted((each for each in found if each[0] in rewards), key=lambda each: rewards[each[0]])
-    found = found[:most]
-    page: list[Record] = []
-    size = 0
-    for index, group in found[start:]:
-        row = {
-            name: v[:WHOLE] if isinstance(v, str) else plain(v) for name, v in rows[index].items() if name not in PLACE
-        }
-        size += sum(len(value) for value in row.values() if isinstance(value, str))
-        if page and size > _PAGE_CHARACTERS:
-            break
-        about = {f"group_{name}": getattr(group, name) for name in ("size", "mean", "std", "tied")}
-        page.append({"table_row": index} | row | about)
-    return {"rows": page, "left": len(found) - start - len(page)}
+    told = (whole(*each) for each in found[:most][start:])
+    page = _page(told, lambda row: (0, sum(len(value) for value in row.values() if isinstance(value, str))))
+    return {"rows": page, "left": len(found[:most]) - start - len(page)}
 
 
 def _prompts(path: Path, uids: Sequence[str]) -> Record:
@@ -395,13 +363,8 @@ def _prompts(path: Path, uids: Sequence[str]) -> Record:
 
 def _compare(before: Path, after: str, shown: str, offset: int) -> Record:
     counts, pairs = compare(_rows(before), _rows(Path(after)), shown)
-    page: list[Record] = []
-    size = 0
-    for pair in pairs[offset : offset + _PAGE_ROWS // 2]:
-        size += len(pair["before"]["completion"]) + len(pair["after"]["completion"])
-        if page and size > _PAGE_CHARACTERS:
-            break
-        page.append(pair)
+    sides = ("before", "after")
+    page = _page(pairs[offset:], lambda pair: (2, sum(len(pair[side]["completion"]) for side in sides)))
     return {"counts": counts, "found": len(pairs), "pairs": page}
 
 
