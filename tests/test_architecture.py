@@ -278,11 +278,7 @@ def test_library_rooms_do_not_print() -> None:
         ("observe/doctor.py", "from covey.config import GRPOConfig", False),
         ("training/trainer.py", "def f():\n    from covey.cli.app import main", False),
         ("training/trainer.py", "if TYPE_CHECKING:\n    from covey.cli.app import main", False),
-        (
-            "training/trainer.py",
-            "if not TYPE_CHECKING:\n    pass\nelse:\n    from covey.cli.app import X",
-            False,
-        ),
+        ("training/trainer.py", "if not TYPE_CHECKING:\n    pass\nelse:\n    from covey.cli.app import X", False),
         ("training/trainer.py", "from covey import GRPOConfig", False),
         ("cli.py", "from covey import GRPOConfig\nfrom covey.training import trainer", True),
         ("training/trainer.py", "import covey.brand_new_room", False),

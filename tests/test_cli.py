@@ -114,12 +114,7 @@ def test_config_explains_every_field(covey: Command) -> None:
     ],
 )
 def test_bad_input_is_one_message_without_traceback(
-    covey: Command,
-    recipe_folder: Path,
-    model_folder: Path,
-    tmp_path: Path,
-    arguments: tuple[str, ...],
-    message: str,
+    covey: Command, recipe_folder: Path, model_folder: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     values = {"recipe": recipe_folder / "recipe.toml", "tmp": tmp_path, "model": model_folder}
     (tmp_path / "deep.toml").write_text("a = " + "[" * 9000)

@@ -312,13 +312,7 @@ def test_overrides_win_over_the_file_whatever_names_both_use(tmp_path: Path) -> 
     path = recipe(tmp_path, "kl_coef = 0.01\n[sampling]\nnum_generations = 4\n[schedule]\nmax_minutes = 4.0")
     config = GRPOConfig.from_toml(
         str(path),
-        overrides=[
-            "beta=0.5",
-            "env.rollout.n=8",
-            "schedule.max_minutes=none",
-            "run.output_dir=runs/a=b",
-            "beta=0.25",
-        ],
+        overrides=["beta=0.5", "env.rollout.n=8", "schedule.max_minutes=none", "run.output_dir=runs/a=b", "beta=0.25"],
     )
     assert (config.beta, config.num_generations, config.max_minutes) == (0.25, 8, None)
     assert config.output_dir == "runs/a=b"
@@ -402,14 +396,8 @@ def test_unreadable_files(tmp_path: Path) -> None:
         ({"max_steps": 0}, "schedule.max_steps=0: a run without steps trains nothing"),
         ({"warmup_steps": 5.5}, "optim.warmup_steps=5.5: a number of steps is whole"),
         ({"phases": [{"name": "a"}]}, "schedule.phases[0]: no length: a phase has exactly one length"),
-        (
-            {"phases": [{"steps": 1, "tokens": 2}]},
-            "schedule.phases[0]: steps and tokens: a phase has exactly one",
-        ),
-        (
-            {"phases": [{"steps": 1}, {"minutes": -1}]},
-            "schedule.phases[1].minutes=-1: must be float | none, > 0",
-        ),
+        ({"phases": [{"steps": 1, "tokens": 2}]}, "schedule.phases[0]: steps and tokens: a phase has exactly one"),
+        ({"phases": [{"steps": 1}, {"minutes": -1}]}, "schedule.phases[1].minutes=-1: must be float | none, > 0"),
         (
             {"phases": [{"steps": 1, "temprature": 1}]},
             "schedule.phases[0].temprature: there is no such setting; did you",
@@ -438,14 +426,8 @@ def test_unreadable_files(tmp_path: Path) -> None:
         ({"keep_sampling_mask": True}, "algorithm.keep_sampling_mask=True: no token is ever cut"),
         ({"soft_overlong_cache": 256}, "rewards.soft_overlong_cache=256: it is the last part of"),
         ({"max_generations": 8, "num_generations": 8}, "sampling.max_generations=8: groups begin with 8 completions"),
-        (
-            {"eval_steps": 0, "load_best_model_at_end": True},
-            "evaluation.load_best_model_at_end=True: it compares",
-        ),
-        (
-            {"eval_steps": 0, "early_stopping_patience": 3},
-            "evaluation.early_stopping_patience=3: it compares",
-        ),
+        ({"eval_steps": 0, "load_best_model_at_end": True}, "evaluation.load_best_model_at_end=True: it compares"),
+        ({"eval_steps": 0, "early_stopping_patience": 3}, "evaluation.early_stopping_patience=3: it compares"),
         ({"num_generations_eval": 4}, "evaluation.num_generations_eval=4: greedy completions"),
         ({"learning_rat": 1}, "learning_rat: there is no such setting; did you mean optim.learning_rate?"),
         (
@@ -453,10 +435,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
             "sampling.temprature: there is no such setting; did you mean sampling.temperature?",
         ),
         ({"algoritm": {"beta": 1}}, "algoritm.beta: there is no section 'algoritm'; write algorithm.beta"),
-        (
-            {"algorithm": {"num_generations": 4}},
-            "no setting of section algorithm; write sampling.num_generations",
-        ),
+        ({"algorithm": {"num_generations": 4}}, "no setting of section algorithm; write sampling.num_generations"),
         ({"algorithm": {"num_samples_per_prompt": 4}}, "write sampling.num_generations"),
         ({"sampling": 3}, "sampling: a section takes a table"),
         ({"zzzzqqq": 3}, "`covey config --explain` lists all settings"),
@@ -469,11 +448,7 @@ def test_errors_name_value_reason_and_fix(written: dict[str, Any], message: str)
 
 def test_one_error_names_all_that_is_wrong() -> None:
     lines = problem(top_p=2.0, beta=-1, num_generations=0).splitlines()
-    assert [line.split("=")[0] for line in lines] == [
-        "algorithm.beta",
-        "sampling.num_generations",
-        "sampling.top_p",
-    ]
+    assert [line.split("=")[0] for line in lines] == ["algorithm.beta", "sampling.num_generations", "sampling.top_p"]
 
 
 def test_a_bad_loss_is_reported_once() -> None:
@@ -667,14 +642,8 @@ def test_a_run_folder_of_before_is_read_without_a_word() -> None:
         ({"validity_mask": True}, {"validity_min_length": 10}),
         ({"dynamic_sampling": True, "dynamic_sampling_max_tries": 5}, {"dynamic_sampling": 5}),
         ({"down_sampling": "shortest", "down_sampling_size": 8}, {"down_sampling": "shortest:8"}),
-        (
-            {"down_sampling": "first", "down_sampling_statistics": "group"},
-            {"down_sampling": "first:4:group"},
-        ),
-        (
-            {"context_mode": "steps", "max_turn_prompt_tokens": 99},
-            {"history_length": 2, "max_conversation_tokens": 99},
-        ),
+        ({"down_sampling": "first", "down_sampling_statistics": "group"}, {"down_sampling": "first:4:group"}),
+        ({"context_mode": "steps", "max_turn_prompt_tokens": 99}, {"history_length": 2, "max_conversation_tokens": 99}),
         ({"reset_seconds": 90.0}, {"step_seconds": 30.0}),
         (
             {"engine": "vllm", "sleep_level": 0, "merge_adapter": True},

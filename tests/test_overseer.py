@@ -115,11 +115,7 @@ def test_one_that_lets_others_run_is_an_error_with_its_line(tmp_path: Path, func
 
 @pytest.mark.parametrize(
     ("functions", "timeout"),
-    [
-        ("total", 1000.0),
-        pytest.param("soon later_total", None, marks=SLOW),
-        pytest.param("derives", None, marks=SLOW),
-    ],
+    [("total", 1000.0), pytest.param("soon later_total", None, marks=SLOW), pytest.param("derives", None, marks=SLOW)],
 )
 def test_an_interrupt_ends_what_does_not_hear_it(tmp_path: Path, functions: str, timeout: float | None) -> None:
     process = begun(tmp_path, functions, timeout)

@@ -41,17 +41,7 @@ PROMISED = [
     ("covey.serving", ["upload_adapter_weights"], "covey.serving"),
     ("covey.jax", ["GRPOConfig", "GRPOTrainer", "TrainState", "Trainer"], "covey.jax"),
 ]
-ROOMS = [
-    "algorithms",
-    "rewards",
-    "tasks",
-    "rollout",
-    "pytorch",
-    "observe",
-    "training",
-    "serving",
-    "environments",
-]
+ROOMS = ["algorithms", "rewards", "tasks", "rollout", "pytorch", "observe", "training", "serving", "environments"]
 
 
 def exists(module: str) -> bool:
@@ -68,12 +58,7 @@ def loaded_after(code: str) -> set[str]:
     paths = [str(Path(covey.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(
-        [sys.executable, "-c", probe],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=60,
-        check=False,
+        [sys.executable, "-c", probe], capture_output=True, text=True, env=environment, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
     return set(filter(None, done.stdout.strip().split(",")))

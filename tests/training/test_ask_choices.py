@@ -87,11 +87,7 @@ class Fixed:
 def test_rotations_follow_the_option_not_the_letter(trainer: GRPOTrainer, by_option: bool) -> None:
     told: list[tuple[int, int]] = []
     found = answer_choices(
-        trainer,
-        Fixed(by_option),
-        name="fixed",
-        rotations=2,
-        progress=lambda done, total: told.append((done, total)),
+        trainer, Fixed(by_option), name="fixed", rotations=2, progress=lambda done, total: told.append((done, total))
     )
     assert isinstance(Fixed(True), ChoiceTask)
     assert found.chosen == (["A"] * 5 if by_option else ["B"] * 5)
@@ -120,12 +116,7 @@ def test_rotated_rows() -> None:
     assert turned["uid"] == "u-rotated-1"
 
 
-def test_the_command(
-    settings: dict[str, Any],
-    questions: Path,
-    tmp_path: Path,
-    covey: Command,
-) -> None:
+def test_the_command(settings: dict[str, Any], questions: Path, tmp_path: Path, covey: Command) -> None:
     run = tmp_path / "run"
     recipe = tmp_path / "recipe.toml"
     args = GRPOConfig(**(settings | {"task": "usmle:num_eval=4", "dataset": str(questions), "max_steps": 2}))

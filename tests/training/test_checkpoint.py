@@ -47,11 +47,7 @@ def test_tensors_come_back_bit_for_bit(tmp_path):
             "transposed": torch.randn(3, 5, generator=generator).T,
         },
         "optimizer": {"layer.weight/exp_avg": torch.randn(7, generator=generator).double()},
-        "rng": {
-            "cpu": generator.get_state(),
-            "count": torch.tensor(2**62 + 1),
-            "flags": torch.tensor([True, False]),
-        },
+        "rng": {"cpu": generator.get_state(), "count": torch.tensor(2**62 + 1), "flags": torch.tensor([True, False])},
         "empty": {},
         "no_elements": {"none": torch.empty(0, 3)},
     }
@@ -286,11 +282,7 @@ def test_prune_never_deletes_the_only_good_one(tmp_path, caplog):
 def test_steps_are_ordered_as_numbers(tmp_path):
     for step in (999_999, 1_000_000, 7):
         save(tmp_path, step)
-    assert [path.name for path in list_checkpoints(tmp_path)] == [
-        "step_000007",
-        "step_999999",
-        "step_1000000",
-    ]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000007", "step_999999", "step_1000000"]
 
 
 WRITER = """

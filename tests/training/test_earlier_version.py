@@ -33,8 +33,7 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("run", "weights", "metrics"),
-    [("run", "adapter", "metrics"), ("agents", "agents", "agents_metrics")],
+    ("run", "weights", "metrics"), [("run", "adapter", "metrics"), ("agents", "agents", "agents_metrics")]
 )
 def test_a_run_resumes_to_the_numbers_it_would_have_had(
     earlier: Path, covey: Command, run: str, weights: str, metrics: str

@@ -139,10 +139,7 @@ def test_a_run_with_ledgers_has_the_same_numbers_and_a_resume_drops_later_ones(
             "save_steps": 3,
             "ledger": f"off,all:{every}" if every else "off",
         }
-        args = GRPOConfig(
-            **changed,
-            beta=0.04,
-        )
+        args = GRPOConfig(**changed, beta=0.04)
         trainer = GRPOTrainer(reward_funcs=by_length, args=args, train_dataset=rows)
         trainer.train()
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()

@@ -124,8 +124,7 @@ def test_a_step_is_what_was_recorded_bit_for_bit_and_the_folder_is_left_alone(fi
         },
         pytest.param({"max_generations": 12, "down_sampling": "max_variance:3"}, marks=SLOW),
         pytest.param(
-            {"dynamic_sampling": 3, "adaptive_entropy": {}, "entropy_coef": 0.1, "adv_estimator": "remax"},
-            marks=SLOW,
+            {"dynamic_sampling": 3, "adaptive_entropy": {}, "entropy_coef": 0.1, "adv_estimator": "remax"}, marks=SLOW
         ),
         pytest.param(
             {

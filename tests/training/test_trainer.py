@@ -138,10 +138,7 @@ def test_micro_batches_do_not_change_the_run(settings: dict[str, Any]) -> None:
     states = []
     for budget in (10_000, 16):
         trainer = build(
-            settings,
-            tokens_per_micro_batch=budget,
-            output_dir=f"{settings['output_dir']}-{budget}",
-            loss_type="dapo",
+            settings, tokens_per_micro_batch=budget, output_dir=f"{settings['output_dir']}-{budget}", loss_type="dapo"
         )
         trainer.train()
         states.append(trainer.policy.state_dict())

@@ -92,10 +92,7 @@ def with_a_masked_row(batch: Batch) -> Batch:
     "masks",
     [
         {"off_policy_mask_threshold": 0.0},
-        {
-            "top_entropy_quantile": 0.4,
-            "importance_sampling_correction": "sequence_truncate:2.0",
-        },
+        {"top_entropy_quantile": 0.4, "importance_sampling_correction": "sequence_truncate:2.0"},
         {"off_policy_mask_threshold": 0.0, "top_entropy_quantile": 0.5, "reference_drift_threshold": 0.02},
     ],
     ids=lambda masks: "-".join(masks),
