@@ -23,32 +23,27 @@ def run_of(path: Path, records: list[dict[str, Any]]) -> Path:
     return path
 
 
+def shows(covey: Command, status: int, *arguments: object) -> str:
+    """What `covey doctor` prints, or says where it is used wrongly."""
+    found, shown, told = covey("doctor", *arguments)
+    assert found == status, told
+    return told if status == 2 else shown
+
+
 def test_a_run_is_judged_by_its_end(tmp_path: Path, covey: Command) -> None:
     well = run_of(tmp_path / "well", [{}] * 12)
-    status, shown, _ = covey("doctor", well)
-    assert status == 0
-    assert "12 steps, the last one 12\nnothing is wrong" in shown
+    assert "12 steps, the last one 12\nnothing is wrong" in shows(covey, 0, well)
     ill = run_of(tmp_path / "ill", [{}] * 10 + [{"kl": 0.9}] * 10)
-    status, shown, _ = covey("doctor", ill)
-    assert status == 1
+    shown = shows(covey, 1, ill)
     assert "kl_high, since step 11" in shown
     assert "the KL from the reference is 0.90 nats" in shown
     assert "Raise algorithm.beta" in shown
     better = run_of(tmp_path / "better", [{"kl": 0.9}] * 10 + [{"kl": 0.01}] * 20)
-    status, shown, _ = covey("doctor", better)
-    assert status == 0
-    assert "earlier: kl_high, steps 5 to 14" in shown
-    found = json.loads(covey("doctor", ill, "--json")[1])
-    assert [(one["code"], one["since"], one["until"], one["present"]) for one in found["findings"]] == [
-        ("kl_high", 11, 20, True)
-    ]
-
-
-def test_a_run_that_has_just_begun(tmp_path: Path, covey: Command) -> None:
-    assert covey("doctor", run_of(tmp_path / "new", []))[:2] == (
-        0,
-        f"{tmp_path / 'new'}: 0 steps; there is nothing to judge yet\n",
-    )
+    assert "earlier: kl_high, steps 5 to 14" in shows(covey, 0, better)
+    (one,) = json.loads(shows(covey, 1, ill, "--json"))["findings"]
+    assert (one["code"], one["since"], one["until"], one["present"]) == ("kl_high", 11, 20, True)
+    new = run_of(tmp_path / "new", [])
+    assert shows(covey, 0, new) == f"{new}: 0 steps; there is nothing to judge yet\n"
     assert "as far as so few steps say" in covey("doctor", run_of(tmp_path / "three", [{}] * 3))[1]
 
 
@@ -70,66 +65,49 @@ def test_no_number_breaks_the_doctor(odd: Any) -> None:
 def test_numbers_as_large_as_they_get(tmp_path: Path, covey: Command) -> None:
     odd = [{"reward": 1e308}, {"reward": -1e308, "kl": 1e308}, {"grad_norm": None}, {"reward": 10**308, "x": {"y": 1}}]
     folder = run_of(tmp_path / "run", [*([{}] * 6), *odd * 10])
-    status, shown, _ = covey("doctor", folder)
-    assert status == 1
-    assert "not_finite" in shown
+    assert "not_finite" in shows(covey, 1, folder)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 47, "reward": "text"}\n')
-    status, _, told = covey("doctor", folder)
-    assert status == 2
-    assert "line 47 is none of this file's lines; remove that line" in told
+    assert "line 47 is none of this file's lines; remove that line" in shows(covey, 2, folder)
 
 
 def test_what_is_no_target(tmp_path: Path, covey: Command, recipe_folder: Path) -> None:
     assert "is neither the folder of a run" in covey("doctor", tmp_path / "none")[2]
     (tmp_path / "bad.toml").write_text("[[[")
-    assert covey("doctor", tmp_path / "bad.toml")[0] == 2
+    shows(covey, 2, tmp_path / "bad.toml")
     run = run_of(tmp_path / "run", [{}] * 6)
     assert "and settings go with a recipe" in covey("doctor", "--cluster", run)[2]
-    status, _, told = covey("doctor", "--cluster", recipe_folder)
-    assert status == 2
-    assert "nothing of this run is placed on a Ray cluster" in told
+    assert "nothing of this run is placed on a Ray cluster" in shows(covey, 2, "--cluster", recipe_folder)
+    assert "nothing.py" in shows(covey, 2, recipe_folder, "rewards.functions=nothing.py:f")
 
 
 def test_a_recipe_is_tried(recipe_folder: Path, tmp_path: Path, covey: Command) -> None:
-    status, shown, _ = covey("doctor", recipe_folder, f"run.output_dir={tmp_path / 'run'}")
-    assert status == 1  # a random model never ends its answers
-    assert "data: 7 of 7 rows are prompts of" in shown
-    assert "3 held-out prompts" in shown
+    shown = shows(
+        covey, 1, recipe_folder, f"run.output_dir={tmp_path / 'run'}"
+    )  # a random model never ends its answers
+    for words in (
+        *("data: 7 of 7 rows are prompts of", "3 held-out prompts", "completions_truncated\n"),
+        *("Raise sampling.max_completion_length", "peak memory of the process", "6 steps with 3 evaluations"),
+    ):
+        assert words in shown
     assert shown.count("reward 0.") + shown.count("reward 1:") >= 3
-    assert "completions_truncated\n" in shown
-    assert "Raise sampling.max_completion_length" in shown
-    assert "peak memory of the process" in shown
-    assert "6 steps with 3 evaluations" in shown
     assert not (tmp_path / "run").exists()
-    status, _, told = covey("doctor", recipe_folder, "rewards.functions=nothing.py:f")
-    assert status == 2
-    assert "nothing.py" in told
 
 
-def test_rewards_that_are_all_equal_are_found(recipe_folder: Path, tmp_path: Path, covey: Command) -> None:
+def test_what_a_trial_finds(recipe_folder: Path, tmp_path: Path, covey: Command) -> None:
     (tmp_path / "zero.py").write_text("def zero(completions, **columns):\n    return [0.0] * len(completions)\n")
-    status, shown, _ = covey("doctor", recipe_folder, f"rewards.functions={tmp_path / 'zero.py'}:zero")
-    assert status == 1
+    shown = shows(covey, 1, recipe_folder, f"rewards.functions={tmp_path / 'zero.py'}:zero")
     assert "reward_never_nonzero" in shown
     assert "for every completion of the last 2 steps" in shown
-
-
-def test_rows_that_are_left_out_are_found(recipe_folder: Path, covey: Command) -> None:
     limits = ("data.max_prompt_length=9", "data.long_prompts=drop")
-    status, shown, told = covey("doctor", recipe_folder, *limits, "--json")
-    assert status == 1, told
-    found = json.loads(shown)
+    found = json.loads(shows(covey, 1, recipe_folder, *limits, "--json"))
     assert found["findings"][0]["code"] == "prompts_left_out"
     assert "rows are left out: their prompts are too long" in found["findings"][0]["message"]
     assert found["steps"] == 6
     assert found["step_seconds"] == pytest.approx(sum(part["amount"] for part in found["seconds"]))
-
-
-def test_of_several_processes_one_is_measured(recipe_folder: Path, covey: Command) -> None:
+    # of several processes one is measured
     several = ("distributed.samplers=3", "distributed.learners=2", "distributed.groups_per_unit=1")
-    status, shown, told = covey("doctor", recipe_folder, *several)
-    assert status == 1, told
+    shown = shows(covey, 1, recipe_folder, *several)
     assert "layout: 2 processes train (started by " in shown
     assert "), 3 Ray actors sample, in units of 1 x 4 completions" in shown
     assert "one step of one process" in shown

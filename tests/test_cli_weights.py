@@ -77,41 +77,31 @@ def test_a_run_is_gone_on_with_and_looked_at_from_another_folder(
         shutil.copy(recipe_folder / name, here)
     monkeypatch.chdir(here)
     data = ("data.dataset=train.jsonl", "data.eval_dataset=held_out.jsonl", "schedule.max_steps=1")
-    status, _, said = covey("train", recipe_folder, *data, "run.output_dir=first")
-    assert status == 0, said
+    covey.done("train", recipe_folder, *data, "run.output_dir=first")
     (here / "start").symlink_to(here / "first" / "adapter")
-    status, _, said = covey("train", recipe_folder, *data, "model.adapter=start", "run.output_dir=run")
-    assert status == 0, said
+    covey.done("train", recipe_folder, *data, "model.adapter=start", "run.output_dir=run")
     monkeypatch.chdir(other)
     for command in (("resume", "schedule.max_steps=2"), ("eval",), ("doctor", "--step", "2")):
-        status, _, said = covey(command[0], "../here/run", *command[1:])
-        assert status == 0, (command, said)
+        covey.done(command[0], "../here/run", *command[1:])
 
 
 def test_a_model_is_known_by_its_files_and_not_by_its_place(
     model_folder: Path, recipe_folder: Path, tmp_path: Path, covey: Command
 ) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
+    first, second, data, run = (tmp_path / name for name in ("first", "second", "rows.jsonl", "run"))
     shutil.copytree(model_folder, first)
-    data = tmp_path / "rows.jsonl"
     shutil.copy(recipe_folder / "train.jsonl", data)
-    run = tmp_path / "run"
-    status, _, said = covey(
-        *("train", recipe_folder, f"model.model={first}", f"data.dataset={data}"),
-        *(f"run.output_dir={run}", "schedule.max_steps=1"),
-    )
-    assert status == 0, said
+    words = (f"model.model={first}", f"data.dataset={data}", f"run.output_dir={run}", "schedule.max_steps=1")
+    covey.done("train", recipe_folder, *words)
     first.rename(second)
     (second / "README.md").write_text("Not of the model.")
     data.write_text(data.read_text().replace("say two", "say too"))
     resume = ("resume", run, f"model.model={second}")
-    status, _, said = covey(*resume, "schedule.max_steps=2")
-    assert status == 0, said
+    covey.done(*resume, "schedule.max_steps=2")
     assert "data.dataset: not the files that step_000001 was made with" in (run / "log.txt").read_text()
     weights = second / "model.safetensors"
     held = bytearray(weights.read_bytes())
     held[-2] ^= 1
     weights.write_bytes(held)
     status, _, said = covey(*resume, "schedule.max_steps=3")
-    assert status == 2
-    assert "its files are not those that the checkpoint" in " ".join(said.split())
+    assert (status, "its files are not those that the checkpoint" in " ".join(said.split())) == (2, True)

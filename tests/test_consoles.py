@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from command import Command
+from covey.cli import report
 from covey.config import GRPOConfig
 from covey.observe.console import accept_any_text, print_table
 from covey.observe.run_folder import RunFolder
@@ -25,36 +26,29 @@ from covey.training.export import kept_weights
 def printed(width: int, table: Table) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
     print_table(console, table)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue().splitlines()
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined,no-any-return]
 
 
-@pytest.mark.parametrize("width", [80, 60])
-def test_a_table_keeps_whole_words_where_they_fit(width: int) -> None:
+def test_a_table_keeps_whole_words_where_they_fit() -> None:
     """25 + 5 + 3 x 8 characters and six lines are 60: without padding all words are whole."""
     table = Table("metric", "", "a b", "s8", "s9")
     table.add_row("completions/clipped_ratio", "at 6 steps", *["0.200 (step 12)"] * 3)
-    lines = printed(width, table)
-    assert max(map(len, lines)) <= width
-    words = " ".join(lines).replace("│", " ").split()
-    assert "completions/clipped_ratio" in words
-    assert words.count("0.200") == 3
-    assert "…" not in "".join(lines)
-
-
-def test_a_table_loses_no_character_where_nothing_fits() -> None:
-    table = Table("hardest", "visits", "question")
-    table.add_row("a" * 64, "12", "b" * 40)
-    lines = printed(40, table)
+    for width in (80, 60):
+        lines = printed(width, table)
+        assert max(map(len, lines)) <= width
+        words = " ".join(lines).replace("│", " ").split()
+        assert "completions/clipped_ratio" in words
+        assert words.count("0.200") == 3
+        assert "…" not in "".join(lines)
+    narrow = Table("hardest", "visits", "question")
+    narrow.add_row("a" * 64, "12", "b" * 40)
+    lines = printed(40, narrow)  # no character is lost where nothing fits
     assert max(map(len, lines)) <= 40
     assert "".join(lines).count("a") == 64 + 1  # and that of "hardest"
     assert "".join(lines).count("b") == 40
-
-
-def test_a_wide_screen_gives_each_column_what_it_asks_for() -> None:
-    table = Table("a", "b")
-    table.add_row("one two", "three")
-    assert printed(200, table)[3] == "│ one two │ three │"
+    wide = Table("a", "b")
+    wide.add_row("one two", "three")
+    assert printed(200, wide)[3] == "│ one two │ three │"
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +62,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("width", [80, 60])
-def test_questions_on_a_narrow_screen(run: Path, width: int, covey: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    from covey.cli import report
-
-    monkeypatch.setattr(report.out, "width", width)
-    _, out, _ = covey("report", run)
-    assert all(word in out for word in ("hardest", "visits", "right", "first", "last", "question", "größe-17", "25 %"))
-    assert max(map(len, out.splitlines())) <= width
+def test_questions_on_a_narrow_screen(run: Path, covey: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("hardest", "visits", "right", "first", "last", "question", "größe-17", "25 %")
+    for width in (80, 60):
+        monkeypatch.setattr(report.out, "width", width)
+        _, out, _ = covey("report", run)
+        assert all(word in out for word in words)
+        assert max(map(len, out.splitlines())) <= width
 
 
 @pytest.mark.parametrize(
@@ -98,15 +91,12 @@ def test_a_stream_that_accepts_any_text() -> None:
     assert stream.buffer.getvalue() == b"? ?? ?"  # type: ignore[attr-defined]
 
 
-def test_commands_in_advice_can_be_pasted(run: Path, tmp_path: Path) -> None:
+def test_commands_in_advice_can_be_pasted(run: Path) -> None:
     folder = RunFolder.read(run)
-    told = folder.how_to_continue().strip("`")
-    assert shlex.split(told) == ["covey", "resume", str(run)]
+    assert shlex.split(folder.how_to_continue().strip("`")) == ["covey", "resume", str(run)]
     (run / "adapter").mkdir()
     (run / "adapter" / "complete.json").write_text("{")
-    with pytest.raises(ValueError, match="covey resume") as caught:
-        kept_weights(folder, GRPOConfig())
-    assert shlex.split(str(caught.value).split("`")[1]) == ["covey", "resume", str(run)]
-    with pytest.raises(ValueError, match="covey export") as caught:
-        load_model(run)
-    assert shlex.split(str(caught.value).split("`")[1])[:3] == ["covey", "export", str(run)]
+    for command, call in (("resume", lambda: kept_weights(folder, GRPOConfig())), ("export", lambda: load_model(run))):
+        with pytest.raises(ValueError, match=f"covey {command}") as caught:
+            call()
+        assert shlex.split(str(caught.value).split("`")[1])[:3] == ["covey", command, str(run)]

@@ -56,46 +56,36 @@ NO_PICTURES = {
     "a description": {"caption": "a cat"},
 }
 FAMILIES = {
-    "SmolVLMForConditionalGeneration": {"model_type": "smolvlm", "vision_config": {"depth": 1}},
-    "Idefics3ForConditionalGeneration": {"model_type": "idefics3", "vision_config": {"depth": 1}},
-    "LlavaForConditionalGeneration": {"model_type": "llava", "vision_config": {"depth": 1}},
-    "Qwen2VLForConditionalGeneration": {"model_type": "qwen2_vl", "vision_config": {"depth": 1}},
-    "Qwen2_5_VLForConditionalGeneration": {"model_type": "qwen2_5_vl", "vision_config": {"depth": 1}},
-    "Qwen3VLForConditionalGeneration": {"model_type": "qwen3_vl", "vision_config": {"depth": 1}},
-    "Qwen3OmniMoeForConditionalGeneration": {"model_type": "qwen3_omni_moe", "thinker_config": {"depth": 1}},
-    "PaliGemmaForConditionalGeneration": {"model_type": "paligemma", "vision_config": {"depth": 1}},
-    "MllamaForConditionalGeneration": {"model_type": "mllama", "vision_config": {"depth": 1}},
-    "InternVLForConditionalGeneration": {"model_type": "internvl", "vision_config": {"depth": 1}},
-    "SomethingNew": {"model_type": "something_new", "vision_config": {"depth": 1}},
+    "SmolVLM": "smolvlm", "Idefics3": "idefics3", "Llava": "llava", "Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl",
+    "Qwen3VL": "qwen3_vl", "PaliGemma": "paligemma", "Mllama": "mllama", "InternVL": "internvl",
+}  # fmt: skip
+CONFIGS = {
+    f"{name}ForConditionalGeneration": {"model_type": kind, "vision_config": {"depth": 1}}
+    for name, kind in FAMILIES.items()
 }
+CONFIGS["Qwen3OmniMoeForConditionalGeneration"] = {"model_type": "qwen3_omni_moe", "thinker_config": {"depth": 1}}
+CONFIGS["SomethingNew"] = {"model_type": "something_new", "vision_config": {"depth": 1}}
 
 
 def reward(completions: list[Any], **columns: Any) -> list[float]:
     return [0.0 for _ in completions]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model("llama").save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize("column", ["image", "images"])
-@pytest.mark.parametrize("kind", PICTURES)
-def test_rows_with_pictures(kind: str, column: str) -> None:
-    rows = [{"prompt": ASKED}, {"prompt": ASKED, column: PICTURES[kind]}]
+def refused(words: str, *rows: dict[str, Any]) -> None:
     for read in (load_rows, lambda rows: build_prompts(rows, FakeTokenizer())):
-        with pytest.raises(
-            DataError, match=f"row 1 has pictures \\(column '{column}'\\).*would be ignored; remove the co"
-        ):
-            read(rows)
+        with pytest.raises(DataError, match=words):
+            read(list(rows))
 
 
-@pytest.mark.parametrize(
-    ("column", "value", "what"),
-    [
+def test_rows_with_pictures_films_or_sounds() -> None:
+    for column in ("image", "images"):
+        words = f"row 1 has pictures \\(column '{column}'\\).*would be ignored; remove the co"
+        for picture in PICTURES.values():
+            refused(words, {"prompt": ASKED}, {"prompt": ASKED, column: picture})
+        for other in NO_PICTURES.values():
+            (prompt,) = build_prompts(load_rows([{"prompt": ASKED, column: other}]), FakeTokenizer())
+            assert prompt.columns == {column: other}
+    for column, value, what in (
         ("pixel_values", np.zeros((1, 3, 2, 2)), "pictures"),
         ("Image", "a.png", "pictures"),
         ("image", {"type": "image_url", "image_url": {"url": "a"}}, "pictures"),
@@ -103,19 +93,8 @@ def test_rows_with_pictures(kind: str, column: str) -> None:
         ("videos", [b"film"], "video"),
         ("audio", {"array": np.zeros(3), "sampling_rate": 16_000}, "sound"),
         ("audios", [[0.0, 0.1]], "sound"),
-    ],
-)
-def test_rows_with_more(column: str, value: Any, what: str) -> None:
-    with pytest.raises(DataError, match=f"row 0 has {what} \\(column '{column}'\\)"):
-        build_prompts([{"prompt": "a", column: value}], FakeTokenizer())
-
-
-@pytest.mark.parametrize("kind", NO_PICTURES)
-def test_columns_of_that_name_without_a_picture(kind: str) -> None:
-    for column in ("image", "images"):
-        rows = load_rows([{"prompt": ASKED, column: NO_PICTURES[kind]}])
-        (prompt,) = build_prompts(rows, FakeTokenizer())
-        assert prompt.columns == {column: NO_PICTURES[kind]}
+    ):
+        refused(f"row 0 has {what} \\(column '{column}'\\)", {"prompt": "a", column: value})
 
 
 @pytest.mark.parametrize(
@@ -136,39 +115,36 @@ def test_messages_with_pictures(message: dict[str, Any]) -> None:
         chat_text(FakeTokenizer(), [{"role": "user", **message}], {}, 1_000)
 
 
-def test_both_doors_refuse_rows_and_processors(folder: Path, tmp_path: Path) -> None:
-    rows = [{"prompt": ASKED, "image": PICTURE}]
+def theirs(output: Path, **options: Any) -> GRPOConfig:
+    return GRPOConfig(str(output), report_to="none", num_generations=2, per_device_train_batch_size=2, **options)
+
+
+def test_both_doors_refuse_rows_and_processors(model_folder: Path, tmp_path: Path) -> None:
     processor = object.__new__(Idefics3Processor)
     ours = covey.GRPOConfig(output_dir=str(tmp_path / "ours"), num_generations=2)
-    theirs = GRPOConfig(str(tmp_path / "theirs"), num_generations=2, per_device_train_batch_size=2, report_to="none")
-    with pytest.raises(DataError, match="row 0 has pictures"):
-        covey.GRPOTrainer(str(folder), reward, ours, rows)
-    with pytest.raises(DataError, match="row 0 has pictures"):
-        GRPOTrainer(str(folder), reward, theirs, rows)
-    words = [{"prompt": ASKED}]
-    for door, args in ((covey.GRPOTrainer, ours), (GRPOTrainer, theirs)):
+    for door, args in ((covey.GRPOTrainer, ours), (GRPOTrainer, theirs(tmp_path / "theirs"))):
+        given: Any = (str(model_folder), reward, args)
+        with pytest.raises(DataError, match="row 0 has pictures"):
+            door(*given, [{"prompt": ASKED, "image": PICTURE}])
         with pytest.raises(ModelError, match=r"processing_class=Idefics3Processor: .*pass processor\.tokenizer"):
-            door(str(folder), reward, args, words, processing_class=processor)  # type: ignore[operator]
+            door(*given, [{"prompt": ASKED}], processing_class=processor)  # type: ignore[operator]
     with pytest.raises(ModelError, match=r"reward_processing_classes\[0\]=Idefics3Processor"):
         with_models([tiny_model("llama")], [processor])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_vision_models(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"architectures": [name], **FAMILIES[name]}))
-    asked = rf"{folder}: a vision model \({name}\); none of these is loaded"
-    with pytest.raises(ModelError, match=asked):
-        load_model(str(folder))
-    with pytest.raises(ModelError, match=asked):
-        empty_model(str(folder), dtype="float32")
-    theirs = GRPOConfig(
-        str(tmp_path / "out"), report_to="none", num_generations=2, per_device_train_batch_size=2,
-        model_init_kwargs={"cache_dir": str(tmp_path)},
-    )  # fmt: skip
-    with pytest.raises(ModelError, match=asked):
-        GRPOTrainer(str(folder), reward, theirs, [{"prompt": ASKED}], processing_class=tiny_tokenizer())
+    (folder / "config.json").write_text(json.dumps({"architectures": [name], **CONFIGS[name]}))
+    args = theirs(tmp_path / "out", model_init_kwargs={"cache_dir": str(tmp_path)})
+    for load in (
+        lambda: load_model(str(folder)),
+        lambda: empty_model(str(folder), dtype="float32"),
+        lambda: GRPOTrainer(str(folder), reward, args, [{"prompt": ASKED}], processing_class=tiny_tokenizer()),
+    ):
+        with pytest.raises(ModelError, match=rf"{folder}: a vision model \({name}\); none of these is loaded"):
+            load()
 
 
 def test_an_audio_model(tmp_path: Path) -> None:

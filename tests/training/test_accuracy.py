@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import io
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
+from training_runs import events, steps_of
+from worlds import Breaking
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.cli.results import kind_shares, percent, print_difference, print_kinds, print_left_out
 from covey.errors import ConfigError
 from covey.observe import ConsoleProgress, describe_metric
-from covey.observe.run_folder import RunFolder
 from covey.rollout.agents import PlayStats
 from covey.rollout.collect import Rollout
 from covey.rollout.scoring import Logged
@@ -31,11 +29,8 @@ from covey.training.evaluate import (
 from covey.training.prefetch import Sampled
 from covey.training.schedule import ResolvedPhase
 from covey.training.tables import completion_rows
-from covey.types import Group, Prompt, SamplingSettings, Trajectory
+from covey.types import Group, SamplingSettings, Trajectory
 from fakes import fake_episode, fake_prompt
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "environments"))
-from worlds import Breaking
 
 
 def played(*groups: str) -> Rollout:
@@ -54,11 +49,8 @@ def played(*groups: str) -> Rollout:
 
 
 def evaluation(*groups: str) -> Evaluation:
-    def collect(prompts: Sequence[Prompt], settings: SamplingSettings, **_: Any) -> Rollout:
-        return played(*groups)
-
     prompts = [fake_prompt()] * len(groups)
-    return evaluate(prompts, collect, SamplingSettings(), policy_version=1, seed=0)
+    return evaluate(prompts, lambda *_, **__: played(*groups), SamplingSettings(), policy_version=1, seed=0)
 
 
 def sampled(rollout: Rollout) -> Sampled:
@@ -66,7 +58,7 @@ def sampled(rollout: Rollout) -> Sampled:
     return Sampled(rollout, ResolvedPhase(0, "", 1.0, 0.0, 2, 1e-3), 1, correct, Logged({}, {}))
 
 
-def test_training_accuracy_and_questions_leave_them_out() -> None:
+def test_accuracy_and_questions_leave_them_out() -> None:
     rollout = played("sl", "sf", "ff")
     assert judged_completions(rollout).tolist() == [True, True, True, False, False, False]
     assert sampled(rollout).accuracy == pytest.approx(2 / 3)
@@ -74,53 +66,49 @@ def test_training_accuracy_and_questions_leave_them_out() -> None:
     assert sampled(played("ff")).accuracy is None
     assert count_answers(played("ff"), np.zeros(2, np.bool_)) == {}
     assert rollout.metrics["agent/failed_episodes"] == 3
-
-
-def test_held_out_accuracy_leaves_them_out() -> None:
     found = evaluation("sslff", "llf", "sf").metrics
-    assert found["eval/accuracy"] == pytest.approx(3 / 6)
+    assert (found["eval/accuracy"], found["eval/accuracy/s"]) == pytest.approx((3 / 6, 3 / 4))
     assert found["eval/num_completions"] == 6
-    assert found["eval/accuracy/s"] == pytest.approx(3 / 4)
     assert found["eval/num_completions/s"] + found["eval/num_completions/l"] == 6
     assert found["eval/accuracy_high"] == pytest.approx(0.8124, abs=1e-4)  # Wilson, 3 of 6
     nothing = evaluation("ff").metrics
-    assert "eval/accuracy" not in nothing
-    assert nothing["eval/num_completions"] == 0
+    assert ("eval/accuracy" in nothing, nothing["eval/num_completions"]) == (False, 0)
 
 
-def told(before: Evaluation, after: Evaluation) -> str:
-    out = Console(file=io.StringIO(), width=200)
-    print_left_out(out, "before", before)
-    print_left_out(out, "after", after)
-    print_difference(out, "before", before, after)
+def told(before: str, after: str) -> str:
+    out, one, other = Console(file=io.StringIO(), width=200), evaluation(before), evaluation(after)
+    print_left_out(out, "before", one)
+    print_left_out(out, "after", other)
+    print_difference(out, "before", one, other)
     return out.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
 def test_a_baseline_is_compared_on_what_both_were_judged_on() -> None:
-    # counted as wrong, the failed ones would be two gained and one lost
-    text = told(evaluation("sflf"), evaluation("fsls"))
-    assert "before: the environment failed in 2 of 4 episodes, which accuracy leaves out" in text
-    assert "after: the environment failed in 1 of 4 episodes" in text
-    assert "accuracy against before: +0.0 points" in text
-    assert "0 gained, 0 lost" in text
-    assert "accuracy against before: no episode was judged for both" in told(evaluation("sf"), evaluation("fs"))
-    assert "no accuracy: the environment failed in every episode" in told(evaluation("ff"), evaluation("ss"))
-    assert "failed" not in told(evaluation("sl"), evaluation("ss"))
+    text = told("sflf", "fsls")  # counted as wrong, the failed ones would be two gained and one lost
+    for words in (
+        "before: the environment failed in 2 of 4 episodes, which accuracy leaves out",
+        "after: the environment failed in 1 of 4 episodes",
+        *("accuracy against before: +0.0 points", "0 gained, 0 lost"),
+    ):
+        assert words in text
+    assert "accuracy against before: no episode was judged for both" in told("sf", "fs")
+    assert "no accuracy: the environment failed in every episode" in told("ff", "ss")
+    assert "failed" not in told("sl", "ss")
     unknown = Evaluation({}, played("s"), None)
     with pytest.raises(ConfigError, match="--baseline compares right answers"):
-        told(unknown, unknown)
+        print_difference(Console(), "before", unknown, unknown)
 
 
 def test_a_run_says_so(settings: dict[str, Any]) -> None:
+    """And the first error of a kind is an event with its line."""
     changes = {"action_format": "text", "max_completion_length": 4, "failed_episodes": "score", "max_turns": 3}
     GRPOTrainer(args=GRPOConfig(**(settings | changes)), world=Breaking()).train()
-    step = next(record for record in RunFolder.read(settings["output_dir"]).read_metrics() if "loss" in record)
-    assert step["agent/failed_ratio"] == 1.0
-    assert step["agent/failed_episodes"] == 8
-    assert "accuracy" not in step
-
-
-# --- accuracy kind by kind
+    step = steps_of(settings["output_dir"])[0]
+    assert (step["agent/failed_ratio"], step["agent/failed_episodes"], "accuracy" in step) == (1.0, 8, False)
+    (said,) = events(settings["output_dir"], "environment")
+    assert said.startswith("the environment failed in step: KeyError: 'room ")
+    assert "worlds.py:" in said
+    assert "in step. Its episode failed" in said
 
 
 def answered(kinds: list[Any], samples: int = 1) -> Rollout:
@@ -134,27 +122,18 @@ def answered(kinds: list[Any], samples: int = 1) -> Rollout:
 
 def test_each_kind_by_hand() -> None:
     # larger: 2 of 3 questions x 2 answers; smaller: 0 of 1 x 2; one row names no kind
-    found = answered(["larger", "smaller", "larger", None, "larger"], samples=2)
-    correct = np.array([1, 1, 0, 0, 1, 0, 1, 1, 1, 0], np.bool_)
-    metrics = accuracy_by_kind(found, correct)
+    kinds = ["larger", "smaller", "larger", None, "larger"]
+    found = answered(kinds, samples=2)
+    metrics = accuracy_by_kind(found, np.array([1, 1, 0, 0, 1, 0, 1, 1, 1, 0], np.bool_))
     assert metrics["eval/accuracy/larger"] == pytest.approx(4 / 6)
     assert metrics["eval/accuracy/smaller"] == 0.0
     assert (metrics["eval/num_completions/larger"], metrics["eval/num_completions/smaller"]) == (6, 2)
-    assert metrics["eval/accuracy_low/larger"] == pytest.approx(0.300, abs=1e-3)  # Wilson, 4 of 6
-    assert metrics["eval/accuracy_high/larger"] == pytest.approx(0.903, abs=1e-3)
+    low, high = metrics["eval/accuracy_low/larger"], metrics["eval/accuracy_high/larger"]
+    assert (low, high) == pytest.approx((0.300, 0.903), abs=1e-3)  # Wilson, 4 of 6
     assert all(describe_metric(name) for name in metrics)
-    assert [row.get("kind") for row in completion_rows(found.groups)][::2] == [
-        "larger",
-        "smaller",
-        "larger",
-        None,
-        "larger",
-    ]
-
-
-@pytest.mark.parametrize("kinds", [["a", "a"], [None, "a"], [str(n) for n in range(21)]])
-def test_one_kind_or_too_many_say_nothing(kinds: list[Any]) -> None:
-    assert accuracy_by_kind(answered(kinds), np.ones(len(kinds), np.bool_)) == {}
+    assert [row.get("kind") for row in completion_rows(found.groups)][::2] == kinds
+    for few in (["a", "a"], [None, "a"], [str(n) for n in range(21)]):  # one kind or too many say nothing
+        assert accuracy_by_kind(answered(few), np.ones(len(few), np.bool_)) == {}
 
 
 def test_they_are_shown() -> None:

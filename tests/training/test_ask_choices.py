@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from training_runs import Settings
 
 from command import Command
 from covey import GRPOConfig, GRPOTrainer
@@ -19,20 +20,17 @@ from covey.training.multiple_choice import ChoiceTask, answer_choices, letter_pr
 
 @pytest.fixture
 def questions(tmp_path: Path) -> Path:
-    path = tmp_path / "questions.jsonl"
-    rows = []
+    path, rows = tmp_path / "questions.jsonl", []
     for number in range(6):
-        letters = "ABC" if number in (3, 4) else "ABCD"
-        options = {letter: f"drug {letter}{number}" for letter in letters}
+        options = {letter: f"drug {letter}{number}" for letter in ("ABC" if number in (3, 4) else "ABCD")}
         rows.append({"question": f"Case {number}?", "options": options, "answer": "AB"[number % 2]})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 @pytest.fixture
-def trainer(settings: dict[str, Any], questions: Path) -> GRPOTrainer:
-    args = GRPOConfig(**(settings | {"task": "usmle:num_eval=5,wording=brief", "dataset": str(questions)}))
-    return GRPOTrainer(args=args)
+def trainer(settings: Settings, questions: Path) -> GRPOTrainer:
+    return GRPOTrainer(args=GRPOConfig(**settings, task="usmle:num_eval=5,wording=brief", dataset=str(questions)))
 
 
 def test_letter_probabilities_are_those_of_the_plain_model(trainer: GRPOTrainer) -> None:
@@ -56,13 +54,13 @@ def test_letter_probabilities_are_those_of_the_plain_model(trainer: GRPOTrainer)
 
 @pytest.mark.parametrize("lead_in", ["", "I say "])
 def test_prompts_are_computed_once_for_texts_and_letters(trainer: GRPOTrainer, lead_in: str) -> None:
+    engine: Any = trainer.engine
     expected = [group.episodes[0].text for group in trainer.evaluation().rollout.groups]
-    alone = trainer.engine.last_stats  # type: ignore[attr-defined]
+    alone = engine.last_stats
     found = answer_choices(trainer, Fixed(True), name="fixed", rotations=0, lead_in=lead_in)
-    together = trainer.engine.last_stats  # type: ignore[attr-defined]
     assert found.texts == expected
-    assert together.prefill_tokens == alone.prefill_tokens
-    assert together.decoded_tokens > alone.decoded_tokens
+    assert engine.last_stats.prefill_tokens == alone.prefill_tokens
+    assert engine.last_stats.decoded_tokens > alone.decoded_tokens
     learners = letter_probabilities(trainer, trainer.eval_prompts, found.letters, lead_in)
     np.testing.assert_allclose(np.log(found.probabilities), np.log(learners), atol=1e-4)
 
@@ -92,17 +90,12 @@ def test_rotations_follow_the_option_not_the_letter(trainer: GRPOTrainer, by_opt
     assert isinstance(Fixed(True), ChoiceTask)
     assert found.chosen == (["A"] * 5 if by_option else ["B"] * 5)
     (meant, written), (meant_two, _) = found.rotated
+    assert list(meant) == ["A"] * 5  # what stands under B after one turn was A
+    assert list(written) == ["B"] * 5
     if by_option:
-        assert list(meant) == list(meant_two) == ["A"] * 5
-        assert list(written) == ["B"] * 5
-    else:
-        assert list(meant) == ["A"] * 5  # what stands under B after one turn was A
-        assert list(written) == ["B"] * 5
+        assert list(meant_two) == ["A"] * 5
     assert told[-1] == (15, 15)
     assert [done for done, _ in told] == sorted(done for done, _ in told)
-
-
-def test_too_many_rotations_are_refused(trainer: GRPOTrainer) -> None:
     with pytest.raises(ConfigError, match="rotations=3: questions with 3 options have 0 to 2"):
         answer_choices(trainer, Fixed(True), name="x", rotations=3)
 
@@ -116,47 +109,29 @@ def test_rotated_rows() -> None:
     assert turned["uid"] == "u-rotated-1"
 
 
-def test_the_command(settings: dict[str, Any], questions: Path, tmp_path: Path, covey: Command) -> None:
-    run = tmp_path / "run"
-    recipe = tmp_path / "recipe.toml"
-    args = GRPOConfig(**(settings | {"task": "usmle:num_eval=4", "dataset": str(questions), "max_steps": 2}))
-    recipe.write_text(args.to_toml())
-    status, _, err = covey("train", recipe, f"run.output_dir={run}")
-    assert status == 0, err
-    status, out, err = covey("eval", run, "--report", tmp_path / "report", "--show", "1", "max_completion_length=4")
-    assert status == 0, err
+def test_the_command(settings: Settings, questions: Path, tmp_path: Path, covey: Command) -> None:
+    done = covey.done
+    run, recipe, report = tmp_path / "run", tmp_path / "recipe.toml", tmp_path / "report"
+    recipe.write_text(GRPOConfig(**settings, task="usmle:num_eval=4", dataset=str(questions)).to_toml())
+    done("train", recipe, f"run.output_dir={run}")
+    out = done("eval", run, "--report", report, "--show", "1", "max_completion_length=4")
     for line in ("accuracy", "no letter found", "options rotated: the same option", "likeliest letter", "gained"):
         assert line in out
-    report = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert report["questions"] == 4
-    assert report["baseline"]["name"] == settings["model"]
-    assert "Probability of the likeliest letter" in (tmp_path / "report" / "report.html").read_text()
+    found = json.loads((report / "report.json").read_text())
+    assert (found["questions"], found["baseline"]["name"]) == (4, settings["model"])
+    assert "Probability of the likeliest letter" in (report / "report.html").read_text()
 
-    status, out, err = covey("eval", run, "--baseline", "none", "--rotations", "0", "max_completion_length=4")
-    assert status == 0, err
+    out = done("eval", run, "--baseline", "none", "--rotations", "0", "max_completion_length=4")
     assert "gained" not in out
     assert "rotated" not in out
-
-    status, out, err = covey("report", run, "-n", "1", "-o", tmp_path / "told.json")
-    assert status == 0, err
+    out = done("report", run, "-n", "1", "-o", tmp_path / "told.json")
     assert "never right" in out
     assert "Medical Question: Case" in out
     (told,) = json.loads((tmp_path / "told.json").read_text())["questions"]
     assert all(question["visits"] for question in told)
 
     status, _, err = covey("eval", settings["model"], "--task", "arithmetic", "--report", tmp_path / "other")
-    assert status == 2
-    assert "only multiple-choice tasks" in err
-    status, out, err = covey(
-        "eval",
-        run,
-        "--task",
-        "arithmetic:num_eval=3",
-        "--baseline",
-        settings["model"],
-        "max_completion_length=4",
-        "data.dataset=none",
-        "data.eval_dataset=none",
-    )
-    assert status == 0, err
+    assert (status, "only multiple-choice tasks" in err) == (2, True)
+    none = ("max_completion_length=4", "data.dataset=none", "data.eval_dataset=none")
+    out = done("eval", run, "--task", "arithmetic:num_eval=3", "--baseline", settings["model"], *none)
     assert "0 gained, 0 lost" in out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 from learner_cases import make_batch, make_learner
+from training_runs import Settings, slow, steps_of, trained
 
-from covey import GRPOTrainer
-from covey.config import GRPOConfig
 from covey.config.algorithm import AlgorithmConfig
 from covey.observe.completions import read_table
 from covey.observe.run_folder import RunFolder
@@ -26,21 +24,19 @@ from loss_reference import Completed, reference_loss
 CORRECTED = {"importance_sampling_correction": "token_truncate:2"}
 
 
-def passes_of(batch: Batch, **settings: Any) -> tuple[list[Pass], Any, Any]:
+def passes_of(batch: Batch, learner: Any = None, rate: float = 0.0, **settings: Any) -> tuple[list[Pass], Any, Any]:
     """Every pass of an update, with its result and its learner."""
     seen: list[Pass] = []
-    learner = make_learner(tokens_per_micro_batch=40)
-    done = update(
-        learner, batch, AlgorithmConfig(**settings), 0.0, temperature=1.0, max_completion_length=12, observe=seen.append
-    )
+    learner, section = learner or make_learner(tokens_per_micro_batch=40), AlgorithmConfig(**settings)
+    done = update(learner, batch, section, rate, temperature=1.0, max_completion_length=12, observe=seen.append)
     return seen, done, learner
 
 
 def with_masks(batch: Batch) -> Batch:
     """Some rows are tied, one is masked."""
-    advantages, mask = batch.advantages.copy(), batch.mask.copy()
-    advantages[:4] = 0
-    mask[5] = False
+    rows = np.arange(12)[:, None]
+    mask = batch.mask & (rows != 5)
+    advantages = np.where(rows < 4, 0, batch.advantages)
     return replace(batch, advantages=advantages, mask=mask, excluded={"validity_mask": batch.mask & ~mask})
 
 
@@ -51,28 +47,24 @@ def test_contributions_add_up_to_the_loss_and_gradients_are_its(
     loss_type: str, extra: dict[str, float], correction: dict[str, Any]
 ) -> None:
     batch = with_masks(make_batch())
-    (seen,), done, learner = passes_of(batch, loss_type=loss_type, beta=extra.get("beta", 0.0), **correction,
-        entropy_coef=extra.get("entropy_coef", 0.0))  # fmt: skip
+    settings = {"loss_type": loss_type, "beta": 0.0, "entropy_coef": 0.0} | extra | correction
+    (seen,), done, learner = passes_of(batch, **settings)
     every = np.arange(len(batch.episodes))
     _, entropy = learner.scores(batch, every, temperature=1.0, entropy=True)
     columns = token_columns(seen)
-
     # rows that were not run have no gradient, and the reference is told what the learner would have found there
     logp = np.where(seen.gradients.scored, seen.gradients.logp, learner.scores(batch, every, temperature=1.0)[0])
     ref = learner.scores(batch, every, temperature=1.0, reference=True)[0]
-    exists = batch.sampled
-    sequences = []
+    exists, sequences = batch.sampled, []
     for row in every:
-        parts = [
-            torch.tensor(x[row, exists[row]], dtype=torch.float64) for x in (logp, batch.old_logprobs, ref, entropy)
-        ]
+        here = (each[row, exists[row]] for each in (logp, batch.old_logprobs, ref, entropy))
+        parts = [torch.tensor(each, dtype=torch.float64) for each in here]
         parts[0].requires_grad_()
         dropped = not batch.mask[row].any()
         sequences.append(Completed(*parts, float(batch.advantages[row, 0]), parts[0].detach(), dropped))
     names = {"correction": "token_truncate", "cap": 2.0} if correction else {}
     loss, _ = reference_loss(sequences, loss_type=loss_type, max_length=12, **extra, **names)
     loss.backward()
-
     assert columns["loss"].sum() == pytest.approx(float(loss.detach()), rel=1e-6, abs=1e-9)
     assert columns["loss"].sum() == pytest.approx(done.metrics["loss"], rel=1e-4, abs=1e-6)
     for row in seen.rows:
@@ -84,14 +76,11 @@ def test_contributions_add_up_to_the_loss_and_gradients_are_its(
 
 
 def test_a_second_pass_has_ratios_that_moved_and_counts_what_is_clipped() -> None:
-    settings = {"loss_type": "grpo", "beta": 0.0, "num_iterations": 2, "num_minibatches": 2}
-    seen: list[Pass] = []
     learner, batch = make_learner(), make_batch()
     own = learner.scores(batch, np.arange(12), temperature=1.0)[0]
     batch = replace(batch, old_logprobs=np.where(batch.mask, own, 0).astype(np.float32))
-    done = update(
-        learner, batch, AlgorithmConfig(**settings), 0.1, temperature=1.0, max_completion_length=12, observe=seen.append
-    )
+    settings = {"loss_type": "grpo", "beta": 0.0, "num_iterations": 2, "num_minibatches": 2}
+    seen, done, _ = passes_of(batch, learner, 0.1, **settings)
     assert [each.number for each in seen] == [0, 1, 2, 3]
     assert sorted(np.concatenate([seen[0].part, seen[1].part])) == list(range(12))
     columns = [token_columns(each) for each in seen]
@@ -128,22 +117,13 @@ def by_length(completions: list[str], **columns: Any) -> list[float]:
 
 
 def test_a_run_with_ledgers_has_the_same_numbers_and_a_resume_drops_later_ones(
-    settings: dict[str, Any], tmp_path: Path
+    settings: Settings, tmp_path: Path
 ) -> None:
-    rows = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four")]
+    settings |= {"max_steps": 4, "save_steps": 3, "beta": 0.04}
     losses = []
-    for name, every in (("without", 0), ("with", 2)):
-        changed = settings | {
-            "output_dir": str(tmp_path / name),
-            "max_steps": 4,
-            "save_steps": 3,
-            "ledger": f"off,all:{every}" if every else "off",
-        }
-        args = GRPOConfig(**changed, beta=0.04)
-        trainer = GRPOTrainer(reward_funcs=by_length, args=args, train_dataset=rows)
-        trainer.train()
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        losses.append([json.loads(line)["loss"] for line in lines])
+    for name, ledger in (("without", "off"), ("with", "off,all:2")):
+        trainer = trained(settings, by_length, output_dir=str(tmp_path / name), ledger=ledger)
+        losses.append([record["loss"] for record in steps_of(trainer)])
     assert losses[0] == losses[1]
     folder = tmp_path / "with" / "ledger"
     assert sorted(path.name for path in folder.iterdir()) == ["step_000002.parquet", "step_000004.parquet"]
@@ -156,7 +136,7 @@ def test_a_run_with_ledgers_has_the_same_numbers_and_a_resume_drops_later_ones(
     assert not (tmp_path / "without" / "ledger").exists()
 
 
-@pytest.mark.parametrize("estimator", ["exact", pytest.param("exact_weighted", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("estimator", ["exact", slow("exact_weighted")])
 def test_a_kl_over_the_vocabulary_is_a_part_of_the_loss(estimator: str) -> None:
     batch = with_masks(make_batch())
     (seen,), done, _ = passes_of(batch, beta=0.3, kl_estimator=estimator)

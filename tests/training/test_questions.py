@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from training_runs import Settings, build, events, same_weights, steps_of, trained
 
-from covey import GRPOConfig, GRPOTrainer
+from covey import GRPOTrainer
 from covey.errors import CheckpointError, ConfigError, RewardError
 from covey.observe.run_folder import RunFolder
 from covey.rollout.agents import PlayStats
@@ -16,18 +17,6 @@ from covey.tasks import WeightedOrder
 from covey.training.evaluate import QuestionHistory, _right_by, count_answers, questions_of
 from covey.types import Group, Trajectory
 from fakes import fake_episode, fake_prompt
-
-ROWS = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four", "five")]
-
-
-def test_right_answers_are_counted_by_question() -> None:
-    groups = [
-        Group(fake_prompt(uid=uid), tuple(fake_episode("x") for _ in range(2)), np.zeros(2)) for uid in ("a", "b", "a")
-    ]
-    rollout = Rollout(tuple(groups), 0.0, 0.0, 0)
-    correct = np.array([True, False, False, False, True, True])
-    assert count_answers(rollout, correct) == {"a": [3, 4], "b": [0, 2]}
-    assert count_answers(rollout, None) == {}
 
 
 def test_weights_by_hand() -> None:
@@ -72,63 +61,61 @@ def first_letter_early(completions: list[str], **columns: Any) -> list[float]:
     return [float(text[:1].lower() < "n") for text in completions]
 
 
-def build(settings: dict[str, Any], **changes: Any) -> GRPOTrainer:
-    args = GRPOConfig(
-        **(settings | {"max_steps": 4, "prompt_order": "difficulty", "correctness": "first_letter_early"} | changes)
-    )
-    return GRPOTrainer(reward_funcs=first_letter_early, args=args, train_dataset=ROWS)
+BY_DIFFICULTY: Settings = {"prompt_order": "difficulty", "correctness": "first_letter_early"}
 
 
-def test_a_run_records_its_questions_and_a_resume_draws_the_same_ones(settings: dict[str, Any]) -> None:
-    whole = build(settings, save_steps=2)
-    whole.train()
+def test_a_run_records_its_questions_and_a_resume_draws_the_same_ones(settings: Settings) -> None:
+    settings |= BY_DIFFICULTY | {"max_steps": 4, "save_steps": 2}
+    whole = trained(settings, first_letter_early)
     folder = RunFolder.read(settings["output_dir"])
     lines = folder.read_answers()
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(total == 4 for line in lines for _, total in line["answers"].values())
     for line, record in zip(lines, whole.state.log_history, strict=True):
-        right = sum(right for right, _ in line["answers"].values())
-        assert record["accuracy"] == right / 8 == record["reward"]
+        assert record["accuracy"] == sum(right for right, _ in line["answers"].values()) / 8 == record["reward"]
     weights = whole.questions.weights()
     assert (weights != 1).any()
-    resumed = build(settings, save_steps=2)
-    resumed.train(resume_from_checkpoint=folder.checkpoints / "step_000002")
+    resumed = trained(settings, first_letter_early, resume=2)
     assert folder.read_answers() == lines
     assert resumed.questions.weights().tolist() == weights.tolist()
 
     folder.questions_path.write_text("".join(folder.questions_path.read_text().splitlines(keepends=True)[1:]))
     with pytest.raises(CheckpointError, match=r"questions\.jsonl, by which .* draws, lacks step 1; restore it"):
-        build(settings, save_steps=2).train(resume_from_checkpoint=True)
+        trained(settings, first_letter_early, resume=True)
 
 
-def test_discarded_groups_count_in_every_number(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def spied(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> list[list[Rollout]]:
+    """What the trainer, now trained, had sampled for each of its steps."""
+    sampled: list[list[Rollout]] = [[]]
+    collect, report = AnswerCollector.__call__, trainer._report
+
+    def spy(*arguments: Any, **options: Any) -> Rollout:
+        sampled[-1].append(collect(*arguments, **options))
+        return sampled[-1][-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AnswerCollector, "__call__", spy)
+        patch.setattr(trainer, "_report", lambda *rest: (report(*rest), sampled.append([])))
+        trainer.train()
+    return sampled
+
+
+def test_discarded_groups_count_in_every_number(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Questions one and two are never answered: dynamic sampling throws them away, the numbers do not."""
 
     def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
         hard = [prompt.split()[1] in ("one:", "two:") for prompt in prompts]
         return [0.0 if no else float(text[:1].lower() < "n") for no, text in zip(hard, completions, strict=True)]
 
-    changes = {"max_steps": 4, "save_steps": 2, "dynamic_sampling": 3, "prompt_order": "difficulty"}
-    changes["correctness"] = "reward"
-    args = GRPOConfig(**(settings | changes))
-    whole = GRPOTrainer(reward_funcs=reward, args=args, train_dataset=ROWS)
-    sampled: list[list[Group]] = [[]]
-    collect = AnswerCollector.__call__
-
-    def spy(collector: AnswerCollector, *arguments: Any, **options: Any) -> Rollout:
-        rollout = collect(collector, *arguments, **options)
-        sampled[-1] += rollout.groups
-        return rollout
-
-    report = whole._report
-    monkeypatch.setattr(AnswerCollector, "__call__", spy)
-    monkeypatch.setattr(whole, "_report", lambda *rest: (report(*rest), sampled.append([])))
-    whole.train()
-    records = [record for record in whole.state.log_history if "loss" in record]
+    settings |= {"max_steps": 4, "save_steps": 2, "dynamic_sampling": 3, "prompt_order": "difficulty"}
+    settings["correctness"] = "reward"
+    whole = build(settings, reward)
+    sampled = spied(whole, monkeypatch)
+    records = steps_of(whole)
     assert any(record.get("dynamic_sampling/discarded_groups", 0) > 0 for record in records)
-    folder = RunFolder.read(settings["output_dir"])
-    tokens = 0.0
-    for groups, record, line in zip(sampled, records, folder.read_answers(), strict=False):
+    folder, tokens = RunFolder.read(settings["output_dir"]), 0.0
+    for rollouts, record, line in zip(sampled, records, folder.read_answers(), strict=False):
+        groups = [group for rollout in rollouts for group in rollout.groups]
         rewards = np.concatenate([group.rewards for group in groups])
         episodes = [episode for group in groups for episode in group.episodes]
         assert record["accuracy"] == record["reward"] == rewards.mean()
@@ -136,14 +123,10 @@ def test_discarded_groups_count_in_every_number(settings: dict[str, Any], monkey
         assert record["completions/mean_length"] == np.mean([episode.num_sampled for episode in episodes])
         tokens += sum(len(episode.token_ids) for episode in episodes)
         assert record["num_tokens"] == tokens
-        assert sum(total for _, total in line["answers"].values()) == len(rewards)
-        assert sum(right for right, _ in line["answers"].values()) == rewards.sum()
-    weights = whole.questions.weights()
-    resumed = GRPOTrainer(reward_funcs=reward, args=args, train_dataset=ROWS)
-    resumed.train(resume_from_checkpoint=folder.checkpoints / "step_000002")
-    assert resumed.questions.weights().tolist() == weights.tolist()
-    for name, value in whole.policy.state_dict().items():
-        assert resumed.policy.state_dict()[name].equal(value)
+        assert np.sum(list(line["answers"].values()), axis=0).tolist() == [rewards.sum(), len(rewards)]
+    resumed = trained(settings, reward, resume=2)
+    assert resumed.questions.weights().tolist() == whole.questions.weights().tolist()
+    assert same_weights(resumed, whole)
 
 
 def test_the_answers_of_agents_are_counted_by_episode() -> None:
@@ -155,84 +138,69 @@ def test_the_answers_of_agents_are_counted_by_episode() -> None:
     other = Group(fake_prompt(uid="b"), episodes, np.array([0.0, 0.0]), trajectories=played)
     rollout = Rollout((group,), 0.0, 0.0, 3, discarded=(other,), played=PlayStats(turns=6, no_actions=3))
     assert count_answers(rollout.whole, np.array([True, False, False, False])) == {"a": [1, 2], "b": [0, 2]}
+    assert count_answers(rollout.whole, None) == {}
+    twice = [Group(fake_prompt(uid=uid), (fake_episode("x"),) * 2, np.zeros(2)) for uid in ("a", "b", "a")]
+    correct = np.array([True, False, False, False, True, True])
+    assert count_answers(Rollout(tuple(twice), 0.0, 0.0, 0), correct) == {"a": [3, 4], "b": [0, 2]}
     assert rollout.metrics["agent/no_action_ratio"] == 0.5
     assert rollout.metrics["agent/success"] == 0.5
 
 
-def test_difficulty_without_right_and_wrong_is_refused(settings: dict[str, Any]) -> None:
+def test_difficulty_without_right_and_wrong_is_refused(settings: Settings) -> None:
     def half(completions: list[str], **columns: Any) -> list[float]:
         return [0.5 + 0.01 * len(text) for text in completions]
 
-    args = GRPOConfig(**(settings | {"prompt_order": "difficulty"}))
+    settings["prompt_order"] = "difficulty"
     with pytest.raises(ConfigError, match=r"data\.prompt_order='difficulty'.*set data\.prompt_order to random"):
-        GRPOTrainer(reward_funcs=half, args=args, train_dataset=ROWS)
+        build(settings, half)
     with pytest.raises(ConfigError, match=r"correctness='right': is no reward function; there is half"):
-        GRPOTrainer(reward_funcs=half, args=args.replace(correctness="right"), train_dataset=ROWS)
+        build(settings, half, correctness="right")
     with pytest.raises(RewardError, match=r"correctness='half': it gave 0\.5\d, .* gives 0 or 1"):
-        GRPOTrainer(reward_funcs=half, args=args.replace(correctness="half"), train_dataset=ROWS).train()
+        trained(settings, half, correctness="half")
+    half.whole_batch = True  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"max_generations=12.*half has whole_batch"):
+        build(settings | {"prompt_order": "random"}, half, max_generations=12)
     found = _right_by("sum", np.array([sum([0.1] * 10), 1.0, 0.0, np.nan]))  # 1 but for rounding is right
     assert found.tolist() == [True, True, False, False]
 
 
-def test_the_learning_rate_is_cut_in_a_run(settings: dict[str, Any]) -> None:
+def test_the_learning_rate_is_cut_in_a_run(settings: Settings) -> None:
     def wrong(completions: list[str], **columns: Any) -> list[float]:
         return [float(index == 0) for index in range(len(completions))]
 
     phases = [{"name": "warmup", "steps": 12, "min_accuracy": 0.5, "learning_rate_cut": 0.1}]
-    args = GRPOConfig(
-        **(settings | {"max_steps": -1, "phases": phases, "lr_scheduler_type": "constant", "correctness": "wrong"})
-    )
-    trainer = GRPOTrainer(reward_funcs=wrong, args=args, train_dataset=ROWS)
-    trainer.train()
-    rates = [record["learning_rate"] for record in trainer.state.log_history]
+    settings |= {"max_steps": -1, "phases": phases, "lr_scheduler_type": "constant", "correctness": "wrong"}
+    rates = [record["learning_rate"] for record in trained(settings, wrong).state.log_history]
     assert rates == pytest.approx([1e-2] * 10 + [1e-3] * 2)
-    events = RunFolder.read(settings["output_dir"]).read_events()
-    (event,) = [event["message"] for event in events if event["kind"] == "learning_rate"]
+    (event,) = events(settings["output_dir"], "learning_rate")
     assert "step 10" in event
     assert "multiplied by 0.1" in event
 
 
-def test_masks_and_missing_answers_are_metrics(settings: dict[str, Any]) -> None:
-    args = GRPOConfig(**(settings | {"validity_min_length": 6, "max_steps": 1, "correctness": "first_letter_early"}))
-    trainer = GRPOTrainer(reward_funcs=first_letter_early, args=args, train_dataset=ROWS)
-    trainer.train()
-    (record,) = trainer.state.log_history
+@pytest.mark.parametrize(
+    ("masks", "most"),
+    [
+        ({"validity_min_length": 6}, 4),
+        ({"down_sampling": "first:2"}, 2),
+        ({"down_sampling": "first:2", "validity_min_length": 12}, 2),
+    ],
+)
+def test_masks_and_missing_answers_are_metrics(settings: Settings, masks: Settings, most: int) -> None:
+    """The share that masks leave is of what down-sampling chose."""
+    settings |= masks | {"max_steps": 1, "correctness": "first_letter_early"}
+    (record,) = trained(settings, first_letter_early).state.log_history
     rows = RunFolder.read(settings["output_dir"]).read_completions(1)
-    kept = [not row["masked_by"] for row in rows]
-    assert record["mask_ratio"] == sum(kept) / len(kept)
-    assert record["completions/no_answer_ratio"] == sum(not row["completion"].strip() for row in rows) / len(rows)
+    assert record["completions/no_answer_ratio"] == np.mean([not row["completion"].strip() for row in rows])
     assert {row["correct"] for row in rows} <= {True, False}
-
-
-def test_the_share_that_masks_leave_is_of_what_down_sampling_chose(settings: dict[str, Any]) -> None:
-    changes = {"down_sampling": "first:2", "max_steps": 1, "num_generations": 4}
-    for mask in ({}, {"validity_min_length": 12}):
-        settings["output_dir"] += "-masked" if mask else ""
-        args = GRPOConfig(**(settings | changes | mask))
-        trainer = GRPOTrainer(reward_funcs=first_letter_early, args=args, train_dataset=ROWS)
-        trainer.train()
-        (record,) = trainer.state.log_history
-        rows = RunFolder.read(settings["output_dir"]).read_completions(1)
-        chosen = [row for row in rows if row["sample"] < 2]
+    kept = [not row["masked_by"] for row in rows if row["sample"] < most]
+    assert record.get("mask_ratio") == (np.mean(kept) if "validity_min_length" in masks else None)
+    if most == 2:
         assert 0.4 < record["mask/down_sampling"] < 0.6
-        if mask:
-            left = [not row["masked_by"] for row in chosen]
-            assert record["mask_ratio"] == sum(left) / len(left) < 1
-        else:
-            assert "mask_ratio" not in record
-
-
-def test_a_reward_that_is_to_see_the_whole_step_lets_no_group_grow(settings: dict[str, Any]) -> None:
-    def ranks(completions: list[str], **columns: Any) -> list[float]:
-        return [float(len(text)) for text in completions]
-
-    ranks.whole_batch = True  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"max_generations=12.*ranks has whole_batch"):
-        GRPOTrainer(reward_funcs=ranks, args=GRPOConfig(**settings, max_generations=12), train_dataset=ROWS)
+        assert record.get("mask_ratio", 0.0) < 1
 
 
 def test_what_groups_are_grown_by_is_trained_on_and_counts_in_no_number(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Accuracy, rewards and what is known of a question are those of the completions that are sampled anyway."""
 
@@ -242,27 +210,15 @@ def test_what_groups_are_grown_by_is_trained_on_and_counts_in_no_number(
         log_metric("share", sum(scores) / len(scores))
         return scores
 
-    changes = {"max_steps": 4, "max_generations": 12, "prompt_order": "difficulty", "correctness": "reward"}
-    trainer = GRPOTrainer(reward_funcs=reward, args=GRPOConfig(**(settings | changes)), train_dataset=ROWS)
-    sampled: list[list[Rollout]] = [[]]
-    collect, report = AnswerCollector.__call__, trainer._report
-
-    def spy(collector: AnswerCollector, *arguments: Any, **options: Any) -> Rollout:
-        sampled[-1].append(collect(collector, *arguments, **options))
-        return sampled[-1][-1]
-
-    monkeypatch.setattr(AnswerCollector, "__call__", spy)
-    monkeypatch.setattr(trainer, "_report", lambda *rest: (report(*rest), sampled.append([])))
-    trainer.train()
-    folder = RunFolder.read(settings["output_dir"])
-    records = [record for record in trainer.state.log_history if "loss" in record]
-    tokens, added = 0.0, 0
-    for rollouts, record, line in zip(sampled, records, folder.read_answers(), strict=False):
+    settings |= {"max_steps": 4, "max_generations": 12, "prompt_order": "difficulty", "correctness": "reward"}
+    trainer = build(settings, reward)
+    sampled = spied(trainer, monkeypatch)
+    folder, tokens, added = RunFolder.read(settings["output_dir"]), 0.0, 0
+    for rollouts, record, line in zip(sampled, steps_of(trainer), folder.read_answers(), strict=False):
         first = np.concatenate([group.rewards for group in rollouts[0].groups])
         everything = [e for rollout in rollouts for group in rollout.groups for e in group.episodes]
         assert record["reward"] == record["accuracy"] == record["share"] == first.mean()
-        assert sum(total for _, total in line["answers"].values()) == len(first)
-        assert sum(right for right, _ in line["answers"].values()) == first.sum()
+        assert np.sum(list(line["answers"].values()), axis=0).tolist() == [first.sum(), len(first)]
         assert record.get("sampling/added_completions", 0) == len(everything) - len(first)
         added += len(everything) - len(first)
         tokens += sum(len(episode.token_ids) for episode in everything)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,35 +13,33 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from training_runs import build, events, trained
 
-from covey import GRPOConfig, GRPOTrainer
+from covey import GRPOTrainer
 from covey.errors import CoveyError
 from covey.functions import load_function, user_file_hashes
 from covey.observe.run_folder import RunFolder
 from covey.training.checkpoint import changed_settings, checked_state, find_checkpoint, load_checkpoint, lost_lines
+from fakes import SMALL
 
-ROWS = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four")]
-LAST = "checkpoints/step_000002"
+LAST, POLICY = "checkpoints/step_000002", "policy.safetensors"
 
 
 def length(completions: list[str], **columns: Any) -> list[float]:
     return [len(set(text)) / 8 for text in completions]
 
 
-def trainer(model: Path, run: Path, **changes: Any) -> GRPOTrainer:
-    args = GRPOConfig(
-        run, model=model, num_generations=2, prompts_per_step=1, max_completion_length=4, max_steps=2, lora_r=4,
-        save_steps=1, progress=False, **changes,
-    )  # fmt: skip
-    return GRPOTrainer(reward_funcs=length, args=args, train_dataset=ROWS)
-
-
 @pytest.fixture(scope="module")
 def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GRPOTrainer]:
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    made = trainer(model_folder, folder)
-    made.train()
-    return folder, made
+    settings = SMALL | {"model": model_folder, "output_dir": tmp_path_factory.mktemp("whole") / "run"}
+    short = {"num_generations": 2, "prompts_per_step": 1, "max_completion_length": 4, "save_steps": 1}
+    return settings["output_dir"], trained(settings | short, length, learning_rate=1e-5)
+
+
+@pytest.fixture
+def run(whole: Any, tmp_path: Path) -> Path:
+    """A copy of the run, to be damaged."""
+    return Path(shutil.copytree(whole[0], tmp_path / "run"))
 
 
 def sign(folder: Path) -> None:
@@ -50,7 +49,10 @@ def sign(folder: Path) -> None:
     (folder / "COMPLETE").write_text(json.dumps({"files": entries}))
 
 
-def state(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+Damage = Callable[[Path], Any]
+
+
+def state(change: Callable[[dict[str, Any]], Any]) -> Damage:
     def damage(run: Path) -> None:
         document = json.loads((run / LAST / "state.json").read_text())
         change(document)
@@ -60,7 +62,7 @@ def state(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     return damage
 
 
-def tensors(group: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+def tensors(group: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
     def damage(run: Path) -> None:
         values = load_file(run / LAST / f"{group}.safetensors")
         change(values)
@@ -70,19 +72,12 @@ def tensors(group: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> Cal
     return damage
 
 
-def all_broken(run: Path) -> None:
-    for step in (1, 2):
-        (run / f"checkpoints/step_00000{step}/policy.safetensors").write_bytes(b"x")
-
-
 def a_pipe(run: Path) -> None:
-    import os
-
     (run / "metrics.jsonl").unlink()
     os.mkfifo(run / "metrics.jsonl")
 
 
-def emptied(*kept: str) -> Callable[[Path], None]:
+def emptied(*kept: str) -> Damage:
     """Nothing is left but what every run has at its start, and `kept`."""
 
     def damage(run: Path) -> None:
@@ -97,14 +92,7 @@ def emptied(*kept: str) -> Callable[[Path], None]:
     return damage
 
 
-def evaluated_and_gone_on(run: Path) -> None:
-    """With load_best_model_at_end, the evaluation at step 0 had left a checkpoint before step 1 began."""
-    emptied()(run)
-    lines = [{"step": 0, "eval/reward": 0.5}, {"step": 1, "phase": 0}]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def lines(change: Callable[[list[str]], list[str]], name: str = "metrics.jsonl") -> Callable[[Path], None]:
+def lines(change: Callable[[list[str]], list[str]], name: str = "metrics.jsonl") -> Damage:
     def damage(run: Path) -> None:
         (run / name).write_text("".join(change((run / name).read_text().splitlines(keepends=True))))
 
@@ -112,7 +100,10 @@ def lines(change: Callable[[list[str]], list[str]], name: str = "metrics.jsonl")
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "all broken": (all_broken, "none of its 2 checkpoints is whole .*restore the folder checkpoints/"),
+    "all broken": (
+        lambda run: [path.write_bytes(b"x") for path in run.glob(f"checkpoints/*/{POLICY}")],
+        "none of its 2 checkpoints is whole .*restore the folder checkpoints/",
+    ),
     "all gone": (lambda run: shutil.rmtree(run / "checkpoints"), "reach step 2, and there is no checkpoint left"),
     "events left": (emptied("events.jsonl"), "no checkpoint left, though events.jsonl says 'step 1 is saved'"),
     "tables left": (emptied("completions"), "reach step 2, and there is no checkpoint left, though run.save_steps"),
@@ -147,11 +138,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_one_clear_error(whole: tuple[Path, GRPOTrainer], tmp_path: Path, name: str) -> None:
-    damage, message = DAMAGE[name]
-    folder, made = whole
-    run = tmp_path / "run"
-    shutil.copytree(folder, run)
+def test_damage_is_one_clear_error(whole: Any, run: Path, name: str) -> None:
+    (damage, message), made = DAMAGE[name], whole[1]
     damage(run)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "run.lock"}
     made.args = made.args.replace(output_dir=run)
@@ -160,104 +148,66 @@ def test_damage_is_one_clear_error(whole: tuple[Path, GRPOTrainer], tmp_path: Pa
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_an_evaluation_that_left_a_checkpoint_is_a_sign_of_it(whole: tuple[Path, GRPOTrainer], tmp_path: Path) -> None:
-    run, config, notes = tmp_path / "run", whole[1].args.replace(save_steps=50), []
-    shutil.copytree(whole[0], run)
-    evaluated_and_gone_on(run)
+def test_an_evaluation_that_left_a_checkpoint_is_a_sign_of_it(whole: Any, run: Path) -> None:
+    """With load_best_model_at_end, the evaluation at step 0 had left a checkpoint before step 1 began."""
+    config, notes = whole[1].args.replace(save_steps=50), []
+    emptied()(run)
+    (run / "metrics.jsonl").write_text('{"step": 0, "eval/reward": 0.5}\n{"step": 1, "phase": 0}\n')
     assert find_checkpoint(RunFolder.read(run), config, notes) is None
     assert notes == ["the run was stopped in step 2, before its first checkpoint: it begins again"]
     best = config.replace(load_best_model_at_end=True)
     with pytest.raises(CoveyError, match="reach step 1, and there is no checkpoint left, though it was evaluated at"):
         find_checkpoint(RunFolder.read(run), best, notes)
-    (run / "metrics.jsonl").write_text(
-        '{"step": 0, "eval/reward": 0.5, "eval/num_completions": 0}\n{"step": 1, "phase": 0}\n'
-    )
+    nothing = '{"step": 0, "eval/reward": 0.5, "eval/num_completions": 0}\n{"step": 1, "phase": 0}\n'
+    (run / "metrics.jsonl").write_text(nothing)
     assert find_checkpoint(RunFolder.read(run), best, notes) is None
 
 
-def test_settings_that_differ_from_the_checkpoints_are_named(whole: tuple[Path, GRPOTrainer]) -> None:
-    folder, made = whole
-    checkpoint = load_checkpoint(folder / LAST)
-    config = made.args.replace(output_dir=folder)
+def test_settings_and_files_that_differ_from_the_checkpoints_are_named(whole: Any, tmp_path: Path) -> None:
+    checkpoint, config = load_checkpoint(whole[0] / LAST), whole[1].args.replace(output_dir=whole[0])
     assert changed_settings(checkpoint, config.replace(logging_steps=7)) == []
     assert changed_settings(checkpoint, config.replace(learning_rate=0.5, num_generations=4)) == [
         "settings differ from those that step_000002 was made with: sampling.num_generations 2 -> 4, "
         "optim.learning_rate 1e-05 -> 0.5"
     ]
-    with pytest.raises(CoveyError, match=r"model\.lora_alpha=8\.0: .* was made with 32"):
-        changed_settings(checkpoint, config.replace(lora_alpha=8.0))
-    with pytest.raises(CoveyError, match=r"model\.quantization='nf4': .* was made with 'none'"):
-        changed_settings(checkpoint, config.replace(quantization="nf4"))
-    with pytest.raises(CoveyError, match=r"optim\.optimizer='adamw_8bit': .* was made with 'adamw'"):
-        changed_settings(checkpoint, config.replace(optimizer="adamw_8bit"))
-
-
-def test_files_that_have_changed_since_the_checkpoint_are_named(
-    whole: tuple[Path, GRPOTrainer], tmp_path: Path
-) -> None:
-    folder, made = whole
+    for changes, words in (
+        ({"lora_alpha": 8.0}, r"model\.lora_alpha=8\.0: .* was made with 32"),
+        ({"quantization": "nf4"}, r"model\.quantization='nf4': .* was made with 'none'"),
+        ({"optimizer": "adamw_8bit"}, r"optim\.optimizer='adamw_8bit': .* was made with 'adamw'"),
+    ):
+        with pytest.raises(CoveyError, match=words):
+            changed_settings(checkpoint, config.replace(**changes))
     file = tmp_path / "own.py"
     file.write_text("def own(x):\n    return 1\n")
     load_function(f"{file}:own")
-    checkpoint = load_checkpoint(folder / LAST)
     checkpoint.state["files"] = user_file_hashes()
-    config = made.args.replace(output_dir=folder)
     assert changed_settings(checkpoint, config) == []
     file.write_text("def own(x):\n    return 2\n")
-    assert changed_settings(checkpoint, config) == [
-        f"{file}: not the code that step_000002 was made with; the numbers may be others"
-    ]
+    changed = f"{file}: not the code that step_000002 was made with; the numbers may be others"
+    assert changed_settings(checkpoint, config) == [changed]
 
 
-def test_what_is_lost_without_being_needed_is_said(whole: tuple[Path, GRPOTrainer], tmp_path: Path) -> None:
-    folder, made = whole
-    run = tmp_path / "run"
-    shutil.copytree(folder, run)
+def test_what_is_lost_without_being_needed_is_said(whole: Any, run: Path) -> None:
+    with RunFolder.open(run) as folder:
+        folder.write_evaluation(0, [{"prompt": "a"}])
+    lost = "metrics.jsonl lacks the evaluation at step 0: reports and learning curve go without it"
+    assert lost_lines(RunFolder.read(run), load_checkpoint(run / LAST), whole[1].args) == [lost]
     (run / "config.toml").unlink()
     (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().split("\n")[1] + "\n")
     (run / LAST / "state.json").write_text("{}")
-    made.args = made.args.replace(output_dir=run)
-    made.train(resume_from_checkpoint=True)
-    said = " ".join(event["message"] for event in RunFolder.read(run).read_events() if event["kind"] == "warning")
-    for words in (
-        "config.toml was gone",
-        "step_000002 is passed over: state.json has 2 bytes",
-        "lacks 1 of the 1 steps",
-    ):
-        assert words in said
+    whole[1].args = whole[1].args.replace(output_dir=run)
+    whole[1].train(resume_from_checkpoint=True)
+    said, passed = " ".join(events(run, "warning")), "step_000002 is passed over: state.json has 2 bytes"
+    assert all(words in said for words in ("config.toml was gone", passed, "lacks 1 of the 1 steps"))
     assert RunFolder.read(run).whole_config().is_file()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_moments_of_another_length(whole: tuple[Path, GRPOTrainer], tmp_path: Path, dtype: torch.dtype) -> None:
+def test_moments_of_another_length(whole: Any, run: Path, dtype: torch.dtype) -> None:
     """Seen by a new process too, whose optimiser has no moments yet to compare with."""
-    run, made = tmp_path / "run", whole[1]
-    shutil.copytree(whole[0], run)
     tensors("optimizer", lambda t: t.update({name: value.to(dtype) for name, value in t.items()}))(run)
     with pytest.raises(CoveyError, match=r"is torch\.float\d+, no moment of a gradient; delete it"):
-        checked_state(load_checkpoint(run / LAST), made.learner.tensors() | {"optimizer": {}}, made.best_metric)
-
-
-def test_an_evaluation_that_is_lost_is_said(whole: tuple[Path, GRPOTrainer], tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(whole[0], run)
-    with RunFolder.open(run) as folder:
-        folder.write_evaluation(0, [{"prompt": "a"}])
-    checkpoint = load_checkpoint(run / LAST)
-    assert lost_lines(RunFolder.read(run), checkpoint, whole[1].args) == [
-        "metrics.jsonl lacks the evaluation at step 0: reports and learning curve go without it"
-    ]
-
-
-def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_again(model_folder: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    first = trainer(model_folder, run)
-    with RunFolder.create(run) as folder:
-        folder.write_config(first.args.to_toml())
-        folder.append_metrics(1, {"phase": 0})
-    first.train(resume_from_checkpoint=True)
-    (said,) = [e["message"] for e in RunFolder.read(run).read_events() if e["kind"] == "warning"]
-    assert said == "the run was stopped in step 2, before its first checkpoint: it begins again"
+        checked_state(load_checkpoint(run / LAST), whole[1].learner.tensors() | {"optimizer": {}}, whole[1].best_metric)
 
 
 def test_how_to_continue_is_told_by_who_started_it(model_folder: Path, tmp_path: Path) -> None:
@@ -265,10 +215,9 @@ def test_how_to_continue_is_told_by_who_started_it(model_folder: Path, tmp_path:
         return [1 / 0 for _ in completions]
 
     run = tmp_path / "run"
-    args = trainer(model_folder, run).args
     with pytest.raises(CoveyError, match=r"ZeroDivisionError: division by zero at \S*test_restoring\.py:\d+, in"):
-        GRPOTrainer(reward_funcs=wrong, args=args, train_dataset=ROWS).train()
-    (said,) = [event["message"] for event in RunFolder.read(run).read_events() if event["kind"] == "failed"]
+        build(SMALL | {"model": model_folder, "output_dir": run}, wrong).train()
+    (said,) = events(run, "failed")
     assert "Nothing is lost: continue with `trainer.train(resume_from_checkpoint=True)`" in said
     with pytest.raises(CoveyError, match="the Python program that started it"):
         RunFolder.create(run)
@@ -276,9 +225,8 @@ def test_how_to_continue_is_told_by_who_started_it(model_folder: Path, tmp_path:
         assert other.how_to_continue() == f"`covey resume {other.path}`"
 
 
-def test_a_config_that_was_cut_does_not_become_defaults(whole: tuple[Path, GRPOTrainer], tmp_path: Path) -> None:
-    shutil.copytree(whole[0], tmp_path / "run")
-    folder = RunFolder.read(tmp_path / "run")
+def test_a_config_that_was_cut_does_not_become_defaults(run: Path) -> None:
+    folder = RunFolder.read(run)
     text = folder.config_path.read_text()
     folder.config_path.write_text(text[: text.index("[evaluation]")])
     with pytest.raises(CoveyError, match=r"was cut, it has no section \[run\]"):
