@@ -1,16 +1,5 @@
-"""Imports go downward only, without circles. Checked by parsing every file, imports inside functions included.
-
-0   types, errors, files, functions, ...  (modules beside the rooms)
-1   algorithms, observe, rewards
-2   tasks, environments
-3   config
-4   rollout
-5   backend
-6   pytorch, jax                          (never each other)
-7   serving
-8   distributed, watch
-9   training
-10  cli, trl, and the names that `covey` exports
+"""Imports go downward only (`ROOMS`, from the lowest level up), without circles. Checked by parsing every file, imports
+inside functions included.
 """
 
 from __future__ import annotations
@@ -37,7 +26,7 @@ ROOMS = (
     ("config",),
     ("rollout",),
     ("backend",),
-    ("pytorch", "jax"),
+    ("pytorch", "jax"),  # never each other
     ("serving",),
     ("distributed", "watch"),
     ("training",),

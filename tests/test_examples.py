@@ -18,13 +18,9 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With room for the prompts, whose letters are tokens."""
     folder = tmp_path_factory.mktemp("tiny")
-    tiny_model("llama", max_position_embeddings=2048).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    for part in (tiny_model("llama", max_position_embeddings=2048), tiny_tokenizer()):
+        part.save_pretrained(folder)
     return folder
-
-
-def test_there_are_some() -> None:
-    assert sorted(path.stem for path in EXAMPLES.glob("*.ipynb")) == ["first_steps", "gsm8k_from_trl"]
 
 
 # Of Jupyter's libraries, which tell of their own changes to come and close sockets late.
@@ -73,6 +69,7 @@ def test_the_algorithm_on_a_page(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps on a tiny model, and that it learns."""
+    assert sorted(path.stem for path in EXAMPLES.glob("*.ipynb")) == ["first_steps", "gsm8k_from_trl"]
     file = EXAMPLES / "grpo_from_scratch.py"
     assert len(file.read_text().splitlines()) <= 300
     monkeypatch.syspath_prepend(EXAMPLES)

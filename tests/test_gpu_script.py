@@ -51,16 +51,12 @@ def test_a_part_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None
         time.sleep(0.1)
 
 
-def test_silence_is_a_failure(tmp_path: Path) -> None:
+def test_silence_is_a_failure_and_a_later_finding_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
     (only,) = run("print('row is cut off')", tmp_path)
     assert (only.state, only.text.partition(" (")[0]) == ("failed", "it found nothing")
-    # a later finding takes the place of an earlier one
     told = [{"what": "x", "state": "ok", "text": text, "numbers": {}} for text in ("one", "two")]
     lines = [f"row {json.dumps(one)}" for one in told] + ["noise", 'row {"what": "y']
     assert read_rows("p", "\n".join(lines)) == [Row("p", "x", "ok", "two")]
-
-
-def test_the_table() -> None:
     text = markdown([Row("p", "x", "ok", "a|b", {"seconds": 0.5, "peak_device": 2e9}), Row("p", "y", "failed", "why")])
     assert "| p | x | ok | a/b |" in text
     assert "| p | y | failed | why |" in text

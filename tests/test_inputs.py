@@ -1,25 +1,32 @@
-"""Input that would be waited for, that overflows, or that is of the wrong type: one sentence each."""
+"""Input that would be waited for, that overflows, of the wrong type, or with pictures: one sentence each."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from tiny_models import tiny_model, tiny_tokenizer
+from transformers import Idefics3Processor
 
-from covey import GRPOConfig, GRPOTrainer
+from covey import GRPOConfig, GRPOTrainer, trl
 from covey.environments.base import get_world
 from covey.errors import ConfigError, CoveyError, DataError, ModelError, RewardError
 from covey.functions import load_function
+from covey.pytorch.footprint import empty_model
 from covey.pytorch.models.loading import load_model
 from covey.pytorch.models.lora import attach_lora
 from covey.rollout.calls import read_rewards
-from covey.tasks.dataset import load_rows
+from covey.serving.requests import RequestError, chat_text
+from covey.tasks import build_prompts, load_rows
 from covey.training.setup import load_task, require_memory
+from covey.trl.loading import with_models
+from fakes import FakeTokenizer
 
 
 def length(completions: list[str], **columns: Any) -> list[float]:
@@ -197,3 +204,105 @@ def test_functions_come_from_a_file_or_a_module(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=reason):
             load_function(name)
+
+
+PICTURE = Image.new("RGB", (2, 2))
+ASKED: list[dict[str, Any]] = [{"role": "user", "content": "What is in the picture?"}]
+PICTURES = (
+    *(PICTURE, [PICTURE], [None, PICTURE], b"\x89PNG", np.zeros((2, 2, 3), np.uint8), [[0, 255], [255, 0]]),
+    *({"bytes": b"\x89PNG", "path": None}, {"bytes": None, "path": "a.png"}, [0.5, 0.25]),  # the first as in datasets
+    *("photos/my cat.JPG", "https://example.org/cat", ["a.png", "b.webp"]),
+    *("data:image/png;base64,iVBORw0KGgo=", "iVBORw0KGgoAAAANSUhEUg=="),
+)
+NO_PICTURES = (
+    *(None, [], [None], {"bytes": None, "path": None}, {"caption": "a cat"}, 3, [3, 4]),
+    *("", "ubuntu:24.04", "A cat sits on a mat. It looks at me."),
+)
+FAMILIES = {
+    **{"SmolVLM": "smolvlm", "Idefics3": "idefics3", "Llava": "llava", "Qwen2VL": "qwen2_vl", "Qwen3VL": "qwen3_vl"},
+    **{"Qwen2_5_VL": "qwen2_5_vl", "PaliGemma": "paligemma", "Mllama": "mllama", "InternVL": "internvl"},
+}
+CONFIGS = {
+    f"{name}ForConditionalGeneration": {"model_type": kind, "vision_config": {"depth": 1}}
+    for name, kind in FAMILIES.items()
+}
+CONFIGS["Qwen3OmniMoeForConditionalGeneration"] = {"model_type": "qwen3_omni_moe", "thinker_config": {"depth": 1}}
+CONFIGS["SomethingNew"] = {"model_type": "something_new", "vision_config": {"depth": 1}}
+CONFIGS["VoxtralForConditionalGeneration"] = {"model_type": "voxtral", "audio_config": {"a": 1}}
+
+
+def refused(words: str, *rows: dict[str, Any]) -> None:
+    for read in (load_rows, lambda rows: build_prompts(rows, FakeTokenizer())):
+        with pytest.raises(DataError, match=words):
+            read(list(rows))
+
+
+def test_rows_with_pictures_films_or_sounds() -> None:
+    for column in ("image", "images"):
+        words = f"row 1 has pictures \\(column '{column}'\\).*would be ignored; remove the co"
+        for picture in PICTURES:
+            refused(words, {"prompt": ASKED}, {"prompt": ASKED, column: picture})
+        for other in NO_PICTURES:
+            (prompt,) = build_prompts(load_rows([{"prompt": ASKED, column: other}]), FakeTokenizer())
+            assert prompt.columns == {column: other}
+    for column, value, what in (
+        ("pixel_values", np.zeros((1, 3, 2, 2)), "pictures"),
+        ("Image", "a.png", "pictures"),
+        ("image", {"type": "image_url", "image_url": {"url": "a"}}, "pictures"),
+        ("video", "a.mp4", "video"),
+        ("videos", [b"film"], "video"),
+        ("audio", {"array": np.zeros(3), "sampling_rate": 16_000}, "sound"),
+        ("audios", [[0.0, 0.1]], "sound"),
+    ):
+        refused(f"row 0 has {what} \\(column '{column}'\\)", {"prompt": "a", column: value})
+
+
+def test_messages_with_pictures() -> None:
+    for message in (
+        {"content": [{"type": "image"}, {"type": "text", "text": "What?"}]},
+        {"content": [{"type": "image", "image": PICTURE}]},
+        {"content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}]},
+        {"content": [{"type": "input_audio", "input_audio": {"data": "UklGR", "format": "wav"}}]},
+        {"content": "What?", "images": [PICTURE]},
+        {"content": "What?", "images": ["iVBORw0KGgo"]},
+    ):
+        asked = [{"role": "user", **message}]
+        with pytest.raises(
+            DataError, match=r"row 0: message 0 of the prompt has (content=.*images .* are not|pictures)"
+        ):
+            build_prompts([{"prompt": asked}], FakeTokenizer())
+        with pytest.raises(RequestError, match=r"messages.0"):
+            chat_text(FakeTokenizer(), asked, {}, 1_000)
+
+
+def theirs(output: Path, **options: Any) -> trl.GRPOConfig:
+    return trl.GRPOConfig(str(output), report_to="none", num_generations=2, per_device_train_batch_size=2, **options)
+
+
+def test_both_doors_refuse_rows_and_processors(model_folder: Path, tmp_path: Path) -> None:
+    processor = object.__new__(Idefics3Processor)
+    ours = GRPOConfig(output_dir=str(tmp_path / "ours"), num_generations=2)
+    for door, args in ((GRPOTrainer, ours), (trl.GRPOTrainer, theirs(tmp_path / "theirs"))):
+        given: Any = (str(model_folder), length, args)
+        with pytest.raises(DataError, match="row 0 has pictures"):
+            door(*given, [{"prompt": ASKED, "image": PICTURE}])
+        with pytest.raises(ModelError, match=r"processing_class=Idefics3Processor: .*pass processor\.tokenizer"):
+            door(*given, [{"prompt": ASKED}], processing_class=processor)  # type: ignore[operator]
+    with pytest.raises(ModelError, match=r"reward_processing_classes\[0\]=Idefics3Processor"):
+        with_models([tiny_model("llama")], [processor])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_vision_models(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": [name], **CONFIGS[name]}))
+    args = theirs(tmp_path / "out", model_init_kwargs={"cache_dir": str(tmp_path)})
+    for load in (
+        lambda: load_model(str(folder)),
+        lambda: empty_model(str(folder), dtype="float32"),
+        lambda: trl.GRPOTrainer(str(folder), length, args, [{"prompt": ASKED}], processing_class=tiny_tokenizer()),
+    ):
+        kind = "an audio" if "audio_config" in CONFIGS[name] else "a vision"
+        with pytest.raises(ModelError, match=rf"{folder}: {kind} model \({name}\); none of these is loaded"):
+            load()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_runs import Settings, build, same_weights, trained
+from training_runs import Settings, always, build, rewarding, same_weights, trained
 from transformers import GPT2Config, LlamaConfig
 
 from command import Command
@@ -20,12 +20,10 @@ from covey import GRPOConfig
 from covey.errors import ConfigError, ModelError
 from covey.training.checkup import Plan, Recipe, measure
 
-
-def reward(completions: list[str], **columns: Any) -> list[float]:
-    return [float(len(set(text))) for text in completions]
+reward = rewarding("reward", lambda text: float(len(set(text))))
 
 
-def slow_reward(completions: list[str], **columns: Any) -> list[float]:
+def slow_reward(completions: list[str], **columns: Any) -> Any:
     time.sleep(1)
     return reward(completions)
 
@@ -66,7 +64,7 @@ def test_evaluations_are_those_that_will_be_made(settings: Settings) -> None:
 
 
 def test_tied_groups_cost_no_update_and_the_reference_costs_where_it_is_used(settings: Settings) -> None:
-    plan = measure(build(settings, lambda completions, **_: [1.0] * len(completions), beta=0.0))
+    plan = measure(build(settings, always, beta=0.0))
     assert (plan.mixed_share, part_of(plan, "update")) == (0, 0)
     seconds = measure(build(settings, reward, beta=0.04)).seconds
     reference = next(part for part in seconds if part.name == "reference log-probabilities")
@@ -123,16 +121,6 @@ def test_what_cannot_be_is_refused(folder: Path, tmp_path: Path) -> None:
             recipe_of(model, **settings)
 
 
-def test_fewer_bits_take_less(folder: Path) -> None:
-    away = {"samplers": 1, "max_completion_length": 16}
-    shape = recipe_of(folder, **away).shape
-    ends, layers = shape.embedding * 2, shape.inside
-    assert held(folder, **away)["weights"] == ends + 2 * layers
-    assert held(folder, **away, quantization="nf4")["weights"] == pytest.approx(ends + 0.52 * layers)
-    eight = held(folder, **away, optimizer="adamw_8bit")["AdamW's moments"]
-    assert eight == pytest.approx(2.03 * shape.trained)
-
-
 def test_each_setting_takes_what_it_says(folder: Path) -> None:
     """Parts by hand: b of bfloat16 is 2; 1,235,814,400 weights, 973,146,112 of them in layers and the last norm."""
     parts = recipe_of(folder, num_generations=4, prompts_per_step=2, max_completion_length=500).phases(24e9)
@@ -149,6 +137,13 @@ def test_each_setting_takes_what_it_says(folder: Path) -> None:
     asleep, awake = ({"engine": "vllm", "llm_arguments": {"enable_sleep_mode": on}} for on in (True, False))
     assert recipe_of(folder, **asleep).phases(24e9)["sampling"] == {"vLLM's share": 0.3 * 24e9}
     assert held(folder, **awake)["vLLM's share"] == 0.3 * 24e9
+    away = {"samplers": 1, "max_completion_length": 16}  # fewer bits take less
+    shape = recipe_of(folder, **away).shape
+    ends, layers = shape.embedding * 2, shape.inside
+    assert held(folder, **away)["weights"] == ends + 2 * layers
+    assert held(folder, **away, quantization="nf4")["weights"] == pytest.approx(ends + 0.52 * layers)
+    eight = held(folder, **away, optimizer="adamw_8bit")["AdamW's moments"]
+    assert eight == pytest.approx(2.03 * shape.trained)
 
 
 def test_the_command_says_it(covey: Command, folder: Path, recipe_folder: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from byte_tokenizer import byte_tokenizer
 from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from tiny_models import tiny_model
-from training_runs import ROWS, build
+from training_runs import ROWS, build, few_vowels
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from command import Command
@@ -30,11 +30,6 @@ from fakes import SMALL
 
 IDS = torch.tensor([[5, 9, 20, 33, 1, 2, 70, 41]])
 QUICK = SMALL | {"max_steps": 4, "save_steps": 2, "eval_steps": 2}
-
-
-def few_vowels(completions: list[Any], **columns: Any) -> list[float]:
-    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    return [sum(letter not in "aeiou" for letter in text) / max(len(text), 1) for text in texts]
 
 
 def train(path: Path, model: str, **changes: Any) -> Path:
@@ -110,6 +105,8 @@ def test_the_merged_model_is_the_policy(covey: Command, export: Any, run: Path, 
     assert not list(tmp_path.glob("*.tmp-*"))
     half = export(run, "half", "--dtype", "bfloat16")
     assert AutoModelForCausalLM.from_pretrained(half, dtype="auto").dtype == torch.bfloat16
+    gguf = export(run, "gguf", "--gguf", "--dtype", "float32") / "model.gguf"
+    assert torch.equal(logits(load_model(gguf, dtype="float32", device="cpu").model), logits(out))
 
 
 def test_the_card(export: Any, run: Path) -> None:
@@ -119,12 +116,9 @@ def test_the_card(export: Any, run: Path) -> None:
     assert {"covey", "grpo"} <= set(card.data.tags)
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     before, *_, after = [record["eval/reward"] for record in records if "eval/reward" in record]
-    for words in (
-        *("Rewards: few_vowels", "`optim.learning_rate`: 0.01", "Steps: 4", "torch 2", "!["),
-        f'from_pretrained("{out}")',
-        f"| before | 0 | reward {before:.4g} |",
-        f"| after | 4 | reward {after:.4g} |",
-    ):
+    rows = (f"| before | 0 | reward {before:.4g} |", f"| after | 4 | reward {after:.4g} |")
+    told = ("Rewards: few_vowels", "`optim.learning_rate`: 0.01", "Steps: 4", "torch 2", "![")
+    for words in (*told, *rows, f'from_pretrained("{out}")'):
         assert words in card.text
     assert (out / "learning_curve.png").stat().st_size > 1000
     assert card.data.eval_results[0].metric_value == after
@@ -148,7 +142,7 @@ def test_the_adapter_alone(export: Any, run: Path, gguf_run: Path, base: Path) -
     for each in (run, gguf_run):
         out = export(each, each.parent.name, "--adapter")
         assert torch.allclose(logits(AutoPeftModelForCausalLM.from_pretrained(out)), trained(base, each), atol=1e-4)
-    assert "AutoPeftModelForCausalLM" in (out / "README.md").read_text()
+        assert "AutoPeftModelForCausalLM" in (out / "README.md").read_text()
     named = export(gguf_run, "named", "--adapter", "--base", "me/base")
     assert json.loads((named / "adapter_config.json").read_text())["base_model_name_or_path"] == "me/base"
     assert not (named / "base_model").exists()
@@ -168,12 +162,6 @@ def test_mlx(export: Any, run: Path, base: Path) -> None:
     factors = peft.factors[name]
     added = config["lora_parameters"]["scale"] * (x @ tensors[f"{name}.lora_a"]) @ tensors[f"{name}.lora_b"]
     assert np.allclose(added, factors.scaling * factors.b @ (factors.a @ x), atol=1e-6)
-
-
-def test_gguf(export: Any, run: Path) -> None:
-    gguf = export(run, "out", "--gguf", "--dtype", "float32") / "model.gguf"
-    found = load_model(gguf, dtype="float32", device="cpu")
-    assert torch.equal(logits(found.model), logits(export(run, "merged")))
 
 
 def test_a_whole_model(export: Any, refused: Any, base: Path, tmp_path: Path) -> None:

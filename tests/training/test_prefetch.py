@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import training_runs
 from test_kill_and_resume import VOLATILE, killed, numbers, run
-from training_runs import HOUSE, Settings, StopAt, failing_at, letters, same_weights, slow, steps_of
+from training_runs import HOUSE, Settings, StopAt, failing_at, letters, rewarding, same_weights, slow, steps_of
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError, RewardError
@@ -111,14 +111,11 @@ def test_dropping_goes_on_without_waiting_and_drops_what_is_too_old() -> None:
         position, metrics = fake.step()  # both are three steps old; the fifth is sampled anew
         assert (fake.synced[0], position) == (3, 10)
         assert (metrics["staleness/dropped_groups"], metrics["staleness/mean"]) == (4, 0)
-
-
-def test_an_evaluation_finds_the_sampler_quiet_and_up_to_date() -> None:
     with FakeRun(2, 1, drop=True) as fake:
         fake.step()
         assert fake.synced == []
         fake.gate.release(100)
-        fake.samples.pause()
+        fake.samples.pause()  # an evaluation finds the sampler quiet and up to date
         assert fake.synced == [1]
         assert all(each.done() for each in fake.samples._begun)
 
@@ -133,8 +130,7 @@ def test_an_error_comes_after_the_groups_before_it_and_ends_the_sampling() -> No
         fake.samples.next()  # the second is under way, and never ends by itself: closing gives it up
 
 
-def begins_with_a_letter(completions: list[str], **columns: Any) -> list[float]:
-    return [float(text[:1].isalpha()) for text in completions]
+begins_with_a_letter = rewarding("begins_with_a_letter", lambda text: float(text[:1].isalpha()))
 
 
 build, trained = (partial(function, held_out=2) for function in (training_runs.build, training_runs.trained))
@@ -267,14 +263,6 @@ def test_a_stale_batch_is_corrected(settings: Settings, monkeypatch: pytest.Monk
     assert record["sampling/importance_sampling_ratio/max"] == pytest.approx(float(ratio.max()), rel=1e-3)
 
 
-def test_which_correction() -> None:
-    phase = PhasePlan((), temperature=1.0, beta=0.0, num_generations=2).at(Elapsed())
-    masked = {"max_staleness": 1, "importance_sampling_correction": "sequence_mask"}
-    for changes, wanted in (({}, None), ({"max_staleness": 1}, "token_truncate"), (masked, "sequence_mask")):
-        found = setup.algorithm_in(GRPOConfig(**changes), phase).correction
-        assert found == (wanted and Correction(wanted, 3.0))
-
-
 @pytest.mark.slow
 def test_evaluations_in_between_change_nothing(settings: Settings) -> None:
     often = trained(settings, name="often", max_staleness=2, eval_steps=1)
@@ -316,9 +304,10 @@ def test_nothing_is_sampled_ahead_over_the_end_of_a_phase_or_of_the_run(settings
         asked.append(len(completions))
         return letters(completions)
 
-    phases = [{"steps": 2, "temperature": 0.7, "num_generations": 2}, {"steps": 3, "beta": 0.0}]
+    phases = [{"steps": 2, "temperature": 0.7, "num_generations": 2, "learning_rate": 1e-3}, {"steps": 3, "beta": 0.0}]
     trainer = trained(settings, counts, phases=phases, max_steps=-1, max_staleness=1, **QUIET)
     assert column(trainer, "phase") == [0, 0, 1, 1, 1]
+    assert column(trainer, "learning_rate")[:2] == [1e-3] * 2
     assert column(trainer, "staleness/max") == [0, 1, 0, 1, 1]
     assert ["kl" in record for record in steps_of(trainer)] == [True, True, False, False, False]
     assert asked == [4, 4, 8, 8, 8, 2]  # the last is the evaluation
@@ -334,13 +323,10 @@ def test_an_error_in_the_thread_ends_the_run_at_its_step_and_it_can_be_resumed(s
     assert column(again, "step") == [1, 2, 3, 4, 5]
     assert again.state.data_position == 10
     assert column(again, "staleness/max") == [0, 1, 0, 1, 2]
-
-
-def test_the_keyboard_ends_the_thread_too(settings: Settings) -> None:
-    trainer = build(settings, max_staleness=1, callbacks=[StopAt(1)])
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    assert list(RunFolder.read(trainer.args.output_dir).checkpoints.iterdir())
+    stopped = build(settings, name="stopped", callbacks=[StopAt(1)])
+    with pytest.raises(KeyboardInterrupt):  # the keyboard ends the thread too
+        stopped.train()
+    assert list(RunFolder.read(stopped.args.output_dir).checkpoints.iterdir())
 
 
 def test_a_checkpoint_is_resumed_to_the_same_bits(settings: Settings) -> None:
@@ -363,7 +349,7 @@ def test_a_killed_run_resumes_to_the_same_bits(recipe_folder: Path, tmp_path: Pa
     assert [record["staleness/max"] for record in steps_of(folder)] == [0, 1, 1, 0, 1, 1]
 
 
-def test_what_cannot_work_is_said_early() -> None:
+def test_what_cannot_work_is_said_early_and_what_is_stale_is_corrected() -> None:
     for changes, words in (
         ({"max_staleness": 1, "num_iterations": 2}, "max_staleness=1: a step takes 2 optimiser steps"),
         ({"stale_groups": "drop"}, "stale_groups='drop' with max_staleness=0"),
@@ -371,3 +357,8 @@ def test_what_cannot_work_is_said_early() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             GRPOConfig(**changes)
+    phase = PhasePlan((), temperature=1.0, beta=0.0, num_generations=2).at(Elapsed())
+    masked = {"max_staleness": 1, "importance_sampling_correction": "sequence_mask"}
+    for changes, wanted in (({}, None), ({"max_staleness": 1}, "token_truncate"), (masked, "sequence_mask")):
+        found = setup.algorithm_in(GRPOConfig(**changes), phase).correction
+        assert found == (wanted and Correction(wanted, 3.0))

@@ -85,9 +85,6 @@ def test_options_are_settings():
     assert length.rates(phase, 0)[0] == config.learning_rate
     assert length.rates(phase, 10)[0] == pytest.approx(1e-6)
     assert GRPOConfig(lr_scheduler_kwargs=None).lr_scheduler_kwargs == {}
-
-
-def test_warmup_steps():
     # ceil(2.5), as transformers
     assert [resolve_warmup_steps(*given) for given in ((7.0, None), (0.1, 25), (0, None))] == [7, 3, 0]
     with pytest.raises(ConfigError, match=r"warmup_steps=0\.1"):
@@ -125,12 +122,14 @@ def test_the_plan_ends_with_its_last_limit():
     assert plan.at(Elapsed(10, 0, 60.0)).name == "phase 2"
     assert [plan.finished(each) for each in (Elapsed(12, 0, 70.0), Elapsed(13, 0, 71.0))] == [False, True]
     assert (plan.total_steps, plan_of(Phase(steps=2), Phase(steps=3)).total_steps) == (None, 5)
-
-
-def test_a_jump_over_a_whole_phase_still_visits_it():
-    plan = plan_of(Phase("a", tokens=10), Phase("b", tokens=10), Phase("c"))
-    names = [plan.at(Elapsed(step, tokens)).name for step, tokens in enumerate([0, 100, 105, 111])]
-    assert names == ["a", "b", "b", "c"]
+    jump = plan_of(Phase("a", tokens=10), Phase("b", tokens=10), Phase("c"))  # over a whole phase: it is visited
+    assert [jump.at(Elapsed(n, tokens)).name for n, tokens in enumerate([0, 100, 105, 111])] == ["a", "b", "b", "c"]
+    endless = plan_of(temperature=0.9)
+    phase = endless.at(Elapsed(10**6))
+    assert (phase.name, phase.temperature, phase.learning_rate) == ("train", 0.9, None)
+    assert not endless.finished(Elapsed(10**6))
+    with pytest.raises(CheckpointError, match=r"phase 3.*has 1"):
+        endless.restore({"index": 2, "start": {"step": 0, "tokens": 0, "seconds": 0.0}})
 
 
 def test_a_resumed_plan_goes_on_where_it_was():
@@ -144,15 +143,6 @@ def test_a_resumed_plan_goes_on_where_it_was():
     assert seen == expected
     assert {phase.name for phase in seen} == {"warmup", "main", "final"}
     assert seen[36].name == "main"  # the cut lies within the phase that began late
-
-
-def test_no_phases_is_one_without_end_and_restores_no_other_plan():
-    plan = plan_of(temperature=0.9)
-    phase = plan.at(Elapsed(10**6))
-    assert (phase.name, phase.temperature, phase.learning_rate) == ("train", 0.9, None)
-    assert not plan.finished(Elapsed(10**6))
-    with pytest.raises(CheckpointError, match=r"phase 3.*has 1"):
-        plan.restore({"index": 2, "start": {"step": 0, "tokens": 0, "seconds": 0.0}})
 
 
 def cutting_plan():

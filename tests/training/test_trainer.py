@@ -1,15 +1,18 @@
-"""The trainer as a user sees it, on a tiny model."""
+"""The trainer as a user sees it, on a tiny model; what counts as right, and which evaluation is the best."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import training_runs as runs
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from test_kill_and_resume import numbers
@@ -19,8 +22,11 @@ from training_runs import ROWS, Settings, StopAt, build, failing_at, letters, sa
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError, DataError, ModelError, RewardError, RunFolderError
 from covey.observe import describe_metric
+from covey.observe.observers import BaseObserver, Observers
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.backend import BACKEND
+from covey.training import recorder
+from covey.training.setup import load_data, require_measured
 
 GMPO_FILE = Path(__file__).parents[2] / "recipes" / "gmpo" / "gmpo.py"
 GMPO = f"{GMPO_FILE}:gmpo"
@@ -116,8 +122,8 @@ def test_every_variant_trains(settings: Settings, changes: Settings) -> None:
 
 def test_micro_batches_do_not_change_the_run(settings: Settings) -> None:
     settings["loss_type"] = "dapo"
-    runs = [trained(settings, tokens_per_micro_batch=budget, name=f"{budget}") for budget in (10_000, 16)]
-    torch.testing.assert_close(*(run.policy.state_dict() for run in runs), atol=2e-4, rtol=0)
+    both = [trained(settings, tokens_per_micro_batch=budget, name=f"{budget}") for budget in (10_000, 16)]
+    torch.testing.assert_close(*(run.policy.state_dict() for run in both), atol=2e-4, rtol=0)
 
 
 def test_out_of_memory_halves_the_budget_and_repeats_the_step(
@@ -200,24 +206,9 @@ def test_reward_error_names_function_and_run_is_resumable(settings: Settings, ch
     assert same_weights(again, trained(settings, **changes, name="whole"))
 
 
-def test_phases_change_settings(settings: Settings) -> None:
-    warm_up = {"name": "warm-up", "steps": 1, "temperature": 0.7, "num_generations": 2, "learning_rate": 1e-3}
-    phases = [warm_up, {"name": "main", "steps": 1, "beta": 0.0}]
-    first, second = trained(settings, phases=phases, max_steps=-1).state.log_history
-    folder = RunFolder.read(settings["output_dir"])
-    assert [len(folder.read_completions(step)) for step in (1, 2)] == [4, 8]
-    assert (first["phase"], second["phase"], first["learning_rate"]) == (0, 1, 1e-3)
-    assert ("kl" in first, "kl" in second) == (True, False)
-
-
 def test_early_stop_and_best_model(settings: Settings) -> None:
     settings |= {"max_steps": 12, "eval_steps": 1, "early_stopping_patience": 2, "load_best_model_at_end": True}
-    held_out = iter([0.5, 0.9] + [0.1] * 20)
-
-    def judge(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        return [next(held_out)] * 2 if len(prompts) == 2 else letters(completions)
-
-    trainer = trained(settings, judge, held_out=2)
+    trainer = ended(settings, held_out(0.5, 0.9, *[0.1] * 20))
     assert (trainer.state.best_step, trainer.state.global_step) == (1, 3)
     assert holds_adapter(trainer, Path(settings["output_dir"], "best"))
 
@@ -273,9 +264,7 @@ def test_bad_input_is_one_clear_error(settings: Settings, tmp_path: Path) -> Non
         trainer().train()
 
 
-def test_a_stopped_run_goes_on_to_the_same_bits(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_resumes_exactly(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copy(GMPO_FILE, "mine.py")
     settings |= {"loss_type": "mine.py:gmpo", "loss_parameters": {"clip": 0.2}, "num_iterations": 2, "max_steps": 5}
@@ -291,3 +280,160 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
     assert GRPOConfig.from_toml("broken/config.toml").loss_type == str(Path("mine.py:gmpo").resolve())
     recipe = GRPOConfig.from_toml(GMPO_FILE.parent / "recipe.toml")  # names the file beside it
     assert dict(recipe.algorithm.objective().parameters) == {"clip": 0.4}
+
+
+BEST: Settings = {"eval_steps": 1, "load_best_model_at_end": True}
+
+
+has_e, has_a = (runs.rewarding(f"has_{letter}", lambda text, letter=letter: float(letter in text)) for letter in "ea")
+
+
+make, ended = (partial(function, held_out=2) for function in (build, trained))
+
+
+def held_out(*values: float) -> Any:
+    """A reward that gives these, one an evaluation, for the two held-out prompts."""
+    left = iter(values)
+
+    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        return [next(left)] * 2 if len(prompts) == 2 else runs.distinct(completions)
+
+    return reward
+
+
+FALLING = (1.0, 0.75, 0.5, 0.25, 0.0)
+"""The first evaluation is the best one."""
+
+
+def test_accuracy_is_the_named_reward(settings: Settings) -> None:
+    trainer = ended(settings, [has_e, has_a], correctness="has_a", num_generations_eval=8, eval_temperature=1.0)
+    for kind in ("", "eval/"):
+        records = [record for record in trainer.state.log_history if f"{kind}accuracy" in record]
+        assert [record[f"{kind}accuracy"] for record in records] == [r[f"{kind}rewards/has_a/mean"] for r in records]
+        assert len(records) == 2
+    assert trainer.best_metric == "eval/accuracy"
+
+
+@pytest.mark.parametrize("use_peft", [True, slow(False)])
+def test_a_run_whose_first_evaluation_is_the_best_ends_with_those_weights(settings: Settings, use_peft: bool) -> None:
+    changes = BEST | {"use_peft": use_peft, "max_steps": 3}
+    trainer = make(settings, held_out(*FALLING), **changes)
+    before = trainer.policy.state_dict()
+    trainer.train()
+    assert trainer.state.best_step == 0
+    assert same_weights(before, trainer)
+    what, name = ("adapter", "adapter_model") if use_peft else ("model", "model")
+    said = f"adapter/ holds the {what} of step 0, the best evaluation (eval/reward 1)"
+    run, file = settings["output_dir"], RunFolder.read(settings["output_dir"]).adapter / f"{name}.safetensors"
+    assert runs.events(run, "adapter") == [said]
+    saved = load_file(file)
+    ended(settings, held_out(*FALLING), resume=True, **changes)  # and so does its resume
+    assert runs.events(run, "adapter") == [said, said]
+    assert same_weights(saved, load_file(file))
+    (RunFolder.read(run).checkpoints / "step_000000" / "policy.safetensors").unlink()
+    ended(settings, held_out(*FALLING), resume=True, **changes)  # with the best weights gone, the last ones are kept
+    assert "the weights of step 0" in runs.events(run, "warning")[-1]
+    assert runs.events(run, "adapter")[-1] == f"adapter/ holds the {what} of step 3, the last one"
+
+
+def test_a_kill_between_best_and_checkpoint_repeats_steps(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    class KilledError(BaseException):
+        """What no handler of the run sees, as a SIGKILL."""
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KilledError
+
+    changes = BEST | {"eval_on_start": False}
+    unbroken = ended(settings, runs.distinct, **changes, name="unbroken")
+    with monkeypatch.context() as patched:
+        patched.setattr(recorder, "save_checkpoint", killed)
+        with pytest.raises(KilledError):
+            ended(settings, runs.distinct, **changes)
+    folder = RunFolder.read(settings["output_dir"])
+    assert folder.best.is_dir()
+    assert list(folder.checkpoints.iterdir()) == []
+    resumed = ended(settings, runs.distinct, resume=True, **changes)
+    assert "before its first checkpoint: it begins again" in runs.events(folder.path, "warning")[-1]
+    for name in ("best_step", "best_metric", "num_tokens", "policy_version"):
+        assert getattr(resumed.state, name) == getattr(unbroken.state, name), name
+    assert same_weights(unbroken, resumed)
+
+
+def test_several_rewards_of_0_and_1_say_nothing_about_what_is_right(settings: Settings) -> None:
+    """And the scale of the best evaluation stays over a resume."""
+    settings |= {"eval_steps": 1, "save_steps": 1}
+    trainer = ended(settings, [has_e, has_a], max_steps=1)
+    names = {name for record in trainer.state.log_history for name in record}
+    assert {"reward", "eval/reward"} <= names
+    assert not names & {"accuracy", "eval/accuracy"}
+    assert trainer.best_metric == trainer.state.best_metric_name == "eval/reward"
+    with pytest.raises(ConfigError, match="by eval/reward so far and would go on by eval/accuracy"):
+        ended(settings, [has_e, has_a], resume=True, correctness="has_e")
+    same = ended(settings, [has_e, has_a], resume=True)
+    assert same.state.best_metric == max(r["eval/reward"] for r in same.state.log_history if "eval/reward" in r)
+
+
+def test_a_resume_is_told_of_the_last_evaluation(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+
+    class Listening(BaseObserver):
+        def on_run_start(self, config: Any, info: Any) -> None:
+            told.append(info["last_eval"])
+
+    monkeypatch.setattr(recorder, "make_observers", lambda *_, **__: Observers([Listening()]))
+    settings |= {"eval_steps": 1, "save_steps": 1}
+    ended(settings, has_e, max_steps=1)
+    with RunFolder.create(settings["output_dir"], resume=True) as folder:  # nobody wrote the run's own lines
+        for step, line in ((0, {"eval/reward": 0.25}), (1, {"phase": 0}), (1, {"eval/reward": 0.5})):
+            folder.append_metrics(step, line)
+    ended(settings, has_e, resume=True)
+    assert told == [None, {"step": 1, "eval/reward": 0.5}]
+
+
+def test_held_out_rows_that_are_trained_on_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    def said(train: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> str:
+        caplog.clear()
+        load_data(GRPOConfig(), None, has_e, train, held_out)
+        return caplog.text
+
+    named = [row | {"uid": str(number)} for number, row in enumerate(ROWS[:4])]
+    assert "2 of the 3 held-out rows (data.eval_dataset) are training rows too" in said(named, [*ROWS[:2], ROWS[4]])
+    assert said(ROWS[:2], ROWS[2:]) == ""
+    assert said([ROWS[0] | {"answer": "1"}], [ROWS[0] | {"answer": "2"}]) == ""
+
+
+def test_settings_that_are_read_otherwise_or_refused() -> None:
+    """Names of metrics as transformers writes them; what cannot say which is best; half precision."""
+    reward = "eval/reward"
+    names = {"eval_reward": reward, "reward": reward, "eval_accuracy": "eval/accuracy", "x": "eval/x"}
+    assert {name: GRPOConfig(metric_for_best_model=name).metric_for_best_model for name in names} == names
+    for name in ("eval_loss", "loss", "eval/kl", "eval/seconds", "eval/completions/clipped_ratio"):
+        with pytest.raises(ConfigError, match="of which more is better"):
+            GRPOConfig(metric_for_best_model=name)
+    for dtype in ("bfloat16", "float16"):
+        with pytest.raises(ConfigError, match="use_peft=False: weights that are trained in half precision"):
+            GRPOConfig(dtype=dtype, use_peft=False)
+
+
+def test_what_is_not_measured_stops_the_run_before_its_first_step(settings: Settings) -> None:
+    with pytest.raises(ConfigError, match=r"eval/rewards/has_b/mean.*use eval/rewards/has_e/mean"):
+        make(settings, has_e, metric_for_best_model="eval_rewards/has_b/mean")
+    trainer = make(settings, has_e, metric_for_best_model="eval/rewart")
+    with pytest.raises(ConfigError, match="did you mean 'eval/reward'"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    with pytest.raises(ConfigError, match="no held-out prompts"):
+        build(settings, has_e, load_best_model_at_end=True)
+    with pytest.raises(ConfigError, match=r"phases\[0\]\.min_accuracy=0\.5: nothing says here"):
+        make(settings, has_e, phases=[{"steps": 2, "min_accuracy": 0.5}], max_steps=-1)
+    with pytest.raises(ConfigError, match="use eval/reward, eval/shiny"):  # and that is not refused then
+        require_measured("eval/nothing", ["eval/num_completions", "eval/reward", "eval/shiny", "eval/seconds"])
+
+
+def test_rewards_named_in_the_settings_are_used_from_python_too(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def same(completions, **columns):\n    return [0.5 for _ in completions]\n")
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
+    args = GRPOConfig(**settings | {"functions": [f"{tmp_path / 'mine.py'}:same"], "dataset": tmp_path / "rows.jsonl"})
+    trainer = GRPOTrainer(args=args)
+    assert trainer.data.scorer.names == ("same",)
+    assert (trainer.only_in_memory, make(settings, has_e).only_in_memory) == (False, True)

@@ -1,18 +1,24 @@
-"""Masks that depend on the policy belong to the whole step, whatever rows have a gradient."""
+"""Masks that depend on the policy belong to the whole step, whatever rows have a gradient; and its ledger."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from learner_cases import make_batch, make_learner
+from training_runs import Settings, distinct, slow, steps_of, trained
 
 from covey.config.algorithm import AlgorithmConfig
+from covey.observe.completions import read_table
+from covey.observe.run_folder import RunFolder
+from covey.training import tables
 from covey.training.schedule import TrainerState
-from covey.training.update import Update, update
+from covey.training.tables import Ledger, token_columns
+from covey.training.update import Pass, Update, update
 from covey.types import Batch
 from loss_reference import Completed, reference_loss
 
@@ -41,13 +47,6 @@ def spied(learner: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[dict[str,
     return options, results
 
 
-def test_entropy_quantile_counts_the_tokens_of_tied_groups() -> None:
-    batch = with_a_tied_group()
-    done = learn(make_learner(), batch, top_entropy_quantile=0.5)
-    assert done.metrics["mask/top_entropy_quantile"] == pytest.approx(0.5, abs=1 / int(batch.mask.sum()))
-    assert done.batch.mask[:4].any()  # some of the tied group's tokens are among the most uncertain ones
-
-
 def test_a_row_masked_in_the_first_pass_has_its_old_logprobs_in_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
     batch, learner = make_batch(), make_learner()
     options, _ = spied(learner, monkeypatch)
@@ -71,20 +70,21 @@ def test_what_trained_nothing_says_why() -> None:
     assert "every token is masked (off_policy_mask)" in done.skipped
 
 
-def by_the_reference(batch: Batch, learner: Any, **options: Any) -> dict[str, float]:
-    """The step's loss and metrics from log-probabilities alone, one sequence at a time."""
+def sequences_of(batch: Batch, learner: Any, run: Any = None) -> list[Completed]:
+    """For the reference, which sees log-probabilities alone (of a run, its own), one sequence at a time."""
     rows = np.arange(len(batch.episodes))
-    logp, entropy = learner.scores(batch, rows, temperature=1.0, entropy=True)
+    found, entropy = learner.scores(batch, rows, temperature=1.0, entropy=True)
     ref, _ = learner.scores(batch, rows, temperature=1.0, reference=True)
-    exists = batch.mask | np.any(list(batch.excluded.values()), axis=0) if batch.excluded else batch.mask
+    if run is not None:  # rows that were not run have no gradient
+        found = np.where(run.scored, run.logp, found)
     sequences = []
     for row in rows:
-        here = exists[row]
-        parts = (torch.tensor(x[row, here], dtype=torch.float64) for x in (logp, batch.old_logprobs, ref, entropy))
-        before = torch.tensor(logp[row, here], dtype=torch.float64)
+        here = (each[row, batch.sampled[row]] for each in (found, batch.old_logprobs, ref, entropy))
+        parts = [torch.tensor(each, dtype=torch.float64) for each in here]
+        parts[0].requires_grad_()
         dropped = not batch.mask[row].any()
-        sequences.append(Completed(*parts, float(batch.advantages[row, 0]), before, dropped))
-    return reference_loss(sequences, **options)[1]
+        sequences.append(Completed(*parts, float(batch.advantages[row, 0]), parts[0].detach(), dropped))
+    return sequences
 
 
 def with_a_masked_row(batch: Batch) -> Batch:
@@ -115,7 +115,8 @@ def test_a_step_is_that_of_the_reference(loss_type: str, settings: dict[str, Any
     if "correction" in options:
         options["correction"], cap = options["correction"].split(":")
         options["cap"] = float(cap)
-    wanted = by_the_reference(batch, learner, loss_type=loss_type, beta=0.3, max_length=12, **options)
+    sequences = sequences_of(batch, learner)
+    _, wanted = reference_loss(sequences, loss_type=loss_type, beta=0.3, max_length=12, **options)
     done = learn(learner, batch, loss_type, 0.3, **settings)
     for name in ("loss", "policy_loss", "kl", "entropy", "ratio/mean", "mask_ratio"):
         assert done.metrics[name] == pytest.approx(wanted[name.split("/")[0]], rel=2e-4, abs=1e-6), name
@@ -170,12 +171,15 @@ def test_the_numbers_of_several_passes_are_their_means_and_extremes(monkeypatch:
     assert done.metrics["mask_ratio"] == pytest.approx((12 / 12 + 11 / 12 + 9 / 12) / 3)
 
 
-def test_the_mismatch_is_over_all_tokens_where_all_were_scored() -> None:
+def test_entropy_quantile_and_mismatch_count_the_tokens_of_tied_groups() -> None:
     batch, name = with_a_tied_group(), "sampling/sampling_logp_difference/mean"
+    done = learn(make_learner(), batch, top_entropy_quantile=0.5)
+    assert done.metrics["mask/top_entropy_quantile"] == pytest.approx(0.5, abs=1 / int(batch.mask.sum()))
+    assert done.batch.mask[:4].any()  # some of the tied group's tokens are among the most uncertain ones
     far = np.abs(make_learner().scores(batch, np.arange(12), temperature=1.0)[0] - batch.old_logprobs)
-    masked = learn(make_learner(), batch, top_entropy_quantile=0.5)
-    assert masked.metrics[name] == pytest.approx(far[batch.mask].mean(), rel=1e-4)
-    assert learn(make_learner(), batch).metrics[name] == pytest.approx(far[4:][batch.mask[4:]].mean(), rel=1e-4)
+    assert done.metrics[name] == pytest.approx(far[batch.mask].mean(), rel=1e-4)
+    alone = learn(make_learner(), batch)  # where not all were scored, only of those that were
+    assert alone.metrics[name] == pytest.approx(far[4:][batch.mask[4:]].mean(), rel=1e-4)
 
 
 @pytest.mark.parametrize("loss_type", ["kl_cov", "clip_cov"])
@@ -235,3 +239,104 @@ def test_masks_of_fresh_samples_need_no_forward_pass(monkeypatch: pytest.MonkeyP
     assert first.metrics["loss"] == pytest.approx(second.metrics["loss"], abs=1e-6)
     assert first.metrics["grad_norm"] == pytest.approx(second.metrics["grad_norm"], rel=1e-4)
     assert first.metrics["sampling/sampling_logp_difference/max"] < 1e-5
+
+
+CORRECTED = {"importance_sampling_correction": "token_truncate:2"}
+
+
+def passes_of(batch: Batch, learner: Any = None, rate: float = 0.0, **settings: Any) -> tuple[list[Pass], Any, Any]:
+    """Every pass of an update, with its result and its learner."""
+    seen: list[Pass] = []
+    learner, section = learner or make_learner(tokens_per_micro_batch=40), AlgorithmConfig(**settings)
+    done = update(learner, batch, section, rate, temperature=1.0, max_completion_length=12, observe=seen.append)
+    return seen, done, learner
+
+
+@pytest.mark.parametrize("correction", [{}, CORRECTED], ids=["", "corrected"])
+@pytest.mark.parametrize("extra", [{}, {"beta": 0.3}, {"beta": 0.1, "entropy_coef": 0.05}], ids=["", "kl", "entropy"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "gspo", "dr_grpo", "reinforce"])
+def test_contributions_add_up_to_the_loss(loss_type: str, extra: dict[str, float], correction: Any) -> None:
+    batch = with_a_masked_row(with_a_tied_group())
+    settings = {"loss_type": loss_type, "beta": 0.0, "entropy_coef": 0.0} | extra | correction
+    (seen,), done, learner = passes_of(batch, **settings)
+    columns, sequences = token_columns(seen), sequences_of(batch, learner, seen.gradients)
+    names = {"correction": "token_truncate", "cap": 2.0} if correction else {}
+    loss, _ = reference_loss(sequences, loss_type=loss_type, max_length=12, **extra, **names)
+    loss.backward()
+    assert columns["loss"].sum() == pytest.approx(float(loss.detach()), rel=1e-6, abs=1e-9)
+    assert columns["loss"].sum() == pytest.approx(done.metrics["loss"], rel=1e-4, abs=1e-6)
+    for row in seen.rows:
+        wanted = sequences[row].logp.grad
+        found = columns["gradient"][row, batch.sampled[row]]
+        np.testing.assert_allclose(found, 0 if wanted is None else wanted.numpy(), rtol=1e-5, atol=1e-9)
+    assert not columns["loss"][5].any()  # masked
+    assert not columns["gradient"][5].any()
+
+
+def test_a_second_pass_has_ratios_that_moved_and_counts_what_is_clipped() -> None:
+    learner, batch = make_learner(), make_batch()
+    own = learner.scores(batch, np.arange(12), temperature=1.0)[0]
+    batch = replace(batch, old_logprobs=np.where(batch.mask, own, 0).astype(np.float32))
+    settings = {"loss_type": "grpo", "beta": 0.0, "num_iterations": 2, "num_minibatches": 2}
+    seen, done, _ = passes_of(batch, learner, 0.1, **settings)
+    assert [each.number for each in seen] == [0, 1, 2, 3]
+    assert sorted(np.concatenate([seen[0].part, seen[1].part])) == list(range(12))
+    columns = [token_columns(each) for each in seen]
+    assert columns[0]["ratio"][seen[0].batch.mask] == pytest.approx(1, abs=1e-5)
+    clipped = [c["clipped"][p.batch.mask].mean() for c, p in zip(columns, seen, strict=True)]
+    assert max(clipped) > 0.1
+    assert np.mean(clipped) == pytest.approx(done.metrics["clip_ratio/region_mean"], abs=1e-6)
+    _, entropy = learner.scores(seen[-1].batch, seen[-1].rows, temperature=1.0, entropy=True)
+    assert columns[-1]["entropy"].shape == entropy.shape
+
+
+def test_rows_name_tokens_and_reasons_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch()
+    mask = batch.mask.copy()
+    mask[1, 0] = False
+    batch = replace(batch, mask=mask, excluded={"top_entropy_quantile": batch.mask & ~mask})
+    (seen,), _, _ = passes_of(batch, loss_type="grpo", beta=0.0)
+    one = Ledger(lambda ids: f"<{ids[0]}>")
+    one(seen)
+    assert len(one.rows) == batch.sampled.sum()
+    masked = [row for row in one.rows if row["masked_by"]]
+    assert [(row["row"], row["position"], row["masked_by"]) for row in masked] == [(1, 0, "top_entropy_quantile")]
+    assert masked[0]["loss"] == masked[0]["gradient"] == 0
+    first = batch.episodes[0]
+    assert [r["token"] for r in one.rows if r["row"] == 0] == [f"<{t}>" for t in first.token_ids[first.sampled]]
+    monkeypatch.setattr(tables, "MOST_TOKENS", 10)
+    few = Ledger(str)
+    few(seen)
+    assert 0 < len(few.rows) <= 10
+
+
+def test_ledgers_change_no_number_and_a_resume_drops_later_ones(settings: Settings, tmp_path: Path) -> None:
+    settings |= {"max_steps": 4, "save_steps": 3, "beta": 0.04}
+    losses = []
+    for name, ledger in (("without", "off"), ("with", "off,all:2")):
+        trainer = trained(settings, distinct, output_dir=str(tmp_path / name), ledger=ledger)
+        losses.append([record["loss"] for record in steps_of(trainer)])
+    assert losses[0] == losses[1]
+    folder = tmp_path / "with" / "ledger"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000002.parquet", "step_000004.parquet"]
+    tokens = read_table(folder / "step_000002.parquet")
+    assert sum(token["loss"] for token in tokens) == pytest.approx(losses[1][1], abs=1e-6)
+    assert {"kl", "entropy", "sampler_logp", "weight", "clipped"} <= tokens[0].keys()
+    with RunFolder.open(tmp_path / "with") as run:
+        run.truncate_after(3)
+    assert [path.name for path in folder.iterdir()] == ["step_000002.parquet"]
+    assert not (tmp_path / "without" / "ledger").exists()
+
+
+@pytest.mark.parametrize("estimator", ["exact", slow("exact_weighted")])
+def test_a_kl_over_the_vocabulary_is_a_part_of_the_loss(estimator: str) -> None:
+    batch = with_a_masked_row(with_a_tied_group())
+    (seen,), done, _ = passes_of(batch, beta=0.3, kl_estimator=estimator)
+    (without,), _, _ = passes_of(batch, beta=0.0)
+    columns, others = token_columns(seen), token_columns(without)
+    assert columns["loss"].sum() == pytest.approx(done.metrics["loss"], rel=1e-4, abs=1e-6)
+    assert columns["kl"][batch.mask].mean() == pytest.approx(done.metrics["kl"], rel=1e-4)
+    assert columns["kl"][batch.mask].max() > 1e-4
+    own = columns["loss"] - 0.3 * columns["kl"] * columns["weight"]
+    np.testing.assert_allclose(own, others["loss"], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(columns["gradient"], others["gradient"], rtol=1e-5, atol=1e-7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,28 @@ def slow(*values: Any, **options: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow, **options)
 
 
-def letters(completions: list[str], **columns: Any) -> list[float]:
-    return [sum(c.isalpha() for c in text) / 8 for text in completions]
+def rewarding(name: str, score: Callable[[str], float | None]) -> Any:
+    """A reward function of each completion by itself."""
+
+    def reward(completions: list[str], **columns: Any) -> list[float | None]:
+        return [score(text) for text in completions]
+
+    reward.__name__ = name
+    return reward
+
+
+letters = rewarding("letters", lambda text: sum(c.isalpha() for c in text) / 8)
+distinct = rewarding("distinct", lambda text: len(set(text)) / 8)
+few_vowels = rewarding("few_vowels", lambda text: sum(c not in "aeiou" for c in text) / max(len(text), 1))
+first_letter_early = rewarding("first_letter_early", lambda text: float(text[:1].lower() < "n"))
+always = rewarding("always", lambda text: 1.0)
 
 
 def failing_at(call: int) -> Any:
     """A reward function, named fragile, that raises in its `call`-th call."""
     calls: list[int] = []
 
-    def fragile(completions: list[str], **columns: Any) -> list[float]:
+    def fragile(completions: list[str], **columns: Any) -> Any:
         calls.append(1)
         if len(calls) == call:
             raise ZeroDivisionError("no such luck")
