@@ -64,9 +64,7 @@ def test_train_eval_sample_report(covey: Command, recipe_folder: Path, tmp_path:
     assert picture.stat().st_size > 5_000
 
 
-def test_config_prints_what_a_recipe_means_and_explains_settings(
-    covey: Command, recipe_folder: Path, tmp_path: Path
-) -> None:
+def test_config_prints_what_a_recipe_means_and_explains(covey: Command, recipe_folder: Path, tmp_path: Path) -> None:
     out = covey.done("config", recipe_folder, "kl_coef=0.5")
     assert re.search(r"^beta = 0.5$", out, re.MULTILINE)
     assert "kl_coef" not in out

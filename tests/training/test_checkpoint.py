@@ -146,11 +146,6 @@ def flip(path):
     (path / "policy.safetensors").write_bytes(weights)
 
 
-def empty(path):
-    for name in ("state.json", "policy.safetensors", "COMPLETE"):
-        (path / name).write_bytes(b"")
-
-
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -158,7 +153,7 @@ def empty(path):
         (lambda path: os.truncate(path / "policy.safetensors", 20), "has 20 bytes"),
         (lambda path: (path / "state.json").unlink(), "state.json is missing"),
         (lambda path: (path / "COMPLETE").unlink(), "no COMPLETE file"),
-        (empty, "COMPLETE file is damaged"),
+        (lambda path: [file.write_bytes(b"") for file in path.iterdir()], "COMPLETE file is damaged"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_with_a_way_out(tmp_path, caplog, damage, reason):

@@ -77,7 +77,7 @@ def test_a_step_by_hand_is_the_step_of_train(settings: Settings) -> None:
     assert make(settings, beta=0.0).ref_model is None
 
 
-def test_what_is_given_wrongly_is_named(settings: Settings) -> None:
+def test_what_is_given_wrongly_is_named(settings: Settings, other: Path) -> None:
     with pytest.raises(ConfigError, match="model and policy_model: two names of one argument"):
         GRPOTrainer("a", policy_model="b", args=GRPOConfig(**settings))
     with pytest.raises(ConfigError, match="reward_funcs and reward_function: two names"):
@@ -92,6 +92,17 @@ def test_what_is_given_wrongly_is_named(settings: Settings) -> None:
     of_task = GRPOTrainer(args=GRPOConfig(**(settings | {"task": "arithmetic", "max_completion_length": 4})))
     with pytest.raises(DataError, match=r"data.task='arithmetic' makes it .* pass rows of trainer.data.train"):
         of_task.train_step([{"question": "1+1", "answer": "2"}])
+    small = tiny_model("llama", vocab_size=384)
+    for model, changes, error, why in (
+        (other, {"beta": 0.0}, ConfigError, "ref_model=.*nothing compares with it"),
+        (other, {"reference_update_steps": 9}, ConfigError, "ref_model=.*reference_update_steps"),
+        (other, {"max_staleness": 1}, ConfigError, "ref_model=.*max_staleness=0"),
+        (other, {"learners": 2}, ConfigError, "ref_model=.*set distributed.learners to 1"),
+        (3, {}, ConfigError, "ref_model=int: no model"),
+        (small, {}, ModelError, r"ref_model=LlamaForCausalLM: .*give a model of its form"),
+    ):
+        with pytest.raises(error, match=why):
+            make(settings, model, **changes)
 
 
 @pytest.mark.parametrize("use_peft", [True, False])
@@ -146,20 +157,6 @@ def test_a_reference_that_is_another_adapter(settings: Settings, tmp_path: Path,
         trainer = make(settings | {"model": named}, named)
         assert trainer.policy.reference.is_base_model
         assert trainer.args.model.fused_layers
-
-
-def test_references_that_are_not_served(settings: Settings, other: Path) -> None:
-    small = tiny_model("llama", vocab_size=384)
-    for model, changes, error, why in (
-        (other, {"beta": 0.0}, ConfigError, "ref_model=.*nothing compares with it"),
-        (other, {"reference_update_steps": 9}, ConfigError, "ref_model=.*reference_update_steps"),
-        (other, {"max_staleness": 1}, ConfigError, "ref_model=.*max_staleness=0"),
-        (other, {"learners": 2}, ConfigError, "ref_model=.*set distributed.learners to 1"),
-        (3, {}, ConfigError, "ref_model=int: no model"),
-        (small, {}, ModelError, r"ref_model=LlamaForCausalLM: .*give a model of its form"),
-    ):
-        with pytest.raises(error, match=why):
-            make(settings, model, **changes)
 
 
 def test_the_page_names_what_is_there() -> None:

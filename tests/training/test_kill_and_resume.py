@@ -152,10 +152,9 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("name", "weights", "metrics"), [("run", "adapter", "metrics"), ("agents", "agents", "agents_metrics")]
-)
-def test_a_run_of_an_earlier_version_resumes(earlier: Path, name: str, weights: str, metrics: str) -> None:
+@pytest.mark.parametrize("names", [("run", "adapter", "metrics"), ("agents", "agents", "agents_metrics")])
+def test_a_run_of_an_earlier_version_resumes_to_its_numbers(earlier: Path, names: tuple[str, str, str]) -> None:
+    name, weights, metrics = names
     run("resume", earlier / name)
     ours = load_file(earlier / name / "adapter/adapter_model.safetensors")
     theirs = load_file(earlier / f"expected/{weights}.safetensors")
@@ -395,31 +394,27 @@ def test_steps_that_are_missing_or_cannot_be_reached(copy: Path, tmp_path: Path,
         replay(copy, 2, ["run.seed=1"])
 
 
-def of_rows(change: Change) -> Change:
-    return lambda path: change_rows(path, change)
-
-
 def first_episode(**values: Any) -> Change:
-    return of_rows(lambda rows: rows[0]["episodes"][0].update(values))
+    return edit_batch(4, lambda rows: rows[0]["episodes"][0].update(values))
 
 
 DAMAGE: dict[str, Change] = {
-    "is damaged": lambda path: path.write_bytes(b"PAR1" + bytes(200)),
-    "its columns are not those of a step": lambda path: pq.write_table(pa.table({"group": [0]}), path),
-    "it is of step 2, not of 4": lambda path: shutil.copy(path.with_name("step_000002.parquet"), path),
+    "is damaged": lambda run: (run / STEP_4).write_bytes(b"PAR1" + bytes(200)),
+    "its columns are not those of a step": lambda run: pq.write_table(pa.table({"group": [0]}), run / STEP_4),
+    "it is of step 2, not of 4": lambda run: shutil.copy(run / STEP_4.replace("4.", "2."), run / STEP_4),
     "runs do not add up": first_episode(runs=[3, 1]),
     "log-probabilities are not one a sampled token": first_episode(logprobs=[0.0]),
     "whole numbers from 0": first_episode(token_ids=[-1, 5]),
-    "facts|out of order|Expecting": of_rows(lambda rows: rows.reverse()),
-    "facts of the step": of_rows(lambda rows: rows[0].update(facts='{"format": 1}')),
-    r"is damaged \(": of_rows(lambda rows: rows[0].update(facts="[" * 100_000)),
-    "has the token id 2147483647": of_rows(huge_token),
+    "facts|out of order|Expecting": edit_batch(4, lambda rows: rows.reverse()),
+    "facts of the step": edit_batch(4, lambda rows: rows[0].update(facts='{"format": 1}')),
+    r"is damaged \(": edit_batch(4, lambda rows: rows[0].update(facts="[" * 100_000)),
+    "has the token id 2147483647": edit_batch(4, huge_token),
 }
 
 
 @pytest.mark.parametrize("said", DAMAGE)
 def test_a_damaged_batch_is_one_clear_error(copy: Path, said: str) -> None:
-    DAMAGE[said](copy / STEP_4)
+    DAMAGE[said](copy)
     with pytest.raises(RunFolderError, match=said):
         replay(copy, 4)
 

@@ -147,11 +147,8 @@ def learnt(trainer: GRPOTrainer) -> list[dict[str, Any]]:
 
 
 def column(trainer: GRPOTrainer, name: str) -> list[Any]:
-    return [record[name] for record in steps_of(trainer)]
-
-
-def evaluated(trainer: GRPOTrainer) -> list[float]:
-    return [record["eval/reward"] for record in trainer.state.log_history if "eval/reward" in record]
+    records = trainer.state.log_history if name.startswith("eval/") else steps_of(trainer)
+    return [record[name] for record in records if name in record]
 
 
 def repeated(one: GRPOTrainer, other: GRPOTrainer) -> bool:
@@ -267,13 +264,13 @@ def test_a_stale_batch_is_corrected(settings: Settings, monkeypatch: pytest.Monk
 def test_evaluations_in_between_change_nothing(settings: Settings) -> None:
     often = trained(settings, name="often", max_staleness=2, eval_steps=1)
     assert repeated(often, trained(settings, name="never", max_staleness=2, **QUIET))
-    evaluations = evaluated(often)
+    evaluations = column(often, "eval/reward")
     assert len(evaluations) == 6
     assert often.evaluate()["eval/reward"] == evaluations[-1]
     dropping = trained(settings, name="drop", max_staleness=2, stale_groups="drop", eval_steps=2, max_steps=6)
     assert len(steps_of(dropping)) == 6
     assert max(column(dropping, "staleness/max")) <= 2
-    assert dropping.evaluate()["eval/reward"] == evaluated(dropping)[-1]
+    assert dropping.evaluate()["eval/reward"] == column(dropping, "eval/reward")[-1]
 
 
 VARIANTS: list[Settings] = [

@@ -165,10 +165,7 @@ def test_low_accuracy_cuts_the_learning_rate_once_for_ten_steps():
     assert [plan.note_accuracy(x) for x in [0.0] * 9 + [1.6] + [0.0] * 9] == 19 * [False]
     assert plan.note_accuracy(0.0)
     assert not plan.note_accuracy(None)
-
-
-def test_a_resume_keeps_the_cut_and_what_led_to_the_next_one():
-    plan, again = cutting_plan(), cutting_plan()
+    plan, again = cutting_plan(), cutting_plan()  # a resume keeps the cut and what led to the next one
     for _ in range(15):
         plan.note_accuracy(0.1)
     again.restore(plan.state())

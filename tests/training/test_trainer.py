@@ -183,7 +183,7 @@ def test_rewards_of_all_kinds_in_one_run(settings: Settings) -> None:
         assert row["first letter"] == row["completion"][:1]
 
 
-def test_a_task_brings_prompts_rewards_and_length(settings: Settings) -> None:
+def test_a_task_brings_prompts_rewards_and_length(settings: Settings, tmp_path: Path) -> None:
     del settings["max_completion_length"]
     trainer = GRPOTrainer(args=GRPOConfig(**settings, task="arithmetic:kinds=sum,digits=1,num_eval=5"))
     assert (trainer.args.max_completion_length, trainer.data.scorer.names) == (32, ("correct_number",))
@@ -191,6 +191,12 @@ def test_a_task_brings_prompts_rewards_and_length(settings: Settings) -> None:
     questions = {prompt.content[-1]["content"] for prompt in trainer.prompts}
     assert questions.isdisjoint(prompt.content[-1]["content"] for prompt in trainer.eval_prompts)
     assert trainer.prompts[0].content[0] == {"role": "system", "content": "Answer with the number only."}
+    (tmp_path / "mine.py").write_text("def same(completions, **columns):\n    return [0.5 for _ in completions]\n")
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
+    named = {"functions": [f"{tmp_path}/mine.py:same"], "dataset": tmp_path / "rows.jsonl", "max_completion_length": 8}
+    trainer = GRPOTrainer(args=GRPOConfig(**settings | named))  # rewards named in the settings
+    assert trainer.data.scorer.names == ("same",)
+    assert (trainer.only_in_memory, make(settings, has_e).only_in_memory) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -428,12 +434,3 @@ def test_what_is_not_measured_stops_the_run_before_its_first_step(settings: Sett
         make(settings, has_e, phases=[{"steps": 2, "min_accuracy": 0.5}], max_steps=-1)
     with pytest.raises(ConfigError, match="use eval/reward, eval/shiny"):  # and that is not refused then
         require_measured("eval/nothing", ["eval/num_completions", "eval/reward", "eval/shiny", "eval/seconds"])
-
-
-def test_rewards_named_in_the_settings_are_used_from_python_too(settings: Settings, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def same(completions, **columns):\n    return [0.5 for _ in completions]\n")
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
-    args = GRPOConfig(**settings | {"functions": [f"{tmp_path / 'mine.py'}:same"], "dataset": tmp_path / "rows.jsonl"})
-    trainer = GRPOTrainer(args=args)
-    assert trainer.data.scorer.names == ("same",)
-    assert (trainer.only_in_memory, make(settings, has_e).only_in_memory) == (False, True)

@@ -198,6 +198,7 @@ def test_what_errs_is_named(folder: Path, settings: Settings, place: Any, old: s
 
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "reinforce_pp"
+TEACHES = "its attribute teaches raised ZeroDivisionError: division by zero at .*own.py:3"
 
 
 def losses(trainer: GRPOTrainer) -> list[float]:
@@ -276,10 +277,7 @@ def test_what_an_estimator_asks_for_is_measured(settings: Settings, elsewhere: P
         ("return step.rewards[:1]", r".*shape \(1,\) for 8 completions"),
         ("return step.rewards * float('nan')", ".*not finite"),
         ("return step.nothing", r".*AttributeError.*own\.py:2, in mine"),
-        (
-            "return step.rewards - 0.5\nmine.teaches = lambda group: 1 / 0",
-            "its attribute teaches raised ZeroDivisionError: division by zero at .*own.py:3",
-        ),
+        ("return step.rewards - 0.5\nmine.teaches = lambda group: 1 / 0", TEACHES),
     ],
 )
 def test_what_an_estimator_may_not_do_is_named(settings: Settings, elsewhere: Path, body: str, message: str) -> None:
@@ -328,24 +326,17 @@ def test_remax_asks_for_the_greedy_completion(settings: Settings) -> None:
     trainer = trained(settings, reward, adv_estimator="remax", num_generations=1, beta=0.0)
     assert asked == [2, 2, 2, 2]  # the sampled ones, then one greedy one for each prompt
     groups, batch = sample(trainer)
-    greedy = [group.greedy_reward for group in groups]
-    again = trainer.collect(
-        trainer.prompts[:0] + [group.prompt for group in groups],
-        setup.sampling_settings(trainer.args, trainer.policy, 0.0),
-        num_generations=1,
-        streams=[(9, 9, 9), (8, 8, 8)],  # greedy completions do not depend on it
-        policy_version=trainer.state.policy_version,
-    )
+    greedy, prompts = [group.greedy_reward for group in groups], [group.prompt for group in groups]
+    sampling = setup.sampling_settings(trainer.args, trainer.policy, 0.0)
+    how = {"num_generations": 1, "streams": [(9, 9, 9), (8, 8, 8)]}  # greedy completions do not depend on the streams
+    again = trainer.collect(prompts, sampling, **how, policy_version=trainer.state.policy_version)
     assert greedy == [float(group.rewards[0]) for group in again.groups]
     rewards = np.concatenate([group.rewards for group in groups])
     np.testing.assert_allclose(batch.advantages[:, 0], rewards - greedy, atol=1e-6)
 
 
 def test_what_does_not_fit_is_said_early(settings: Settings, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_model(*arguments: Any, **settings: Any) -> Any:
-        raise AssertionError("too late")
-
-    monkeypatch.setattr("covey.pytorch.policy.Policy.load", no_model)
+    monkeypatch.setattr("covey.pytorch.policy.Policy.load", None)  # would be too late
     (elsewhere / "own.py").write_text("def own(step, *, a=1):\n    return step.rewards\n")
     for changes, message in (
         ({"adv_estimator": "gigpo"}, r"adv_estimator='gigpo'.*environment\.world"),
