@@ -338,7 +338,7 @@ def test_each_kind_by_hand() -> None:
     assert (name, percent(share)) == ("larger", "66.7 % (30.0 to 90.3)")
     out = Console(file=io.StringIO(), width=200)
     ConsoleProgress(out, live=False).on_eval(3, {"eval/accuracy": 0.5, "eval/reward": 0.5} | metrics)
-    assert "evaluation at step 3: accuracy 0.500, larger 0.67, smaller 0.00, reward 0.500" in out.file.getvalue()
+    assert "evaluation at step 3: accuracy 0.500, larger 0.667, smaller 0.00, reward 0.500" in out.file.getvalue()
     print_kinds(out, Evaluation(metrics, found, np.ones(10, np.bool_)))
     assert "smaller" in out.file.getvalue().split("evaluation")[1]
     for few in (["a", "a"], [None, "a"], [str(n) for n in range(21)]):  # one kind or too many say nothing
