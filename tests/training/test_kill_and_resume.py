@@ -60,7 +60,7 @@ setattr(owner, name, paused)
 sys.argv = ["covey", *sys.argv[3:]]
 main()
 """
-VOLATILE = ("agent/waiting_share", "time/", "memory/", "step_time", "eval/seconds")
+VOLATILE = ("agent/waiting_share", "eval/agent/waiting_share", "time/", "memory/", "step_time", "eval/seconds")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
