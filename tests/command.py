@@ -15,14 +15,9 @@ class Command:
     """Runs `covey ...` in this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self._monkeypatch = monkeypatch
-        self._capsys = capsys
-        for console in (
-            cli.out,
-            cli.err,
-            cli_report.out,
-            cli_weights.err,
-        ):  # a line is a line, however long the test's folder is named
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+        for console in (cli.out, cli.err, cli_report.out, cli_weights.err):
+            # a line is a line, however long the test's folder is named
             monkeypatch.setattr(console, "width", max(console.width, 1000))
 
     def __call__(self, *arguments: object) -> tuple[int, str, str]:
@@ -35,3 +30,9 @@ class Command:
             status = int(ended.code or 0)
         printed = self._capsys.readouterr()
         return status, printed.out, printed.err
+
+    def done(self, *arguments: object) -> str:
+        """Standard output of a command that works."""
+        status, out, said = self(*arguments)
+        assert status == 0, (arguments, said)
+        return out

@@ -13,6 +13,7 @@ import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
 from command import Command
+from fakes import SMALL
 from what_runs import BUDGETS, room_of
 
 # Tiny models gain nothing from a second thread, and threads that wait for each other on a busy machine cost minutes.
@@ -66,8 +67,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny-llama")
-    tiny_model("llama").save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    for part in (tiny_model("llama"), tiny_tokenizer()):
+        part.save_pretrained(folder)
     return folder
 
 
@@ -79,59 +80,29 @@ def recipe_folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) 
     rows = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four", "five", "six", "seven")]
     (folder / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     (folder / "held_out.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:3]))
-    (folder / "recipe.toml").write_text(
-        f"""
+    (folder / "recipe.toml").write_text(f"""
+algorithm = {{ beta = 0.04 }}
+sampling = {{ num_generations = 4, max_completion_length = 8 }}
+rewards = {{ functions = ["{folder / "rewards.py"}:few_vowels"] }}
+optim = {{ learning_rate = 0.01 }}
+schedule = {{ max_steps = 6 }}
+evaluation = {{ eval_steps = 3 }}
+run = {{ save_steps = 2, seed = 7 }}
 [model]
 model = "{model_folder}"
 lora_r = 4
-
-[algorithm]
-beta = 0.04
-
-[sampling]
-num_generations = 4
-max_completion_length = 8
-
 [data]
 dataset = "{folder / "train.jsonl"}"
 eval_dataset = "{folder / "held_out.jsonl"}"
 prompts_per_step = 2
-
-[rewards]
-functions = ["{folder / "rewards.py"}:few_vowels"]
-
-[optim]
-learning_rate = 0.01
-
-[schedule]
-max_steps = 6
-
-[evaluation]
-eval_steps = 3
-
-[run]
-save_steps = 2
-seed = 7
-"""
-    )
+""")
     return folder
 
 
 @pytest.fixture
 def settings(model_folder: Path, tmp_path: Path) -> dict[str, Any]:
     """Flat settings of a run of a few steps."""
-    return {
-        "model": str(model_folder),
-        "output_dir": str(tmp_path / "run"),
-        "num_generations": 4,
-        "prompts_per_step": 2,
-        "max_completion_length": 8,
-        "max_steps": 2,
-        "learning_rate": 1e-2,
-        "lora_r": 4,
-        "save_steps": 0,
-        "progress": False,
-    }
+    return SMALL | {"model": str(model_folder), "output_dir": str(tmp_path / "run")}
 
 
 @pytest.fixture

@@ -17,20 +17,13 @@ TOKEN = "hf_may_write"
 
 
 class FakeHub:
-    """What was created and committed.
-
-    Attributes:
-        url: of the server.
-        private: repository -> whether it is private.
-        files: (repository, branch) -> path -> content.
-        messages: of the commits.
-    """
+    """What was created and committed."""
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.private: dict[str, bool] = {}
-        self.files: dict[tuple[str, str], dict[str, bytes]] = {}
-        self.messages: list[str] = []
+        self.private: dict[str, bool] = {}  # by repository
+        self.files: dict[tuple[str, str], dict[str, bytes]] = {}  # (repository, branch) -> path -> content
+        self.messages: list[str] = []  # of the commits
 
     def answer(self, path: str, token: str, body: bytes) -> tuple[int, dict[str, Any]]:
         """Status and document for a POST."""
@@ -47,17 +40,13 @@ class FakeHub:
         repository = f"{owner}/{name}"
         if repository not in self.private:
             return 404, {"error": "no such repository"}
+        held = self.files.setdefault((repository, branch), {})
         if action == "branch":
-            self.files.setdefault((repository, branch), {})
             return 200, {}
         if action == "preupload":
-            files = [
-                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]
-            ]
-            return 200, {"files": files}
-        lines = [json.loads(line) for line in body.splitlines()]
-        held = self.files.setdefault((repository, branch), {})
-        for line in lines:
+            plain = {"uploadMode": "regular", "shouldIgnore": False}
+            return 200, {"files": [{"path": file["path"], **plain} for file in json.loads(body)["files"]]}
+        for line in map(json.loads, body.splitlines()):
             if line["key"] == "header":
                 self.messages.append(line["value"]["summary"])
             if line["key"] == "file":

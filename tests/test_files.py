@@ -4,16 +4,21 @@ import os
 from pathlib import Path
 
 import pytest
+from tiny_models import tiny_model, tiny_tokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from covey import files
 from covey.errors import RunFolderError
 
 
-def fail_with(number):
-    def fail(*_args, **_kwargs):
-        raise OSError(number, os.strerror(number))
+def names_in(folder):
+    return sorted(entry.name for entry in folder.iterdir())
 
-    return fail
+
+def publish(final, text, name="a.txt"):
+    with files.publishing(final) as aside:
+        (aside / name).write_text(text)
+    return final
 
 
 def test_write_atomically_replaces_the_content(tmp_path):
@@ -21,7 +26,9 @@ def test_write_atomically_replaces_the_content(tmp_path):
     files.write_atomically(path, "first")
     files.write_atomically(path, b"second")
     assert path.read_bytes() == b"second"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
+    files.write_atomically(path, "a\ud800b")  # text that is no unicode does not stop it
+    assert path.read_text() == "a?b"
+    assert names_in(tmp_path) == ["a.txt"]
 
 
 @pytest.mark.parametrize(
@@ -34,9 +41,12 @@ def test_write_atomically_replaces_the_content(tmp_path):
     ],
 )
 def test_a_failed_write_keeps_the_old_content_and_says_why(tmp_path, monkeypatch, number, reason, fix):
+    def fail(*_args, **_kwargs):
+        raise OSError(number, os.strerror(number))
+
     path = tmp_path / "a.txt"
     files.write_atomically(path, "old")
-    monkeypatch.setattr(os, "fsync", fail_with(number))
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(RunFolderError) as caught:
         files.write_atomically(path, "new")
     message = str(caught.value)
@@ -45,19 +55,13 @@ def test_a_failed_write_keeps_the_old_content_and_says_why(tmp_path, monkeypatch
     assert fix in message
     assert caught.value.errno == number
     assert path.read_text() == "old"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
+    assert names_in(tmp_path) == ["a.txt"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
 def test_a_really_full_device_is_reported():
-    device = Path("/dev/full")
-
-    def write():
-        with files.explained(device):
-            device.write_text("x")
-
-    with pytest.raises(RunFolderError, match="the disk is full"):
-        write()
+    with pytest.raises(RunFolderError, match="the disk is full"), files.explained(Path("/dev/full")):
+        Path("/dev/full").write_text("x")
 
 
 def test_published_folder_carries_the_hashes_of_its_files(tmp_path):
@@ -73,13 +77,11 @@ def test_published_folder_carries_the_hashes_of_its_files(tmp_path):
     assert manifest["inner/b.bin"] == {"bytes": 3, "sha256": expected}
     assert sorted(manifest) == ["a.txt", "inner/b.bin"]
     assert files.folder_problem(final) == ""
-    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+    assert names_in(tmp_path) == ["model"]
 
 
 def test_damage_is_named(tmp_path):
-    final = tmp_path / "model"
-    with files.publishing(final) as aside:
-        (aside / "a.txt").write_text("hello")
+    final = publish(tmp_path / "model", "hello")
     (final / "a.txt").write_text("jello")
     assert "a.txt has changed" in files.folder_problem(final)
     assert files.folder_problem(final, hashes=False) == ""
@@ -96,10 +98,10 @@ def test_damage_is_named(tmp_path):
     assert "no such folder" in files.folder_problem(tmp_path / "nowhere")
 
 
-def test_a_block_that_raises_publishes_nothing_and_keeps_what_was_there(tmp_path):
-    final = tmp_path / "model"
-    with files.publishing(final) as aside:
-        (aside / "a.txt").write_text("old")
+def test_publishing_again_replaces_the_folder_and_a_block_that_raises_does_not(tmp_path):
+    final = publish(tmp_path / "model", "oldest", "old.txt")
+    publish(final, "old")
+    assert names_in(final) == ["COMPLETE", "a.txt"]
 
     def fail_half_way():
         with files.publishing(final) as aside:
@@ -109,24 +111,11 @@ def test_a_block_that_raises_publishes_nothing_and_keeps_what_was_there(tmp_path
     with pytest.raises(ZeroDivisionError):
         fail_half_way()
     assert (final / "a.txt").read_text() == "old"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
-
-
-def test_publishing_again_replaces_the_folder(tmp_path):
-    final = tmp_path / "model"
-    for text in ("old", "new"):
-        with files.publishing(final) as aside:
-            (aside / f"{text}.txt").write_text(text)
-    assert sorted(entry.name for entry in final.iterdir()) == ["COMPLETE", "new.txt"]
-    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+    assert names_in(tmp_path) == ["model"]
 
 
 def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
-    final = tmp_path / "model"
-    with files.publishing(final) as aside:
-        (aside / "a.txt").write_text("old")
-    rename = os.rename
-    calls = []
+    final, rename, calls = publish(tmp_path / "model", "old"), os.rename, []
 
     def fail_on_second(source, target):
         calls.append(target)
@@ -135,8 +124,8 @@ def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", fail_on_second)
-    with pytest.raises(RunFolderError, match="input/output"), files.publishing(final) as aside:
-        (aside / "a.txt").write_text("new")
+    with pytest.raises(RunFolderError, match="input/output"):
+        publish(final, "new")
     assert len(calls) == 3
     assert (final / "a.txt").read_text() == "old"
 
@@ -150,16 +139,13 @@ def test_leftovers_are_cleared_and_an_interrupted_replacement_is_undone(tmp_path
     assert files.is_leftover(tmp_path / "a.txt.tmp-123-0123abcd")
     assert not files.is_leftover(tmp_path / "kept.tmp-notes")
     assert len(files.remove_leftovers(tmp_path)) == 3
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["best", "kept.tmp-notes"]
+    assert names_in(tmp_path) == ["best", "kept.tmp-notes"]
     assert (tmp_path / "best" / "keep").read_text() == "me"
     assert files.remove_leftovers(tmp_path) == []
-
-
-def test_a_replaced_folder_is_dropped_where_the_new_one_is_there(tmp_path):
-    (tmp_path / "best").mkdir()
-    (tmp_path / "best.tmp-123-0123abcd-replaced").mkdir()
+    (tmp_path / "best.tmp-123-0123abcd-replaced").mkdir()  # dropped where the new one is there
     files.remove_leftovers(tmp_path)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["best"]
+    assert names_in(tmp_path) == ["best", "kept.tmp-notes"]
+    assert (tmp_path / "best" / "keep").read_text() == "me"
 
 
 def test_free_space_is_checked_with_both_numbers(tmp_path):
@@ -169,32 +155,24 @@ def test_free_space_is_checked_with_both_numbers(tmp_path):
     assert caught.value.errno == errno.ENOSPC
 
 
-def test_text_that_is_no_unicode_does_not_stop_a_write(tmp_path):
-    files.write_atomically(tmp_path / "a.txt", "a\ud800b")
-    assert (tmp_path / "a.txt").read_text() == "a?b"
-
-
-@pytest.mark.parametrize("length", [0, 1, 1 << 20, (1 << 20) + 1, 3 << 20, 40 << 20])
-def test_a_sampled_hash_sees_both_ends_and_the_length(tmp_path, length):
+def test_a_sampled_hash_sees_both_ends_and_the_length(tmp_path):
     file = tmp_path / "weights"
-    held = bytearray(length)
-    file.write_bytes(held)
-    first = files.sampled_hash([file])
-    assert files.sampled_hash([file]) == first
-    for place in {0, length - 1} if length else ():
-        held[place] ^= 1
+    for length in (0, 1, 1 << 20, (1 << 20) + 1, 3 << 20, 40 << 20):
+        held = bytearray(length)
         file.write_bytes(held)
+        first = files.sampled_hash([file])
+        assert files.sampled_hash([file]) == first
+        for place in {0, length - 1} if length else ():
+            held[place] ^= 1
+            file.write_bytes(held)
+            assert files.sampled_hash([file]) != first
+            held[place] ^= 1
+        file.write_bytes(bytes(length + 1))
         assert files.sampled_hash([file]) != first
-        held[place] ^= 1
-    file.write_bytes(bytes(length + 1))
-    assert files.sampled_hash([file]) != first
 
 
 def test_tokenizers_and_configs_are_for_readers_of_any_version(tmp_path):
     """Transformers 4 knows no TokenizersBackend, calls `.keys()` on extra_special_tokens, and reads `rope_theta`."""
-    from tiny_models import tiny_model, tiny_tokenizer
-    from transformers import AutoConfig, AutoTokenizer
-
     model, tokenizer = tiny_model("llama"), tiny_tokenizer()
     model.config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
     model.config.save_pretrained(tmp_path)
@@ -209,11 +187,9 @@ def test_tokenizers_and_configs_are_for_readers_of_any_version(tmp_path):
     assert again.all_special_ids == tokenizer.all_special_ids
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters == model.config.rope_parameters
 
-
-def test_a_tokenizer_with_a_class_of_its_own_keeps_it(tmp_path):
     class Own:
         def save_pretrained(self, folder):
             Path(folder, "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
 
-    files.save_tokenizer(Own(), tmp_path)
+    files.save_tokenizer(Own(), tmp_path)  # a class of its own is kept
     assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {"tokenizer_class": "Qwen2Tokenizer"}

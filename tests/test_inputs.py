@@ -1,20 +1,32 @@
-"""Input that would be waited for, that overflows, or that is of the wrong type: one sentence each."""
+"""Input that would be waited for, that overflows, of the wrong type, or with pictures: one sentence each."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
+from tiny_models import tiny_model, tiny_tokenizer
+from transformers import Idefics3Processor
 
-from covey import GRPOConfig, GRPOTrainer
+from covey import GRPOConfig, GRPOTrainer, trl
 from covey.environments.base import get_world
-from covey.errors import ConfigError, CoveyError, DataError, RewardError
+from covey.errors import ConfigError, CoveyError, DataError, ModelError, RewardError
+from covey.functions import load_function
+from covey.pytorch.footprint import empty_model
+from covey.pytorch.models.loading import load_model
+from covey.pytorch.models.lora import attach_lora
 from covey.rollout.calls import read_rewards
-from covey.tasks.dataset import load_rows
-from covey.training.setup import load_task
+from covey.serving.requests import RequestError, chat_text
+from covey.tasks import build_prompts, load_rows
+from covey.training.setup import load_task, require_memory
+from covey.trl.loading import with_models
+from fakes import FakeTokenizer
 
 
 def length(completions: list[str], **columns: Any) -> list[float]:
@@ -30,11 +42,11 @@ def test_pipes_are_refused(tmp_path: Path) -> None:
         GRPOConfig.from_toml(tmp_path / "recipe.toml")
 
 
-@pytest.mark.parametrize("value", [1e300, -2e30, 10**400])
-def test_rewards_that_overflow_are_refused_in_short(value: float) -> None:
-    with pytest.raises(RewardError, match=r"larger than 1e\+30") as caught:
-        read_rewards("f", [value], ["0"])
-    assert len(str(caught.value)) < 300
+def test_rewards_that_overflow_are_refused_in_short() -> None:
+    for value in (1e300, -2e30, 10**400):
+        with pytest.raises(RewardError, match=r"larger than 1e\+30") as caught:
+            read_rewards("f", [value], ["0"])
+        assert len(str(caught.value)) < 300
     assert read_rewards("f", [1e30], ["0"]).tolist() == [1e30]
 
 
@@ -45,39 +57,33 @@ def test_values_of_the_wrong_type_are_named() -> None:
         GRPOConfig(learning_rate=float("inf"))
     with pytest.raises(ConfigError, match=r"data\.dataset='a\.jsonl': it does not go with data\.task='arithmetic'"):
         load_task(GRPOConfig(task="arithmetic", dataset="a.jsonl"))
-
-
-@pytest.mark.parametrize("field", ["loss_type", "lr_scheduler_type", "beta"])
-def test_arrays_are_no_settings(field: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{field}=[(\[]1, 2[)\]]: "):
-        GRPOConfig(**{field: np.array([1, 2])})
-
-
-def test_numbers_of_numpy_are_settings() -> None:
+    for field in ("loss_type", "lr_scheduler_type", "beta"):
+        with pytest.raises(ConfigError, match=rf"{field}=[(\[]1, 2[)\]]: "):
+            GRPOConfig(**{field: np.array([1, 2])})
     config = GRPOConfig(learning_rate=np.float64(1e-4), num_generations=np.int64(4), reward_weights=np.array([1, 0.5]))
     assert config.to_dict() == GRPOConfig(learning_rate=1e-4, num_generations=4, reward_weights=[1.0, 0.5]).to_dict()
 
 
-@pytest.mark.parametrize(
-    ("path", "why"),
-    [("a\0.jsonl", "NUL"), ("x" * 6000 + ".jsonl", "too long for a path"), ("\ud800.jsonl", "surrogate pair")],
-)
-def test_paths_that_are_none(path: str, why: str) -> None:
-    with pytest.raises(DataError, match=why) as caught:
-        load_rows(path)
-    assert len(str(caught.value)) < 500
-
-
-@pytest.mark.parametrize("path", ["a\0b", None, 5.5])
-def test_recipes_that_are_no_paths(path: Any) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be read .*; give the path of a TOML file"):
-        GRPOConfig.from_toml(path)
-
-
-def test_a_column_twice(tmp_path: Path) -> None:
+def test_paths_that_are_none(tmp_path: Path) -> None:
+    for path, why in (
+        ("a\0.jsonl", "NUL"),
+        ("x" * 6000 + ".jsonl", "too long for"),
+        ("\ud800.jsonl", "surrogate pair"),
+    ):
+        with pytest.raises(DataError, match=why) as caught:
+            load_rows(path)
+        assert len(str(caught.value)) < 500
+    for recipe in ("a\0b", None, 5.5):
+        with pytest.raises(ConfigError, match=r"cannot be read .*; give the path of a TOML file"):
+            GRPOConfig.from_toml(recipe)
     (tmp_path / "rows.csv").write_text("prompt,answer,prompt\na,b,c\n")
     with pytest.raises(DataError, match=r"rows\.csv: its header has 'prompt' twice"):
         load_rows(tmp_path / "rows.csv")
+
+
+def make(settings: dict[str, Any], **given: Any) -> GRPOTrainer:
+    usual = {"args": GRPOConfig(**settings), "reward_funcs": length, "train_dataset": [{"prompt": "a"}]}
+    return GRPOTrainer(**(usual | given))
 
 
 @pytest.mark.parametrize(
@@ -94,20 +100,209 @@ def test_a_column_twice(tmp_path: Path) -> None:
     ],
 )
 def test_arguments_of_the_wrong_kind(settings: dict[str, Any], given: dict[str, Any], message: str) -> None:
-    usual = {"args": GRPOConfig(**settings), "reward_funcs": length, "train_dataset": [{"prompt": "a"}]}
     with pytest.raises(CoveyError, match=message):
-        GRPOTrainer(**(usual | given))
+        make(settings, **given)
 
 
 def test_what_a_trainer_is_asked_later(settings: dict[str, Any]) -> None:
     with pytest.raises(CoveyError, match=r"model\.lora_target_modules='\(': PEFT cannot attach it"):
-        GRPOTrainer(
-            reward_funcs=length, args=GRPOConfig(**settings, lora_target_modules="("), train_dataset=[{"prompt": "a"}]
-        )
-    trainer = GRPOTrainer(reward_funcs=length, args=GRPOConfig(**settings), train_dataset=[{"prompt": "a"}])
+        make(settings | {"lora_target_modules": "("})
+    trainer = make(settings)
     for resume, why in ((5, "a int is no path"), ("a\0b", "NUL")):
         with pytest.raises(ConfigError, match=f"resume_from_checkpoint=.*{why}"):
             trainer.train(resume_from_checkpoint=resume)  # type: ignore[arg-type]
     for folder, why in ((5, "a int is no path"), ("a\0b", "NUL"), ("/proc/nothing", "cannot write")):
         with pytest.raises(CoveyError, match=why):
             trainer.save_model(folder)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("output_dir", "a\0b", "NUL"),
+        ("output_dir", "x" * 5000, "too long for a path"),
+        ("model", "~nobody-here/x", "home of a user"),
+        ("dataset", "\ud800", "surrogate"),
+        ("seed", 2**70, "64 bits"),
+        ("seed", -1, "must be int, >= 0"),
+        ("lora_alpha", 1e300, "too large"),
+        ("reward_timeout", 1e12, "<= 1000000000"),
+        ("stop_strings", ["x"] * 100_000, "100,000 entries"),
+        ("num_iterations", 10**9, "<= 1000"),
+        ("system_prompt", "x" * 10**6, "too long for a setting"),
+    ],
+)
+def test_values_that_nothing_takes(field: str, value: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=field) as error:
+        GRPOConfig(**{field: value})
+    assert reason in str(error.value)
+    assert len(str(error.value)) < 1000
+
+
+def test_more_than_memory_holds_or_anybody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for settings in (
+        {"num_generations": 10**9},
+        {"prompts_per_step": 10**9},
+        {"max_completion_length": 10**12},
+        {"num_generations_eval": 10**9, "eval_temperature": 1.0},
+        {"phases": [{"steps": 1, "num_generations": 10**9}]},
+        {"world": "house", "parallel_episodes": 10**9},
+    ):
+        with pytest.raises(ConfigError, match=r"needs at least [\d,]+ GB of memory, and this machine has \d+ GB"):
+            require_memory(GRPOConfig(**settings))
+    require_memory(GRPOConfig())
+    monkeypatch.setattr("covey.training.setup.total_memory", lambda: 10**13)  # also where they would fit
+    for settings in (
+        {"num_generations": 10**6, "prompts_per_step": 1},
+        {"prompts_per_step": 10**6, "num_generations": 2},
+        {"phases": [{"steps": 1, "num_generations": 10**6}], "prompts_per_step": 1},
+        {"num_generations_eval": 10**6, "eval_temperature": 1.0},
+    ):
+        with pytest.raises(ConfigError, match=r"1000000.*[12],000,000 completions at once; use up to 250,000"):
+            require_memory(GRPOConfig(**({"max_completion_length": 8} | settings)))
+    require_memory(GRPOConfig(num_generations=1024, prompts_per_step=128))
+
+
+def test_adapters_larger_than_memory_or_than_the_model() -> None:
+    for rank, reason in ((10**9, "GB with gradients"), (5_000, "more than the 384 rows or columns")):
+        with pytest.raises(ModelError, match=rf"model\.lora_r={rank}: .*{reason}"):
+            attach_lora(tiny_model("llama", vocab_size=384), r=rank)
+
+
+def test_broken_and_quantised_models_are_named(tmp_path: Path) -> None:
+    broken, quantised = tiny_model("llama"), tiny_model("llama")
+    next(broken.parameters()).data.view(-1)[0] = float("nan")
+    quantised.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    settings = '{"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}'
+    (tmp_path / "config.json").write_text(settings)
+    for model, words in (
+        (broken, r"embed_tokens\.weight holds NaN"),
+        (quantised, r"is quantised \(bitsandbytes, 4 bits\)"),
+        (tmp_path, r"is quantised \(gptq, 4 bits\).*use the model that it was made from"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            load_model(model, None if model is tmp_path else tiny_tokenizer())
+
+
+def test_functions_come_from_a_file_or_a_module(tmp_path: Path) -> None:
+    file, broken = tmp_path / "random.py", tmp_path / "broken.py"  # a name that would hide a library's
+    file.write_text("def reward(completions, **columns):\n    return [2.0]\n")
+    function = load_function(f"{file}:reward")
+    assert function([]) == [2.0]
+    assert load_function(f"{file}:reward") is function
+    assert importlib.import_module("random").__file__ != str(file)
+    assert load_function("math:sqrt")(4) == 2
+    broken.write_text("1 / 0\n")
+    for name, reason in (
+        ("reward", "FILE.py:FUNCTION"),
+        (":reward", "FILE.py:FUNCTION"),
+        ("nowhere.py:reward", "no such file"),
+        ("no_such_module:reward", "No module named"),
+        ("math:no_such_function", "math has no 'no_such_function'"),
+        ("math:pi", "is a float"),
+        (f"{broken}:reward", "ZeroDivisionError"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            load_function(name)
+
+
+PICTURE = Image.new("RGB", (2, 2))
+ASKED: list[dict[str, Any]] = [{"role": "user", "content": "What is in the picture?"}]
+PICTURES = (
+    *(PICTURE, [PICTURE], [None, PICTURE], b"\x89PNG", np.zeros((2, 2, 3), np.uint8), [[0, 255], [255, 0]]),
+    *({"bytes": b"\x89PNG", "path": None}, {"bytes": None, "path": "a.png"}, [0.5, 0.25]),  # the first as in datasets
+    *("photos/my cat.JPG", "https://example.org/cat", ["a.png", "b.webp"]),
+    *("data:image/png;base64,iVBORw0KGgo=", "iVBORw0KGgoAAAANSUhEUg=="),
+)
+NO_PICTURES = (
+    *(None, [], [None], {"bytes": None, "path": None}, {"caption": "a cat"}, 3, [3, 4]),
+    *("", "ubuntu:24.04", "A cat sits on a mat. It looks at me."),
+)
+FAMILIES = {
+    **{"SmolVLM": "smolvlm", "Idefics3": "idefics3", "Llava": "llava", "Qwen2VL": "qwen2_vl", "Qwen3VL": "qwen3_vl"},
+    **{"Qwen2_5_VL": "qwen2_5_vl", "PaliGemma": "paligemma", "Mllama": "mllama", "InternVL": "internvl"},
+}
+CONFIGS = {
+    f"{name}ForConditionalGeneration": {"model_type": kind, "vision_config": {"depth": 1}}
+    for name, kind in FAMILIES.items()
+}
+CONFIGS["Qwen3OmniMoeForConditionalGeneration"] = {"model_type": "qwen3_omni_moe", "thinker_config": {"depth": 1}}
+CONFIGS["SomethingNew"] = {"model_type": "something_new", "vision_config": {"depth": 1}}
+CONFIGS["VoxtralForConditionalGeneration"] = {"model_type": "voxtral", "audio_config": {"a": 1}}
+
+
+def refused(words: str, *rows: dict[str, Any]) -> None:
+    for read in (load_rows, lambda rows: build_prompts(rows, FakeTokenizer())):
+        with pytest.raises(DataError, match=words):
+            read(list(rows))
+
+
+def test_rows_with_pictures_films_or_sounds() -> None:
+    for column in ("image", "images"):
+        words = f"row 1 has pictures \\(column '{column}'\\).*would be ignored; remove the co"
+        for picture in PICTURES:
+            refused(words, {"prompt": ASKED}, {"prompt": ASKED, column: picture})
+        for other in NO_PICTURES:
+            (prompt,) = build_prompts(load_rows([{"prompt": ASKED, column: other}]), FakeTokenizer())
+            assert prompt.columns == {column: other}
+    for column, value, what in (
+        ("pixel_values", np.zeros((1, 3, 2, 2)), "pictures"),
+        ("Image", "a.png", "pictures"),
+        ("image", {"type": "image_url", "image_url": {"url": "a"}}, "pictures"),
+        ("video", "a.mp4", "video"),
+        ("videos", [b"film"], "video"),
+        ("audio", {"array": np.zeros(3), "sampling_rate": 16_000}, "sound"),
+        ("audios", [[0.0, 0.1]], "sound"),
+    ):
+        refused(f"row 0 has {what} \\(column '{column}'\\)", {"prompt": "a", column: value})
+
+
+def test_messages_with_pictures() -> None:
+    for message in (
+        {"content": [{"type": "image"}, {"type": "text", "text": "What?"}]},
+        {"content": [{"type": "image", "image": PICTURE}]},
+        {"content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}]},
+        {"content": [{"type": "input_audio", "input_audio": {"data": "UklGR", "format": "wav"}}]},
+        {"content": "What?", "images": [PICTURE]},
+        {"content": "What?", "images": ["iVBORw0KGgo"]},
+    ):
+        asked = [{"role": "user", **message}]
+        with pytest.raises(
+            DataError, match=r"row 0: message 0 of the prompt has (content=.*images .* are not|pictures)"
+        ):
+            build_prompts([{"prompt": asked}], FakeTokenizer())
+        with pytest.raises(RequestError, match=r"messages.0"):
+            chat_text(FakeTokenizer(), asked, {}, 1_000)
+
+
+def theirs(output: Path, **options: Any) -> trl.GRPOConfig:
+    return trl.GRPOConfig(str(output), report_to="none", num_generations=2, per_device_train_batch_size=2, **options)
+
+
+def test_both_doors_refuse_rows_and_processors(model_folder: Path, tmp_path: Path) -> None:
+    processor = object.__new__(Idefics3Processor)
+    ours = GRPOConfig(output_dir=str(tmp_path / "ours"), num_generations=2)
+    for door, args in ((GRPOTrainer, ours), (trl.GRPOTrainer, theirs(tmp_path / "theirs"))):
+        given: Any = (str(model_folder), length, args)
+        with pytest.raises(DataError, match="row 0 has pictures"):
+            door(*given, [{"prompt": ASKED, "image": PICTURE}])
+        with pytest.raises(ModelError, match=r"processing_class=Idefics3Processor: .*pass processor\.tokenizer"):
+            door(*given, [{"prompt": ASKED}], processing_class=processor)  # type: ignore[operator]
+    with pytest.raises(ModelError, match=r"reward_processing_classes\[0\]=Idefics3Processor"):
+        with_models([tiny_model("llama")], [processor])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_vision_models(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": [name], **CONFIGS[name]}))
+    args = theirs(tmp_path / "out", model_init_kwargs={"cache_dir": str(tmp_path)})
+    for load in (
+        lambda: load_model(str(folder)),
+        lambda: empty_model(str(folder), dtype="float32"),
+        lambda: trl.GRPOTrainer(str(folder), length, args, [{"prompt": ASKED}], processing_class=tiny_tokenizer()),
+    ):
+        kind = "an audio" if "audio_config" in CONFIGS[name] else "a vision"
+        with pytest.raises(ModelError, match=rf"{folder}: {kind} model \({name}\); none of these is loaded"):
+            load()

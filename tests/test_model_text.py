@@ -6,20 +6,22 @@ One corpus of hostile texts goes through all readers. That their work grows no f
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any
 
 import httpx
 import pytest
+from jinja2 import Environment
 from transformers.utils.chat_parsing import parse_response
 
 from covey.algorithms.masks import create_sampling_mask, has_choice_letter, is_repetitive
 from covey.cli.report import shown_text
 from covey.environments.actions import parse_action
+from covey.functions import load_function
 from covey.observe.choices import Answered, choice_html, choice_report
 from covey.observe.completions import messages
 from covey.observe.console import visible
@@ -100,19 +102,14 @@ def add(a: int) -> int:
 
 
 SCHEMAS = [tool_schema(add)]
+CALLED = {"name": "{content.name}", "arguments": "{content.arguments}"}
 HERMES = {
     "defaults": {"role": "assistant"},
     "fields": {
         "content": {"close_pattern": r"(?=<tool_call>)|$", "content": "text"},
         "tool_calls": {
-            "open": "<tool_call>",
-            "close": "</tool_call>",
-            "repeats": True,
-            "content": "json",
-            "transform": {
-                "type": "function",
-                "function": {"name": "{content.name}", "arguments": "{content.arguments}"},
-            },
+            **{"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json"},
+            "transform": {"type": "function", "function": CALLED},
         },
     },
 }
@@ -129,7 +126,6 @@ class Characters:
 
     special_tokens_map: Mapping[str, str] = MappingProxyType({})
     chat_template = TEMPLATE
-    response_template: Any = None
 
     def __init__(self, response_template: Any = None) -> None:
         self.response_template = response_template
@@ -144,26 +140,14 @@ class Characters:
     def get_chat_template(self) -> str:
         return TEMPLATE
 
-    def apply_chat_template(
-        self, messages: Any, tools: Any = None, add_generation_prompt: bool = False, **_: Any
-    ) -> str:
-        from jinja2 import Environment
-
-        values = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        return Environment().from_string(TEMPLATE).render(**values)
+    def apply_chat_template(self, messages: Any, **options: Any) -> str:
+        return Environment().from_string(TEMPLATE).render(**options, messages=messages)
 
     def parse_response(self, ids: Sequence[int], prefix: Sequence[int], tools: Any) -> Any:
         return parse_response(self.decode(ids), self.response_template, prefix=self.decode(prefix), tools=tools)
 
 
-def appointments() -> ModuleType:
-    path = Path(__file__).parents[1] / "recipes/appointments/appointments.py"
-    spec = importlib.util.spec_from_file_location("appointments", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+APPOINTMENTS = Path(__file__).parents[1] / "recipes/appointments/appointments.py"
 
 
 def a_turn(chat: ToolChat, runner: AsyncRunner) -> Callable[[str], Any]:
@@ -192,6 +176,11 @@ def chat(text: str) -> Any:
     return chat_text(Characters(), [{"role": "user", "content": text}], {}, 1 << 30)
 
 
+def a_choice(text: str) -> tuple[Any, Any]:
+    row = {"question": text, "options": {"A": text}, "answer": "A"}
+    return [row], Answered(text, [text], [None], ["A"])
+
+
 def scored(reward: Callable[..., Any], **columns: Any) -> Callable[[str], Any]:
     """A reward of a text, as a string and as a message."""
 
@@ -208,7 +197,7 @@ def scored(reward: Callable[..., Any], **columns: Any) -> Callable[[str], Any]:
 
 @pytest.fixture(scope="module")
 def readers() -> Iterator[Mapping[str, Callable[[str], Any]]]:
-    runner, options = AsyncRunner(), {"A": "one", "B": "two"}
+    runner, options, sums = AsyncRunner(), {"A": "one", "B": "two"}, Arithmetic(num_train=1, num_eval=1)
     judge = JudgeReward("http://judge", "m", retries=0)
     reply = {"content": ""}
 
@@ -229,13 +218,11 @@ def readers() -> Iterator[Mapping[str, Callable[[str], Any]]]:
         "a call": lambda text: read_call({"name": "add", "arguments": text}),
         "a turn with tools": a_turn(ToolChat(Characters(), [ord("|")], {}), runner),
         "a turn that transformers reads": a_turn(ToolChat(Characters(HERMES), [ord("|")], {}), runner),
-        **{
-            f"an action as {form}, {actions}": lambda text, form=form, actions=actions: parse_action(
-                text, form, actions
-            )
+        "an action": lambda text: [
+            parse_action(text, form, actions)
             for form in ("tags", "text", "tool", "choice")
             for actions in (None, ["go", "go north"])
-        },
+        ],
         "a number": extract.parse_number,
         "a reference": extract.as_number,
         "the last number": extract.last_number,
@@ -258,27 +245,18 @@ def readers() -> Iterator[Mapping[str, Callable[[str], Any]]]:
         "USMLE's reward": scored(USMLERewardModel(), answer="A", options=options),
         "arithmetic": lambda text: [read_answer(text, kind) for kind in ("sum", *CHOICES)],
         "arithmetic's grader": lambda text: [
-            judged(text, {"answer": "4", "kind": "larger"})
-            for judged in (
-                Arithmetic(num_train=1, num_eval=1).is_correct,
-                Arithmetic(num_train=1, num_eval=1).has_answer,
-            )
+            grade(text, {"answer": "4", "kind": "larger"}) for grade in (sums.is_correct, sums.has_answer)
         ],
         "GSM8K": lambda text: (GSM8K().is_correct(text, {"answer": "4"}), is_correct_answer(text, "4")),
         "GSM8K's reference": reference_answer,
         "a program": extract_code,
         "what was printed": lambda text: same_output(text, text[:-1] + "0", 0.1),
-        "appointments": appointments().read,
+        "appointments": load_function(f"{APPOINTMENTS}:read"),
         "masks": lambda text: (has_choice_letter(text), is_repetitive(text), create_sampling_mask([text])),
         "a prompt on the page": messages,
         "a conversation on the page": lambda text: messages(json.dumps([{"role": "user", "content": text}])),
         "a play on the page": _turns,
-        "a page": lambda text: choice_html(
-            choice_report(
-                [{"question": text, "options": {"A": text}, "answer": "A"}], Answered(text, [text], [None], ["A"])
-            ),
-            text,
-        ),
+        "a page": lambda text: choice_html(choice_report(*a_choice(text)), text),
         "the console": lambda text: (visible(text, 1_000), shown_text(text, 1_000)),
         "chat": chat,
     }
@@ -290,12 +268,10 @@ def readers() -> Iterator[Mapping[str, Callable[[str], Any]]]:
 @pytest.mark.parametrize("longest", [100, pytest.param(4_000, marks=pytest.mark.slow)])
 def test_readers_in_processes_of_their_own(longest: int) -> None:
     texts = [*(text for text in TEXTS.values() if len(text) < longest), "4", '{"name": 1}']
-    fits, equal = json_reward({"type": "object", "required": ["name"]}), MathReward(time_limit=1.0)
-    try:
-        for reward, more in ((fits, {}), (equal, {"answer": ["4"] * len(texts)})):
-            assert set(reward(completions=texts, prompts=texts, **more)) == {0.0, 1.0}
-    finally:
-        equal.close()
+    fits = json_reward({"type": "object", "required": ["name"]})
+    assert set(fits(completions=texts, prompts=texts)) == {0.0, 1.0}
+    with contextlib.closing(MathReward(time_limit=1.0)) as equal:
+        assert set(equal(completions=texts, prompts=texts, answer=["4"] * len(texts))) == {0.0, 1.0}
 
 
 LONG = [*(name for name in TEXTS if name.startswith(f"{LEVELS[1]} x ")), "100,000 calls"]
@@ -314,22 +290,21 @@ def test_every_reader_answers_every_text(name: str, readers: Mapping[str, Callab
             raise AssertionError(f"{reader}: {type(error).__name__}: {str(error)[:200]}") from error
 
 
-@pytest.mark.parametrize("value", VALUES)
-def test_arguments_are_an_object_or_malformed(value: str) -> None:
-    (call,) = calls_in(f'<tool_call>{{"name": "add", "arguments": {value}}}</tool_call>', (), ended=True, bare=False)[1]
-    if value in ("null", '{"a": 1, "a": 2}'):
-        assert call == Call("add", {} if value == "null" else {"a": 2})
-    else:
-        assert call.problem
-        assert call.name in ("add", UNREADABLE)
+def test_arguments_are_an_object_or_malformed() -> None:
+    for value in VALUES:
+        text = f'<tool_call>{{"name": "add", "arguments": {value}}}</tool_call>'
+        (call,) = calls_in(text, (), ended=True, bare=False)[1]
+        if value in ("null", '{"a": 1, "a": 2}'):
+            assert call == Call("add", {} if value == "null" else {"a": 2})
+        else:
+            assert call.problem
+            assert call.name in ("add", UNREADABLE)
 
 
-@pytest.mark.parametrize(
-    "text", ["[" * 300 + "]" * 300, "9" * 5_000, "NaN", '"\\ud800"', '"\ud800"', " " * MAX_JSON + "1"]
-)
-def test_json_beyond_the_bounds_is_none(text: str) -> None:
-    with pytest.raises(ValueError, match=r"[a-z]"):
-        read_json(text)
+def test_json_beyond_the_bounds_is_none() -> None:
+    for text in ("[" * 300 + "]" * 300, "9" * 5_000, "NaN", '"\\ud800"', '"\ud800"', " " * MAX_JSON + "1"):
+        with pytest.raises(ValueError, match=r"[a-z]"):
+            read_json(text)
     assert read_json('{"a": [1, 2.5, "\\ud83d\\ude00"]}') == {"a": [1, 2.5, "\U0001f600"]}
 
 

@@ -1,4 +1,4 @@
-"""Agents trained in the bundled world, on a tiny model, through trainer and command line."""
+"""Agents trained in the bundled world on a tiny model, by their rewards and by its expert: trainer and command line."""
 
 from __future__ import annotations
 
@@ -9,37 +9,32 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from training_runs import HOUSE, Settings, build, slow, steps_of, trained
+from worlds import Unimportable
 
 from command import Command
 from covey import GRPOConfig, GRPOTrainer
 from covey.algorithms import Outcomes
 from covey.environments import EnvironmentPool
-from covey.errors import ConfigError, EpisodeError
+from covey.environments.actions import parse_action, write_action
+from covey.errors import ConfigError, DataError, EpisodeError
 from covey.observe import describe_metric
 from covey.observe.completions import read_table
 from covey.observe.run_folder import RunFolder
-from covey.recipes.house.house import House
+from covey.rollout.agents import ExpertPlayer
+from covey.training import imitation, setup
 from covey.training.agents import make_collector
-from covey.types import SamplingSettings
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "environments"))
-from worlds import Breaking, Unimportable
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
+from covey.training.imitation import imitate
+from covey.types import SamplingSettings, Trajectory
 
 
 @pytest.fixture
-def playing(settings: dict[str, Any]) -> dict[str, Any]:
-    return settings | {
-        "world": "house:rooms=2,num_train=6,num_eval=3",
-        "max_steps": 2,
-        "max_conversation_tokens": 600,
-        "invalid_action_penalty": 0.1,
-        "action_format": "choice",
-        "max_completion_length": 16,
-    }
+def playing(settings: Settings) -> Settings:
+    return settings | HOUSE | {"invalid_action_penalty": 0.1}
+
+
+WORLDS, RECIPES = Path(__file__).parents[1] / "environments" / "worlds.py", Path(__file__).parents[2] / "recipes"
 
 
 @pytest.mark.parametrize(
@@ -52,24 +47,24 @@ def playing(settings: dict[str, Any]) -> dict[str, Any]:
         slow({"action_format": "tags", "loss_type": "dapo"}),
         slow({"action_format": "tool", "dynamic_sampling": 3}),
         slow({"max_generations": 9, "max_steps": 2}),
+        slow({"adv_estimator": "remax", "beta": 0.0}),
+        slow({"adv_estimator": "optimal_token_baseline", "beta": 0.0}),
+        slow({"adv_estimator": f"{RECIPES}/reinforce_pp/reinforce_pp.py:kl_in_reward", "beta": 0.0}),
     ],
     ids=str,
 )
-def test_every_variant_trains(playing: dict[str, Any], changes: dict[str, Any]) -> None:
-    trainer = GRPOTrainer(args=GRPOConfig(**(playing | changes)))
-    trainer.train()
-    folder = RunFolder.read(playing["output_dir"])
-    steps = [record for record in folder.read_metrics() if "loss" in record]
+def test_every_variant_trains(playing: Settings, changes: Settings) -> None:
+    folder = RunFolder.read(trained(playing, **changes).args.output_dir)
+    steps = steps_of(folder.path)
     assert len(steps) == 2
     for record in steps:
-        undefined = [name for name in record if describe_metric(name) is None]
-        assert undefined == []
+        assert np.isfinite(record["loss"])
+        assert [name for name in record if describe_metric(name) is None] == []
         assert record["accuracy"] == record["agent/success"]
         assert 1 <= record["agent/turns"] <= 4
         assert 0 <= record["agent/same_action_ratio"] <= 1  # all episodes of a group begin alike
         # one program with itself: what the sampler recorded is what the trainer computes, over all turns
-        if "sampling/sampling_logp_difference/max" in record:
-            assert record["sampling/sampling_logp_difference/max"] < 1e-3
+        assert record.get("sampling/sampling_logp_difference/max", 0.0) < 1e-3
     rows = folder.read_completions(1)
     assert len(rows) == 8 + steps[0].get("sampling/added_completions", 0)
     assert "Find the" in rows[0]["prompt"]
@@ -77,66 +72,45 @@ def test_every_variant_trains(playing: dict[str, Any], changes: dict[str, Any]) 
     assert {row["ended"] for row in rows} <= {"done", "turns", "context"}
     for row in rows:
         play = json.loads(row["play"])
-        assert len(play) == row["turns"]
-        assert sum(turn["tokens"] for turn in play) == row["length"]
+        assert (len(play), sum(turn["tokens"] for turn in play)) == (row["turns"], row["length"])
         assert sum(not turn["valid"] for turn in play) == row["no_actions"]
         assert sum(turn["reward"] for turn in play) == pytest.approx(row["reward"])
         assert all(f"\n> {turn['said'].strip()}" in row["completion"] for turn in play)
-    evaluations = [record for record in folder.read_metrics() if "eval/accuracy" in record]
-    assert evaluations[0]["eval/num_completions"] == 3
-    assert evaluations[0]["eval/agent/turns"] >= 1
-    if changes.get("action_format") in ("tags", "tool"):
-        assert steps[0]["completions/no_answer_ratio"] > 0.9  # random letters
-    else:
-        assert steps[0]["completions/no_answer_ratio"] == 0.0
+    first = next(record for record in folder.read_metrics() if "eval/accuracy" in record)
+    assert first["eval/num_completions"] == 3
+    assert first["eval/agent/turns"] >= 1
+    unanswered = steps[0]["completions/no_answer_ratio"]  # of random letters
+    assert unanswered > 0.9 if changes.get("action_format") in ("tags", "tool") else unanswered == 0.0
 
 
 def centred(step: Outcomes) -> Any:
     return step.rewards - step.rewards.mean()
 
 
-def _fails(step: Outcomes) -> Any:
-    raise ValueError("no part")
+FAILING = {"raises": lambda step: 1 / 0, "leaves": lambda step: sys.exit(3), "text": lambda step: "x", "number": 5}
+FAILING["nan"] = lambda step: step.rewards * np.nan
 
 
-def _leaves(step: Outcomes) -> Any:
-    raise SystemExit(3)
-
-
-@pytest.mark.parametrize(
-    "part",
-    [_fails, *map(slow, (_leaves, lambda step: "x", lambda step: step.rewards * np.nan, 5))],
-    ids=["raises", "leaves", "text", "nan", "number"],
-)
-def test_an_episode_part_that_fails_costs_no_more_than_itself(
-    playing: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, part: Any
-) -> None:
-    monkeypatch.setattr(centred, "episode_part", part, raising=False)
-    GRPOTrainer(args=GRPOConfig(**(playing | {"adv_estimator": centred, "max_steps": 1}))).train()
+@pytest.mark.parametrize("part", ["raises", *map(slow, list(FAILING)[1:])])
+def test_an_episode_part_that_fails_costs_itself(playing: Settings, caplog: Any, monkeypatch: Any, part: str) -> None:
+    monkeypatch.setattr(centred, "episode_part", FAILING[part], raising=False)
+    trained(playing, adv_estimator=centred, max_steps=1)
     assert "its attribute episode_part" in caplog.text
     assert "of_episode" not in RunFolder.read(playing["output_dir"]).read_completions(1)[0]["play"]
 
 
-@pytest.mark.parametrize("mode", ["conversation", "steps"])
-def test_each_turn_is_recorded_with_the_credit_of_its_tokens(playing: dict[str, Any], mode: str) -> None:
-    changes = {
-        "adv_estimator": "gigpo",
-        "history_length": 2 if mode == "steps" else None,
-        "ledger": "all",
-        "max_steps": 1,
-        "beta": 0.01,
-    }
-    GRPOTrainer(args=GRPOConfig(**(playing | changes))).train()
-    folder = RunFolder.read(playing["output_dir"])
+@pytest.mark.parametrize("history_length", [None, 2], ids=["conversation", "steps"])
+def test_each_turn_is_recorded_with_the_credit_of_its_tokens(playing: Settings, history_length: int | None) -> None:
+    playing |= {"adv_estimator": "gigpo", "history_length": history_length, "ledger": "all", "max_steps": 1}
+    folder = RunFolder.read(trained(playing, beta=0.01).args.output_dir)
     tokens: dict[int, list[float]] = {}
     for token in read_table(folder.path / "ledger" / "step_000001.parquet"):
         tokens.setdefault(token["row"], []).append(token["advantage"])
     rows = folder.read_completions(1)
     plays = [json.loads(row["play"]) for row in rows]
-    assert len({turn["row"] for play in plays for turn in play}) == (
-        8 if mode == "conversation" else sum(map(len, plays))
-    )
-    for turn in (turn for play in plays for turn in play):
+    turns = [turn for play in plays for turn in play]
+    assert len({turn["row"] for turn in turns}) == (len(turns) if history_length else 8)
+    for turn in turns:
         own, tokens[turn["row"]] = tokens[turn["row"]][: turn["tokens"]], tokens[turn["row"]][turn["tokens"] :]
         assert turn["advantage"] == pytest.approx(sum(own) / len(own))
     for play in plays:  # the episode's part is one number, and what is left is the turn's own
@@ -148,18 +122,13 @@ def test_each_turn_is_recorded_with_the_credit_of_its_tokens(playing: dict[str, 
     assert not any(tokens.values())
 
 
-def test_the_tool_is_shown_as_the_template_shows_tools(playing: dict[str, Any]) -> None:
-    trainer = GRPOTrainer(args=GRPOConfig(**(playing | {"action_format": "tool"})))
-    tokenizer = trainer.policy.tokenizer
+def test_the_tool_is_shown_as_the_template_shows_tools(playing: Settings) -> None:
+    trainer = build(playing, action_format="tool")
+    tokenizer, sampling = trainer.policy.tokenizer, SamplingSettings(max_tokens=4)
 
     def opening() -> str:
-        rollout = trainer.collect(
-            trainer.prompts[:1],
-            SamplingSettings(max_tokens=4),
-            num_generations=1,
-            streams=[(0, 0, 0)],
-            policy_version=trainer.state.policy_version,
-        )
+        one = {"num_generations": 1, "streams": [(0, 0, 0)], "policy_version": trainer.state.policy_version}
+        rollout = trainer.collect(trainer.prompts[:1], sampling, **one)
         return str(tokenizer.decode(rollout.groups[0].episodes[0].token_ids))
 
     assert 'Act with a call such as {"name": "act"' in opening()  # this template knows no tools
@@ -171,68 +140,55 @@ def test_the_tool_is_shown_as_the_template_shows_tools(playing: dict[str, Any]) 
     trainer.close()
 
 
+def completions(run: str, *steps: int) -> list[list[str]]:
+    return [[row["completion"] for row in RunFolder.read(run).read_completions(step)] for step in steps]
+
+
 @pytest.mark.slow
-def test_worlds_reset_ahead_change_nothing(playing: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    resets = []
-    reset = EnvironmentPool.reset
+def test_worlds_reset_ahead_change_nothing(playing: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    resets, reset = [], EnvironmentPool.reset
 
     def counted(pool: EnvironmentPool, place: int, task: dict[str, Any], seed: int) -> None:
         resets.append(place)
         reset(pool, place, task, seed)
 
     monkeypatch.setattr(EnvironmentPool, "reset", counted)
-    args = GRPOConfig(**(playing | {"max_steps": 3, "eval_on_start": False, "eval_steps": 2}))
-    GRPOTrainer(args=args).train()
-    played = [RunFolder.read(playing["output_dir"]).read_completions(step) for step in (1, 2, 3)]
+    run, changes = playing["output_dir"], {"max_steps": 3, "eval_on_start": False, "eval_steps": 2}
+    trained(playing, **changes)
     # 8 for each of 3 steps and the 3 that were thrown away for the evaluations (3 tasks each), after the last step too
     assert len(resets) == 8 * 4 + 8 + 3 * 2
     monkeypatch.setattr(GRPOTrainer, "_prepare_worlds", lambda *_: None)
-    GRPOTrainer(args=args.replace(output_dir=playing["output_dir"] + "-plain")).train()
-    plain = [RunFolder.read(playing["output_dir"] + "-plain").read_completions(step) for step in (1, 2, 3)]
-    assert [[row["completion"] for row in rows] for rows in played] == [
-        [row["completion"] for row in rows] for rows in plain
-    ]
+    plain = trained(playing, **changes, name="plain").args.output_dir
+    assert completions(run, 1, 2, 3) == completions(plain, 1, 2, 3)
 
 
-def test_a_resumed_run_plays_the_same_episodes(playing: dict[str, Any]) -> None:
-    args = GRPOConfig(**(playing | {"max_steps": 3, "save_steps": 1}))
-    GRPOTrainer(args=args).train()
-    folder = RunFolder.read(playing["output_dir"])
-    whole = [row["completion"] for row in folder.read_completions(3)]
-    GRPOTrainer(args=args).train(resume_from_checkpoint=folder.checkpoints / "step_000002")
-    assert [row["completion"] for row in folder.read_completions(3)] == whole
+def test_a_resumed_run_plays_the_same_episodes(playing: Settings) -> None:
+    playing |= {"max_steps": 3, "save_steps": 1}
+    run = trained(playing).args.output_dir
+    whole = completions(run, 3)
+    trained(playing, resume=2)
+    assert completions(run, 3) == whole
 
 
 @pytest.mark.slow
-def test_learning_in_the_house(playing: dict[str, Any]) -> None:
+def test_learning_in_the_house(playing: Settings) -> None:
     """A tiny random model that may only choose learns to take what it sees rather than to leave."""
-    changes = {"max_steps": 12, "num_generations": 8, "beta": 0.0, "learning_rate": 0.03, "world": "house:rooms=2"}
-    trainer = GRPOTrainer(args=GRPOConfig(**(playing | changes | {"eval_on_start": False, "eval_steps": 0})))
-    trainer.train()
-    success = [record["agent/success"] for record in trainer.state.log_history if "loss" in record]
+    playing |= {"max_steps": 12, "num_generations": 8, "beta": 0.0, "learning_rate": 0.03, "world": "house:rooms=2"}
+    success = [record["agent/success"] for record in steps_of(trained(playing, eval_on_start=False, eval_steps=0))]
     assert np.mean(success[-4:]) > np.mean(success[:4]) + 0.1
 
 
-def test_a_world_of_ones_own_as_an_object(playing: dict[str, Any]) -> None:
-    del playing["world"]
-    trainer = GRPOTrainer(args=GRPOConfig(**playing), world=House(rooms=3, num_train=5, num_eval=2))
-    assert len(trainer.prompts) == 5
-    trainer.close()
-
-
-def test_what_cannot_work_is_said_early(playing: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"environment\.world='house.*data\.task"):
-        GRPOConfig(**(playing | {"task": "arithmetic"}))
-    with pytest.raises(ConfigError, match=r"gigpo.*environment\.world"):
-        GRPOTrainer(reward_funcs=lambda completions, **_: [0.0], args=GRPOConfig(adv_estimator="gigpo"))
-    with pytest.raises(ConfigError, match="a world brings its own tasks and rewards"):
-        GRPOTrainer(reward_funcs=lambda completions, **_: [0.0], args=GRPOConfig(**playing))
-    with pytest.raises(ConfigError, match="no such environment; did you mean 'house'"):
-        GRPOTrainer(args=GRPOConfig(**(playing | {"world": "mouse"})))
-    world = Unimportable()
+def test_what_cannot_work_is_said_early(playing: Settings) -> None:
+    world, rewarded = Unimportable(), {"reward_funcs": lambda completions, **_: [0.0]}
     world.train_tasks = lambda seed: [{"uid": "a"}]  # type: ignore[method-assign]
-    with pytest.raises(ConfigError, match="cannot be sent"):
-        GRPOTrainer(args=GRPOConfig(**(playing | {"world": None})), world=world)
+    for settings, given, words in (
+        (playing | {"task": "arithmetic"}, {}, r"environment\.world='house.*data\.task"),
+        (playing, rewarded, "a world brings its own tasks and rewards"),
+        (playing | {"world": "mouse"}, {}, "no such environment; did you mean 'house'"),
+        (playing | {"world": None}, {"world": world}, "cannot be sent"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            GRPOTrainer(args=GRPOConfig(**settings), **given)
 
 
 class Broken(Unimportable):
@@ -240,49 +196,187 @@ class Broken(Unimportable):
         return [{"uid": "a"}, {"uid": "b"}]
 
 
-def test_a_step_without_a_single_turn_stops_the_run(playing: dict[str, Any]) -> None:
+def test_a_step_without_a_single_turn_stops_the_run(playing: Settings) -> None:
     trainer = GRPOTrainer(args=GRPOConfig(**(playing | {"world": None})), world=Broken())
+    assert len(trainer.prompts) == 2
     with pytest.raises(EpisodeError, match=r"no episode got as far as a turn.*no such game engine"):
         trainer.train()
 
 
-def test_the_command_line(
-    playing: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, covey: Command
-) -> None:
-    status, out, err = covey("play", "house:rooms=3", "--expert")
-    assert status == 0, err
+def test_the_command_line(playing: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, covey: Command) -> None:
+    done = covey.done
+    out = done("play", "house:rooms=3", "--expert")
     assert "> read note" in out
     assert "solved after 3 actions, reward 1" in out
     typed = iter(["dance", "", "read note"])
     monkeypatch.setattr("builtins.input", lambda *_: next(typed))
-    status, out, err = covey("play", "house", "--max-turns", "2", "-n", "1")
-    assert status == 0, err
+    out = done("play", "house", "--max-turns", "2", "-n", "1")
     assert "(no valid action)" in out
     assert "The note says" in out or "no actions left after 2" in out
     status, _, err = covey("play", "house:num_eval=5", "-n", "5")
-    assert status == 2
-    assert "use 0 to 4" in err
+    assert (status, "use 0 to 4" in err) == (2, True)
 
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(GRPOConfig(**playing).to_toml())
-    status, _, err = covey("train", recipe)
-    assert status == 0, err
-    status, out, err = covey("eval", playing["output_dir"], "--show", "1")
-    assert status == 0, err
+    done("train", recipe)
+    out = done("eval", playing["output_dir"], "--show", "1")
     assert "agent/success" in out
     assert "Find the" in out
-    status, out, err = covey("eval", playing["model"], "--world", "house:rooms=2,num_eval=2", "max_completion_length=8")
-    assert status == 0, err
+    out = done("eval", playing["model"], "--world", "house:rooms=2,num_eval=2", "max_completion_length=8")
     assert "agent/no_action_ratio" in out
-    status, out, err = covey("doctor", recipe, "world=house:rooms=2,num_train=30")
+    _, out, err = covey("doctor", recipe, "world=house:rooms=2,num_train=30")
     assert "world: 30 tasks" in out, err
 
 
-def test_an_environments_first_error_of_a_kind_is_an_event_with_its_line(settings: dict[str, Any]) -> None:
-    changes = {"action_format": "text", "max_completion_length": 4, "failed_episodes": "score", "max_turns": 3}
-    GRPOTrainer(args=GRPOConfig(**(settings | changes)), world=Breaking()).train()
-    folder = RunFolder.read(settings["output_dir"])
-    (said,) = [event["message"] for event in folder.read_events() if event["kind"] == "environment"]
-    assert said.startswith("the environment failed in step: KeyError: 'room ")
-    assert "worlds.py:" in said
-    assert "in step. Its episode failed" in said
+FORMATS = ("choice", "text", "tags", "tool")
+EVERY = [(format, mode) for format in FORMATS for mode in ("conversation", "steps")]
+# three calls of tools are more characters than the tiny model's context
+FAST, TOO_LONG = (("choice", "conversation"), ("tool", "steps")), ("tool", "conversation")
+
+
+@pytest.fixture
+def imitating(settings: Settings) -> Settings:
+    settings |= HOUSE | {"max_conversation_tokens": 900, "max_completion_length": 60}
+    return settings | {"show_actions": False, "system_prompt": "Play.", "lr_scheduler_type": "constant"}
+
+
+def by_the_expert(trainer: GRPOTrainer, count: int = 3) -> list[Trajectory]:
+    return imitation._play(trainer, count, lambda doing, done, of: None)
+
+
+def test_an_action_is_read_back() -> None:
+    for action in ("go north", 'say "a\\b" to <it>', "nimm den Schlüssel"):
+        for format in FORMATS:
+            assert parse_action(write_action(action, format), format, [action, "go"]) == action
+
+
+@pytest.mark.parametrize(("format", "mode"), [one if one in FAST else slow(*one) for one in EVERY if one != TOO_LONG])
+def test_the_expert_speaks_as_the_policy_would(imitating: Settings, format: str, mode: str) -> None:
+    trainer = build(imitating, action_format=format, history_length=0 if mode == "steps" else None)
+    for trajectory in by_the_expert(trainer):
+        assert trajectory.success, trajectory.ended
+        assert (trajectory.turns[0].action, len(trajectory.turns)) == ("read note", 3)
+        assert len(trajectory.episodes) == (1 if mode == "conversation" else 3)
+        for episode in trajectory.episodes:
+            assert episode.support is None
+            said = trainer.policy.tokenizer.decode(episode.token_ids[episode.sampled])
+            assert ("<action>" in said) == (format == "tags")
+    trainer.close()
+
+
+def test_prompts_are_those_of_the_policy(imitating: Settings) -> None:
+    """What is not sampled in an episode is what the engine would have been given after the same actions."""
+    trainer = build(imitating)
+    (one,) = by_the_expert(trainer, 1)
+    parts = (trainer.world, trainer.policy, trainer.engine, trainer.data, trainer.decode)
+    collect = make_collector(trainer.args, *parts, ExpertPlayer)
+    settings = setup.sampling_settings(trainer.args, trainer.policy, 1.0)
+    stream = (trainer.args.run.seed, imitation.IMITATION_STREAM, 0)
+    ((sampled,),) = collect.player.play(
+        trainer.prompts[:1], trainer.engine, settings, num_generations=1, streams=[stream], policy_version=1
+    )
+    collect.close()
+    trainer.close()
+    for mine, theirs in zip(one.episodes, sampled.episodes, strict=True):
+        np.testing.assert_array_equal(mine.token_ids, theirs.token_ids)
+        np.testing.assert_array_equal(mine.sampled, theirs.sampled)
+
+
+def test_the_loss_is_the_mean_negative_log_probability(imitating: Settings) -> None:
+    """Against transformers' own cross-entropy on the same tokens, and it falls."""
+    trainer = build(imitating)
+    played, wanted, count = by_the_expert(trainer, 4), 0.0, 0
+    with torch.no_grad():
+        for episode in (e for t in played for e in t.episodes):
+            ids, own = torch.as_tensor(episode.token_ids)[None], int(episode.sampled.sum())
+            labels = torch.where(torch.as_tensor(episode.sampled)[None], ids, -100)
+            wanted += float(trainer.policy.model(input_ids=ids, labels=labels).loss) * own
+            count += own
+    losses = [step["loss"] for step in imitation._learn(trainer, played, 4, 4, lambda doing, done, of: None)]
+    trainer.close()
+    assert losses[0] == pytest.approx(wanted / count, rel=1e-4)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.slow
+def test_what_is_left_behind_can_be_trained_on(imitating: Settings, tmp_path: Path) -> None:
+    config = GRPOConfig(**imitating | {"max_steps": 1})
+    found = imitate(config, tmp_path / "first", episodes=6, epochs=3, episodes_per_step=3)
+    assert (found.episodes, found.failed, len(found.losses)) == (6, 0, 6)
+    assert {"eval/accuracy"} <= found.before.keys() & found.after.keys()
+    stories = [json.loads(line) for line in (tmp_path / "first/episodes.jsonl").read_text().splitlines()]
+    assert len(stories) == 6
+    assert "> read note" in stories[0]["transcript"]
+    with pytest.raises(ConfigError, match="not empty"):
+        imitate(config, tmp_path / "first")
+    whole = config.replace(use_peft=False, lora_r=16, output_dir=str(tmp_path / "whole"))
+    imitate(whole, tmp_path / "second", episodes=2, epochs=1, evaluate=False)
+    for after in (
+        config.replace(adapter=str(tmp_path / "first/adapter")),
+        whole.replace(model=str(tmp_path / "second/adapter")),
+    ):
+        trainer = GRPOTrainer(args=after)
+        trainer.train()
+        assert trainer.state.global_step == 1
+
+
+@pytest.mark.slow
+def test_what_cannot_be_imitated(imitating: Settings, tmp_path: Path) -> None:
+    config = GRPOConfig(**imitating)
+    quick = {"episodes": 1, "evaluate": False}
+    trouble = {"world": f"{WORLDS}:Trouble", "action_format": "text"}
+    for number, (changes, options, error, words) in enumerate(
+        (
+            ({}, {"episodes": 0}, ConfigError, "episodes=0"),
+            ({"world": None, "task": "arithmetic"}, {}, ConfigError, r"no environment\.world"),
+            (trouble, {"episodes": 1}, DataError, "expert_action knows no action here"),
+            ({"max_completion_length": 4}, quick, ConfigError, "max_completion_length to"),
+            ({"learning_rate": 1e30}, quick | {"episodes": 4, "epochs": 3}, ConfigError, "choose a lower"),
+            ({"max_turns": 1}, {"episodes": 2}, DataError, "succeeded in none of 2"),
+        )
+    ):
+        with pytest.raises(error, match=words):
+            imitate(config.replace(**changes), tmp_path / str(number), **options)
+        assert not (tmp_path / str(number)).exists() or "max_turns" in changes
+
+
+EXPERTS = """
+from covey.environments import Environment, Observation, World
+class Moody(World):
+    name, max_turns, max_completion_length = "moody", 2, 12
+    def train_tasks(self, seed): return [{"uid": str(n)} for n in range(6)]
+    def eval_tasks(self): return []
+    def make(self): return Mood()
+class Mood(Environment):
+    def reset(self, task, seed):
+        self.number = int(task["uid"])
+        return Observation("go", ("left", "right"))
+    def step(self, action): return Observation("there"), float(action == "left"), True, {}
+    def expert_action(self):
+        if self.number == 1: raise ValueError("I do not know")
+        return {2: 3, 3: "go \\ud800", 4: "right", 5: None}.get(self.number, "left")
+"""
+
+
+def test_an_expert_that_fails_costs_its_own_episode(imitating: Settings, tmp_path: Path) -> None:
+    (tmp_path / "moody.py").write_text(EXPERTS)
+    config = GRPOConfig(**imitating | {"world": f"{tmp_path}/moody.py:Moody"})
+    found = imitate(config, tmp_path / "first", episodes=6, epochs=1)
+    assert (found.episodes, found.failed) == (1, 5)
+    assert any("I do not know" in ending for ending in found.why)
+    trainer = GRPOTrainer(args=config)
+    said = [trajectory.error for trajectory in by_the_expert(trainer, 6)]
+    trainer.close()
+    for error, words in zip(said[1:], ("I do not know", "returned 3", "ud800", "", "knows no action"), strict=True):
+        assert words in error
+
+
+def test_command(imitating: Settings, tmp_path: Path, covey: Command) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(GRPOConfig(**imitating).to_toml())
+    said = covey.done("play", recipe, "--imitate", "--episodes", 4, "--epochs", 1, "schedule.max_steps=1")
+    assert "learnt from 4 episodes of the expert" in said
+    assert "held out, after" in said
+    told = said.split("continue: covey ")[1].split()
+    assert "schedule.max_steps=1" in told  # what was asked for of the episodes holds for the training after it
+    covey.done(*told)

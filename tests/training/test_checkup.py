@@ -12,82 +12,64 @@ from typing import Any
 
 import pytest
 import torch
+from training_runs import Settings, always, build, rewarding, same_weights, trained
 from transformers import GPT2Config, LlamaConfig
 
 from command import Command
-from covey import GRPOConfig, GRPOTrainer
+from covey import GRPOConfig
 from covey.errors import ConfigError, ModelError
 from covey.training.checkup import Plan, Recipe, measure
 
-
-def reward(completions: list[str], **columns: Any) -> list[float]:
-    return [float(len(set(text))) for text in completions]
+reward = rewarding("reward", lambda text: float(len(set(text))))
 
 
-def slow_reward(completions: list[str], **columns: Any) -> list[float]:
+def slow_reward(completions: list[str], **columns: Any) -> Any:
     time.sleep(1)
     return reward(completions)
 
 
-def trainer_of(settings: dict[str, Any], reward: Any = reward, **changes: Any) -> GRPOTrainer:
-    rows = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four", "five")]
-    return GRPOTrainer(reward_funcs=reward, args=GRPOConfig(**settings | changes), train_dataset=rows)
+def part_of(plan: Plan, name: str) -> float:
+    return next(part.amount for part in plan.seconds if part.name == name)
 
 
-def part_of(plan: Plan, name: str) -> Any:
-    return next(part for part in plan.seconds if part.name == name)
-
-
-def test_a_plan_has_every_part_and_writes_nothing(settings: dict[str, Any]) -> None:
-    plan = measure(trainer_of(settings, max_steps=10, beta=0.0))
+def test_a_plan_has_every_part_and_writes_nothing(settings: Settings) -> None:
+    """A reward so slow that what else runs on the machine is nothing beside it."""
+    plan = measure(build(settings, slow_reward, max_steps=10, beta=0.0))
     assert not Path(settings["output_dir"]).exists()
     assert all(part.amount >= 0 for part in (*plan.seconds, *plan.memory))
-    assert part_of(plan, "update").amount > 0
-    assert part_of(plan, "reference log-probabilities").amount < 1e-3  # beta is 0
+    assert part_of(plan, "update") > 0
+    assert part_of(plan, "reference log-probabilities") < 1e-3  # beta is 0
     assert plan.run_seconds == pytest.approx(10 * plan.step_seconds)
     assert plan.peak_bytes == pytest.approx(sum(part.amount for part in plan.memory))
     assert 1 <= plan.mean_length <= settings["max_completion_length"]
+    assert min(part_of(plan, "rewards"), plan.step_seconds) > 1  # a step waits for its rewards
 
 
-def test_a_step_that_waits_for_its_rewards_costs_that_wait(settings: dict[str, Any]) -> None:
-    """So slow that what else runs on the machine is nothing beside it."""
-    plan = measure(trainer_of(settings, slow_reward))
-    assert part_of(plan, "rewards").amount > 1
-    assert plan.step_seconds > 1
-
-
-def test_the_steps_are_those_of_the_run(settings: dict[str, Any]) -> None:
+def test_the_steps_are_those_of_the_run(settings: Settings) -> None:
     """The probe's two steps and the run's first two move the weights alike."""
-    changes: dict[str, Any] = {"max_steps": 2, "lr_scheduler_type": "constant", "beta": 0.0}
-    planned, trained = trainer_of(settings, **changes), trainer_of(settings, **changes)
+    settings |= {"max_steps": 2, "lr_scheduler_type": "constant", "beta": 0.0}
+    planned = build(settings, reward)
     measure(planned)
-    trained.train()
-    ours, theirs = planned.policy.state_dict(), trained.policy.state_dict()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert same_weights(planned, trained(settings, reward))
 
 
-def test_evaluations_are_those_that_will_be_made(settings: dict[str, Any]) -> None:
+def test_evaluations_are_those_that_will_be_made(settings: Settings) -> None:
     for changes, wanted in (
         ({"eval_steps": 2}, 4),  # after steps 2, 4 and 5, and before the first
         ({"eval_steps": 2, "eval_at_end": False}, 3),
         ({"eval_on_start": False, "eval_at_end": False}, 0),
         ({"eval_on_start": False}, 1),
     ):
-        trainer = trainer_of(settings, max_steps=5, **changes)
-        trainer.eval_prompts = trainer.prompts[:1]
-        assert measure(trainer).num_evaluations == wanted, changes
+        assert measure(build(settings, reward, held_out=1, max_steps=5, **changes)).num_evaluations == wanted, changes
 
 
-def test_tied_groups_cost_no_update_and_the_reference_costs_where_it_is_used(settings: dict[str, Any]) -> None:
-    plan = measure(trainer_of(settings, lambda completions, **_: [1.0] * len(completions), beta=0.0))
-    assert plan.mixed_share == 0
-    assert part_of(plan, "update").amount == 0
-    reference = part_of(measure(trainer_of(settings, beta=0.04)), "reference log-probabilities")
+def test_tied_groups_cost_no_update_and_the_reference_costs_where_it_is_used(settings: Settings) -> None:
+    plan = measure(build(settings, always, beta=0.0))
+    assert (plan.mixed_share, part_of(plan, "update")) == (0, 0)
+    seconds = measure(build(settings, reward, beta=0.04)).seconds
+    reference = next(part for part in seconds if part.name == "reference log-probabilities")
     assert reference.amount > 1e-4
     assert reference.advice == "algorithm.beta=0: none"
-
-
-# ---------------------------------------------------------------------- a GPU, by formula
 
 
 @pytest.fixture(scope="module")
@@ -106,46 +88,37 @@ def recipe_of(folder: Path, **settings: Any) -> Recipe:
     return Recipe.of(GRPOConfig(model=str(folder), **settings))
 
 
-def peak(recipe: Recipe, room: float = 24e9, **changed: int) -> float:
-    return recipe.peak(room, **changed)
+def held(folder: Path, **settings: Any) -> dict[str, float]:
+    return recipe_of(folder, **settings).phases(24e9)["held"]
 
 
 def test_what_fits_fits_and_one_token_more_does_not(folder: Path) -> None:
     recipe, room = recipe_of(folder), 12e9
     longest, tokens = recipe.longest(room), recipe.tokens(room)
-    assert peak(recipe, room) <= room
+    assert recipe.peak(room) <= room
     assert 1024 < longest < 131072 - recipe.prompt
-    assert peak(recipe, own=longest) <= room < peak(recipe, own=longest + 1)
-    assert peak(recipe, tokens=tokens) <= room < peak(recipe, tokens=tokens + 1)
+    assert recipe.peak(24e9, own=longest) <= room < recipe.peak(24e9, own=longest + 1)
+    assert recipe.peak(24e9, tokens=tokens) <= room < recipe.peak(24e9, tokens=tokens + 1)
     longer = replace(recipe, config=recipe.config.replace(max_completion_length=longest + 1))
-    assert peak(longer, room) > room
+    assert longer.peak(room) > room
     assert recipe.longest(141e9) == 131072 - recipe.prompt  # no further than the model was built for
 
 
-def test_an_adapter_that_is_too_large_is_said_as_it_is(folder: Path) -> None:
-    with pytest.raises(ModelError, match=r"^model\.lora_r=1000000: more than"):
-        recipe_of(folder, lora_r=1000000)
-
-
-def test_what_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused(folder: Path, tmp_path: Path) -> None:
     config = GPT2Config(n_embd=64, n_layer=2, n_head=2, architectures=["GPT2LMHeadModel"])
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="has no linear layers that could be quantised"):
-        recipe_of(tmp_path, quantization="nf4")
-    with pytest.raises(ModelError, match=r"holds no adapter_config\.json"):
-        recipe_of(tmp_path, adapter=str(tmp_path / "none"))
-
-
-def test_fewer_bits_take_less(folder: Path) -> None:
-    away = {"samplers": 1, "max_completion_length": 16}
-    plain, four = recipe_of(folder, **away), recipe_of(folder, **away, quantization="nf4")
-    ends, layers = plain.shape.embedding * 2, plain.shape.inside
-    assert plain.phases(24e9)["held"]["weights"] == ends + 2 * layers
-    assert four.phases(24e9)["held"]["weights"] == pytest.approx(ends + 0.52 * layers)
-    eight = recipe_of(folder, **away, optimizer="adamw_8bit").phases(24e9)["held"]["AdamW's moments"]
-    assert eight == pytest.approx(2.03 * plain.shape.trained)
-    with pytest.raises(ConfigError, match="paged_adamw_8bit moves its moments by itself"):
-        recipe_of(folder, optimizer="adamw_8bit", offload=True)
+    config.save_pretrained(tmp_path / "gpt2")
+    (tmp_path / "config.json").write_text('{"model_type": "nobody"}')
+    for model, settings, error, words in (
+        (folder, {"lora_r": 1000000}, ModelError, r"^model\.lora_r=1000000: more than"),
+        (tmp_path / "gpt2", {"quantization": "nf4"}, ModelError, "has no linear layers that could be quantised"),
+        (tmp_path / "gpt2", {"adapter": str(tmp_path / "none")}, ModelError, r"holds no adapter_config\.json"),
+        (tmp_path, {}, ModelError, "its configuration cannot be read"),
+        (folder, {"optimizer": "adamw_8bit", "offload": True}, ConfigError, "paged_adamw_8bit moves its moments by it"),
+        (folder, {"device": "cpu"}, ConfigError, r"model\.device='cpu' and --device-memory"),
+        (folder, {"learner_kind": "sharded"}, ConfigError, r"learner_kind='sharded' and --device-memory"),
+    ):
+        with pytest.raises(error, match=words):
+            recipe_of(model, **settings)
 
 
 def test_each_setting_takes_what_it_says(folder: Path) -> None:
@@ -157,41 +130,27 @@ def test_each_setting_takes_what_it_says(folder: Path) -> None:
     assert parts["sampling"]["keys and values"] == token * (8 * 500 + 2 * 512)
     few = recipe_of(folder, num_generations=4, kv_cache_gb=0.01, max_completion_length=500).phases(24e9)
     assert few["sampling"]["keys and values"] == token * (500 + 512)  # one at the least
-    everything = recipe_of(folder, use_peft=False, beta=0.1).phases(24e9)["held"]
+    everything = held(folder, use_peft=False, beta=0.1)
     assert everything["weights"] == everything["reference"] == 4 * 1_235_814_400
-    assert recipe_of(folder, beta=0.1).phases(24e9)["held"].get("reference") is None  # the adapter is switched off
+    assert held(folder, beta=0.1).get("reference") is None  # the adapter is switched off
     assert "sampling" not in recipe_of(folder, samplers=1).phases(24e9)
-    asleep, awake = (
-        recipe_of(folder, engine="vllm", llm_arguments={"enable_sleep_mode": on}).phases(24e9) for on in (True, False)
-    )
-    assert asleep["sampling"] == {"vLLM's share": 0.3 * 24e9}
-    assert awake["held"]["vLLM's share"] == 0.3 * 24e9
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"device": "cpu"}, r"model\.device='cpu' and --device-memory"),
-        ({"learner_kind": "sharded"}, r"learner_kind='sharded' and --device-memory"),
-    ],
-)
-def test_what_the_formulas_are_not_about(folder: Path, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        recipe_of(folder, **settings)
-
-
-def test_a_model_that_is_not_there(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "nobody"}')
-    with pytest.raises(ModelError, match="its configuration cannot be read"):
-        recipe_of(tmp_path)
+    asleep, awake = ({"engine": "vllm", "llm_arguments": {"enable_sleep_mode": on}} for on in (True, False))
+    assert recipe_of(folder, **asleep).phases(24e9)["sampling"] == {"vLLM's share": 0.3 * 24e9}
+    assert held(folder, **awake)["vLLM's share"] == 0.3 * 24e9
+    away = {"samplers": 1, "max_completion_length": 16}  # fewer bits take less
+    shape = recipe_of(folder, **away).shape
+    ends, layers = shape.embedding * 2, shape.inside
+    assert held(folder, **away)["weights"] == ends + 2 * layers
+    assert held(folder, **away, quantization="nf4")["weights"] == pytest.approx(ends + 0.52 * layers)
+    eight = held(folder, **away, optimizer="adamw_8bit")["AdamW's moments"]
+    assert eight == pytest.approx(2.03 * shape.trained)
 
 
 def test_the_command_says_it(covey: Command, folder: Path, recipe_folder: Path, tmp_path: Path) -> None:
     arguments = ["doctor", str(recipe_folder), f"model.model={folder}", "data.max_prompt_length=100"]
     arguments += [f"run.output_dir={tmp_path / 'run'}", "--device-memory", "24", "--device-memory", "3"]
     status, shown, _ = covey(*arguments)
-    assert status == 0
-    assert "1.24 billion weights" in shown
+    assert (status, "1.24 billion weights" in shown) == (0, True)
     assert "prompts of 100 tokens, 8 tokens after them" in shown
     assert shown.index("3 GB: does not fit") < shown.index("24 GB: fits")
     found = json.loads(covey(*arguments, "--json")[1])

@@ -1,33 +1,37 @@
-"""What is known about each question, and the order that it gives."""
+"""What is known about each question, the order that it gives; accuracy kind by kind; questions of multiple choice."""
 
 from __future__ import annotations
 
+import io
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from rich.console import Console
+from training_runs import Settings, build, events, first_letter_early, rewarding, same_weights, steps_of, trained
+from worlds import Breaking
 
+from command import Command
 from covey import GRPOConfig, GRPOTrainer
+from covey.cli.results import kind_shares, percent, print_difference, print_kinds, print_left_out
 from covey.errors import CheckpointError, ConfigError, RewardError
+from covey.observe import ConsoleProgress, describe_metric
 from covey.observe.run_folder import RunFolder
 from covey.rollout.agents import PlayStats
 from covey.rollout.collect import AnswerCollector, Rollout
-from covey.tasks import WeightedOrder
-from covey.training.evaluate import QuestionHistory, _right_by, count_answers, questions_of
-from covey.types import Group, Trajectory
+from covey.rollout.scoring import Logged
+from covey.tasks import WeightedOrder, get_task
+from covey.training import evaluate as judging
+from covey.training.evaluate import Evaluation, QuestionHistory, accuracy_by_kind, count_answers
+from covey.training.multiple_choice import ChoiceTask, answer_choices, letter_probabilities
+from covey.training.prefetch import Sampled
+from covey.training.schedule import ResolvedPhase
+from covey.training.tables import completion_rows
+from covey.types import Group, SamplingSettings, Trajectory
 from fakes import fake_episode, fake_prompt
-
-ROWS = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four", "five")]
-
-
-def test_right_answers_are_counted_by_question() -> None:
-    groups = [
-        Group(fake_prompt(uid=uid), tuple(fake_episode("x") for _ in range(2)), np.zeros(2)) for uid in ("a", "b", "a")
-    ]
-    rollout = Rollout(tuple(groups), 0.0, 0.0, 0)
-    correct = np.array([True, False, False, False, True, True])
-    assert count_answers(rollout, correct) == {"a": [3, 4], "b": [0, 2]}
-    assert count_answers(rollout, None) == {}
 
 
 def test_weights_by_hand() -> None:
@@ -39,9 +43,7 @@ def test_weights_by_hand() -> None:
     history.add({"never": [4, 8]})
     # the first visit counts half: right 4, wrong 4 + 4
     assert history.weights()[2] == pytest.approx(6 * 5 * 9 / (14 * 15))
-
-
-def test_a_history_is_restored_from_its_lines() -> None:
+    # a history is restored from its lines
     lines = [{"step": 1, "answers": {"a": [1, 4]}}, {"step": 2, "answers": {"a": [2, 4], "b": [4, 4]}}]
     one, other = QuestionHistory(["a", "b"]), QuestionHistory(["a", "b"])
     for line in lines:
@@ -49,7 +51,7 @@ def test_a_history_is_restored_from_its_lines() -> None:
     other.add({"a": [4, 4]})
     other.restore(lines)
     assert one.weights().tolist() == other.weights().tolist()
-    hardest, easiest = questions_of(lines)
+    hardest, easiest = judging.questions_of(lines)
     assert (hardest.uid, hardest.visits, hardest.accuracy) == ("a", [(1, 1, 4), (2, 2, 4)], 3 / 8)
     assert (hardest.first, hardest.last, easiest.accuracy) == (0.25, 0.5, 1.0)
 
@@ -68,67 +70,61 @@ def test_weighted_order_draws_in_proportion_and_never_twice() -> None:
         order.take(-1, 2)
 
 
-def first_letter_early(completions: list[str], **columns: Any) -> list[float]:
-    return [float(text[:1].lower() < "n") for text in completions]
+BY_DIFFICULTY: Settings = {"prompt_order": "difficulty", "correctness": "first_letter_early"}
 
 
-def build(settings: dict[str, Any], **changes: Any) -> GRPOTrainer:
-    args = GRPOConfig(
-        **(settings | {"max_steps": 4, "prompt_order": "difficulty", "correctness": "first_letter_early"} | changes)
-    )
-    return GRPOTrainer(reward_funcs=first_letter_early, args=args, train_dataset=ROWS)
-
-
-def test_a_run_records_its_questions_and_a_resume_draws_the_same_ones(settings: dict[str, Any]) -> None:
-    whole = build(settings, save_steps=2)
-    whole.train()
+def test_a_run_records_its_questions_and_a_resume_draws_the_same_ones(settings: Settings) -> None:
+    settings |= BY_DIFFICULTY | {"max_steps": 4, "save_steps": 2}
+    whole = trained(settings, first_letter_early)
     folder = RunFolder.read(settings["output_dir"])
     lines = folder.read_answers()
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(total == 4 for line in lines for _, total in line["answers"].values())
     for line, record in zip(lines, whole.state.log_history, strict=True):
-        right = sum(right for right, _ in line["answers"].values())
-        assert record["accuracy"] == right / 8 == record["reward"]
+        assert record["accuracy"] == sum(right for right, _ in line["answers"].values()) / 8 == record["reward"]
     weights = whole.questions.weights()
     assert (weights != 1).any()
-    resumed = build(settings, save_steps=2)
-    resumed.train(resume_from_checkpoint=folder.checkpoints / "step_000002")
+    resumed = trained(settings, first_letter_early, resume=2)
     assert folder.read_answers() == lines
     assert resumed.questions.weights().tolist() == weights.tolist()
 
     folder.questions_path.write_text("".join(folder.questions_path.read_text().splitlines(keepends=True)[1:]))
     with pytest.raises(CheckpointError, match=r"questions\.jsonl, by which .* draws, lacks step 1; restore it"):
-        build(settings, save_steps=2).train(resume_from_checkpoint=True)
+        trained(settings, first_letter_early, resume=True)
 
 
-def test_discarded_groups_count_in_every_number(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def spied(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> list[list[Rollout]]:
+    """What the trainer, now trained, had sampled for each of its steps."""
+    sampled: list[list[Rollout]] = [[]]
+    collect, report = AnswerCollector.__call__, trainer._report
+
+    def spy(*arguments: Any, **options: Any) -> Rollout:
+        sampled[-1].append(collect(*arguments, **options))
+        return sampled[-1][-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AnswerCollector, "__call__", spy)
+        patch.setattr(trainer, "_report", lambda *rest: (report(*rest), sampled.append([])))
+        trainer.train()
+    return sampled
+
+
+def test_discarded_groups_count_in_every_number(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Questions one and two are never answered: dynamic sampling throws them away, the numbers do not."""
 
     def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
         hard = [prompt.split()[1] in ("one:", "two:") for prompt in prompts]
-        return [0.0 if no else float(text[:1].lower() < "n") for no, text in zip(hard, completions, strict=True)]
+        return [0.0 if no else score for no, score in zip(hard, first_letter_early(completions), strict=True)]
 
-    changes = {"max_steps": 4, "save_steps": 2, "dynamic_sampling": 3, "prompt_order": "difficulty"}
-    changes["correctness"] = "reward"
-    args = GRPOConfig(**(settings | changes))
-    whole = GRPOTrainer(reward_funcs=reward, args=args, train_dataset=ROWS)
-    sampled: list[list[Group]] = [[]]
-    collect = AnswerCollector.__call__
-
-    def spy(collector: AnswerCollector, *arguments: Any, **options: Any) -> Rollout:
-        rollout = collect(collector, *arguments, **options)
-        sampled[-1] += rollout.groups
-        return rollout
-
-    report = whole._report
-    monkeypatch.setattr(AnswerCollector, "__call__", spy)
-    monkeypatch.setattr(whole, "_report", lambda *rest: (report(*rest), sampled.append([])))
-    whole.train()
-    records = [record for record in whole.state.log_history if "loss" in record]
+    settings |= {"max_steps": 4, "save_steps": 2, "dynamic_sampling": 3, "prompt_order": "difficulty"}
+    settings["correctness"] = "reward"
+    whole = build(settings, reward)
+    sampled = spied(whole, monkeypatch)
+    records = steps_of(whole)
     assert any(record.get("dynamic_sampling/discarded_groups", 0) > 0 for record in records)
-    folder = RunFolder.read(settings["output_dir"])
-    tokens = 0.0
-    for groups, record, line in zip(sampled, records, folder.read_answers(), strict=False):
+    folder, tokens = RunFolder.read(settings["output_dir"]), 0.0
+    for rollouts, record, line in zip(sampled, records, folder.read_answers(), strict=False):
+        groups = [group for rollout in rollouts for group in rollout.groups]
         rewards = np.concatenate([group.rewards for group in groups])
         episodes = [episode for group in groups for episode in group.episodes]
         assert record["accuracy"] == record["reward"] == rewards.mean()
@@ -136,14 +132,10 @@ def test_discarded_groups_count_in_every_number(settings: dict[str, Any], monkey
         assert record["completions/mean_length"] == np.mean([episode.num_sampled for episode in episodes])
         tokens += sum(len(episode.token_ids) for episode in episodes)
         assert record["num_tokens"] == tokens
-        assert sum(total for _, total in line["answers"].values()) == len(rewards)
-        assert sum(right for right, _ in line["answers"].values()) == rewards.sum()
-    weights = whole.questions.weights()
-    resumed = GRPOTrainer(reward_funcs=reward, args=args, train_dataset=ROWS)
-    resumed.train(resume_from_checkpoint=folder.checkpoints / "step_000002")
-    assert resumed.questions.weights().tolist() == weights.tolist()
-    for name, value in whole.policy.state_dict().items():
-        assert resumed.policy.state_dict()[name].equal(value)
+        assert np.sum(list(line["answers"].values()), axis=0).tolist() == [rewards.sum(), len(rewards)]
+    resumed = trained(settings, reward, resume=2)
+    assert resumed.questions.weights().tolist() == whole.questions.weights().tolist()
+    assert same_weights(resumed, whole)
 
 
 def test_the_answers_of_agents_are_counted_by_episode() -> None:
@@ -155,85 +147,66 @@ def test_the_answers_of_agents_are_counted_by_episode() -> None:
     other = Group(fake_prompt(uid="b"), episodes, np.array([0.0, 0.0]), trajectories=played)
     rollout = Rollout((group,), 0.0, 0.0, 3, discarded=(other,), played=PlayStats(turns=6, no_actions=3))
     assert count_answers(rollout.whole, np.array([True, False, False, False])) == {"a": [1, 2], "b": [0, 2]}
+    assert count_answers(rollout.whole, None) == {}
+    twice = [Group(fake_prompt(uid=uid), (fake_episode("x"),) * 2, np.zeros(2)) for uid in ("a", "b", "a")]
+    correct = np.array([True, False, False, False, True, True])
+    assert count_answers(Rollout(tuple(twice), 0.0, 0.0, 0), correct) == {"a": [3, 4], "b": [0, 2]}
     assert rollout.metrics["agent/no_action_ratio"] == 0.5
     assert rollout.metrics["agent/success"] == 0.5
 
 
-def test_difficulty_without_right_and_wrong_is_refused(settings: dict[str, Any]) -> None:
-    def half(completions: list[str], **columns: Any) -> list[float]:
-        return [0.5 + 0.01 * len(text) for text in completions]
-
-    args = GRPOConfig(**(settings | {"prompt_order": "difficulty"}))
+def test_difficulty_without_right_and_wrong_is_refused(settings: Settings) -> None:
+    half = rewarding("half", lambda text: 0.5 + 0.01 * len(text))
+    settings["prompt_order"] = "difficulty"
     with pytest.raises(ConfigError, match=r"data\.prompt_order='difficulty'.*set data\.prompt_order to random"):
-        GRPOTrainer(reward_funcs=half, args=args, train_dataset=ROWS)
+        build(settings, half)
     with pytest.raises(ConfigError, match=r"correctness='right': is no reward function; there is half"):
-        GRPOTrainer(reward_funcs=half, args=args.replace(correctness="right"), train_dataset=ROWS)
+        build(settings, half, correctness="right")
     with pytest.raises(RewardError, match=r"correctness='half': it gave 0\.5\d, .* gives 0 or 1"):
-        GRPOTrainer(reward_funcs=half, args=args.replace(correctness="half"), train_dataset=ROWS).train()
-    found = _right_by("sum", np.array([sum([0.1] * 10), 1.0, 0.0, np.nan]))  # 1 but for rounding is right
+        trained(settings, half, correctness="half")
+    half.whole_batch = True  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"max_generations=12.*half has whole_batch"):
+        build(settings | {"prompt_order": "random"}, half, max_generations=12)
+    found = judging._right_by("sum", np.array([sum([0.1] * 10), 1.0, 0.0, np.nan]))  # 1 but for rounding is right
     assert found.tolist() == [True, True, False, False]
 
 
-def test_the_learning_rate_is_cut_in_a_run(settings: dict[str, Any]) -> None:
+def test_the_learning_rate_is_cut_in_a_run(settings: Settings) -> None:
     def wrong(completions: list[str], **columns: Any) -> list[float]:
         return [float(index == 0) for index in range(len(completions))]
 
     phases = [{"name": "warmup", "steps": 12, "min_accuracy": 0.5, "learning_rate_cut": 0.1}]
-    args = GRPOConfig(
-        **(settings | {"max_steps": -1, "phases": phases, "lr_scheduler_type": "constant", "correctness": "wrong"})
-    )
-    trainer = GRPOTrainer(reward_funcs=wrong, args=args, train_dataset=ROWS)
-    trainer.train()
-    rates = [record["learning_rate"] for record in trainer.state.log_history]
+    settings |= {"max_steps": -1, "phases": phases, "lr_scheduler_type": "constant", "correctness": "wrong"}
+    rates = [record["learning_rate"] for record in trained(settings, wrong).state.log_history]
     assert rates == pytest.approx([1e-2] * 10 + [1e-3] * 2)
-    events = RunFolder.read(settings["output_dir"]).read_events()
-    (event,) = [event["message"] for event in events if event["kind"] == "learning_rate"]
+    (event,) = events(settings["output_dir"], "learning_rate")
     assert "step 10" in event
     assert "multiplied by 0.1" in event
 
 
-def test_masks_and_missing_answers_are_metrics(settings: dict[str, Any]) -> None:
-    args = GRPOConfig(**(settings | {"validity_min_length": 6, "max_steps": 1, "correctness": "first_letter_early"}))
-    trainer = GRPOTrainer(reward_funcs=first_letter_early, args=args, train_dataset=ROWS)
-    trainer.train()
-    (record,) = trainer.state.log_history
+@pytest.mark.parametrize(
+    ("masks", "most"),
+    [
+        ({"validity_min_length": 6}, 4),
+        ({"down_sampling": "first:2"}, 2),
+        ({"down_sampling": "first:2", "validity_min_length": 12}, 2),
+    ],
+)
+def test_masks_and_missing_answers_are_metrics(settings: Settings, masks: Settings, most: int) -> None:
+    """The share that masks leave is of what down-sampling chose."""
+    settings |= masks | {"max_steps": 1, "correctness": "first_letter_early"}
+    (record,) = trained(settings, first_letter_early).state.log_history
     rows = RunFolder.read(settings["output_dir"]).read_completions(1)
-    kept = [not row["masked_by"] for row in rows]
-    assert record["mask_ratio"] == sum(kept) / len(kept)
-    assert record["completions/no_answer_ratio"] == sum(not row["completion"].strip() for row in rows) / len(rows)
+    assert record["completions/no_answer_ratio"] == np.mean([not row["completion"].strip() for row in rows])
     assert {row["correct"] for row in rows} <= {True, False}
-
-
-def test_the_share_that_masks_leave_is_of_what_down_sampling_chose(settings: dict[str, Any]) -> None:
-    changes = {"down_sampling": "first:2", "max_steps": 1, "num_generations": 4}
-    for mask in ({}, {"validity_min_length": 12}):
-        settings["output_dir"] += "-masked" if mask else ""
-        args = GRPOConfig(**(settings | changes | mask))
-        trainer = GRPOTrainer(reward_funcs=first_letter_early, args=args, train_dataset=ROWS)
-        trainer.train()
-        (record,) = trainer.state.log_history
-        rows = RunFolder.read(settings["output_dir"]).read_completions(1)
-        chosen = [row for row in rows if row["sample"] < 2]
+    kept = [not row["masked_by"] for row in rows if row["sample"] < most]
+    assert record.get("mask_ratio") == (np.mean(kept) if "validity_min_length" in masks else None)
+    if most == 2:
         assert 0.4 < record["mask/down_sampling"] < 0.6
-        if mask:
-            left = [not row["masked_by"] for row in chosen]
-            assert record["mask_ratio"] == sum(left) / len(left) < 1
-        else:
-            assert "mask_ratio" not in record
+        assert record.get("mask_ratio", 0.0) < 1
 
 
-def test_a_reward_that_is_to_see_the_whole_step_lets_no_group_grow(settings: dict[str, Any]) -> None:
-    def ranks(completions: list[str], **columns: Any) -> list[float]:
-        return [float(len(text)) for text in completions]
-
-    ranks.whole_batch = True  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"max_generations=12.*ranks has whole_batch"):
-        GRPOTrainer(reward_funcs=ranks, args=GRPOConfig(**settings, max_generations=12), train_dataset=ROWS)
-
-
-def test_what_groups_are_grown_by_is_trained_on_and_counts_in_no_number(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_groups_are_grown_by_counts_in_no_number(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Accuracy, rewards and what is known of a question are those of the completions that are sampled anyway."""
 
     def reward(completions: list[str], log_extra: Any = None, log_metric: Any = None, **columns: Any) -> list[float]:
@@ -242,27 +215,15 @@ def test_what_groups_are_grown_by_is_trained_on_and_counts_in_no_number(
         log_metric("share", sum(scores) / len(scores))
         return scores
 
-    changes = {"max_steps": 4, "max_generations": 12, "prompt_order": "difficulty", "correctness": "reward"}
-    trainer = GRPOTrainer(reward_funcs=reward, args=GRPOConfig(**(settings | changes)), train_dataset=ROWS)
-    sampled: list[list[Rollout]] = [[]]
-    collect, report = AnswerCollector.__call__, trainer._report
-
-    def spy(collector: AnswerCollector, *arguments: Any, **options: Any) -> Rollout:
-        sampled[-1].append(collect(collector, *arguments, **options))
-        return sampled[-1][-1]
-
-    monkeypatch.setattr(AnswerCollector, "__call__", spy)
-    monkeypatch.setattr(trainer, "_report", lambda *rest: (report(*rest), sampled.append([])))
-    trainer.train()
-    folder = RunFolder.read(settings["output_dir"])
-    records = [record for record in trainer.state.log_history if "loss" in record]
-    tokens, added = 0.0, 0
-    for rollouts, record, line in zip(sampled, records, folder.read_answers(), strict=False):
+    settings |= {"max_steps": 4, "max_generations": 12, "prompt_order": "difficulty", "correctness": "reward"}
+    trainer = build(settings, reward)
+    sampled = spied(trainer, monkeypatch)
+    folder, tokens, added = RunFolder.read(settings["output_dir"]), 0.0, 0
+    for rollouts, record, line in zip(sampled, steps_of(trainer), folder.read_answers(), strict=False):
         first = np.concatenate([group.rewards for group in rollouts[0].groups])
         everything = [e for rollout in rollouts for group in rollout.groups for e in group.episodes]
         assert record["reward"] == record["accuracy"] == record["share"] == first.mean()
-        assert sum(total for _, total in line["answers"].values()) == len(first)
-        assert sum(right for right, _ in line["answers"].values()) == first.sum()
+        assert np.sum(list(line["answers"].values()), axis=0).tolist() == [first.sum(), len(first)]
         assert record.get("sampling/added_completions", 0) == len(everything) - len(first)
         added += len(everything) - len(first)
         tokens += sum(len(episode.token_ids) for episode in everything)
@@ -272,3 +233,228 @@ def test_what_groups_are_grown_by_is_trained_on_and_counts_in_no_number(
         assert all(row["begins"] == row["completion"][:1] for row in rows)  # every row has its own
         assert all(row["correct"] == bool(row["reward"]) for row in rows)
     assert added > 0
+
+
+def played(*groups: str) -> Rollout:
+    """A letter for each episode: s succeeds, l loses, f fails. A group's kind is its first letter's."""
+    found = []
+    for number, outcomes in enumerate(groups):
+        prompt = fake_prompt(uid=f"q{number}", kind=outcomes[0])
+        trajectories = tuple(
+            Trajectory((fake_episode("x", prompt),), (), letter == "s", "failed" if letter == "f" else "done")
+            for letter in outcomes
+        )
+        episodes = tuple(episode for trajectory in trajectories for episode in trajectory.episodes)
+        found.append(Group(prompt, episodes, np.zeros(len(outcomes)), trajectories=trajectories))
+    failures = sum(outcomes.count("f") for outcomes in groups)
+    return Rollout(tuple(found), 0.0, 0.0, 1, played=PlayStats(failures=failures))
+
+
+def evaluation(*groups: str) -> Evaluation:
+    prompts = [fake_prompt()] * len(groups)
+    return judging.evaluate(prompts, lambda *_, **__: played(*groups), SamplingSettings(), policy_version=1, seed=0)
+
+
+def sampled(rollout: Rollout) -> Sampled:
+    correct = judging.correct_completions(rollout.whole, None)
+    return Sampled(rollout, ResolvedPhase(0, "", 1.0, 0.0, 2, 1e-3), 1, correct, Logged({}, {}))
+
+
+def test_accuracy_and_questions_leave_them_out() -> None:
+    rollout = played("sl", "sf", "ff")
+    assert judging.judged_completions(rollout).tolist() == [True, True, True, False, False, False]
+    assert sampled(rollout).accuracy == pytest.approx(2 / 3)
+    assert sampled(rollout).answers == {"q0": [1, 2], "q1": [1, 1]}
+    assert sampled(played("ff")).accuracy is None
+    assert count_answers(played("ff"), np.zeros(2, np.bool_)) == {}
+    assert rollout.metrics["agent/failed_episodes"] == 3
+    found = evaluation("sslff", "llf", "sf").metrics
+    assert (found["eval/accuracy"], found["eval/accuracy/s"]) == pytest.approx((3 / 6, 3 / 4))
+    assert found["eval/num_completions"] == 6
+    assert found["eval/num_completions/s"] + found["eval/num_completions/l"] == 6
+    assert found["eval/accuracy_high"] == pytest.approx(0.8124, abs=1e-4)  # Wilson, 3 of 6
+    nothing = evaluation("ff").metrics
+    assert ("eval/accuracy" in nothing, nothing["eval/num_completions"]) == (False, 0)
+
+
+def told(before: str, after: str) -> str:
+    out, one, other = Console(file=io.StringIO(), width=200), evaluation(before), evaluation(after)
+    print_left_out(out, "before", one)
+    print_left_out(out, "after", other)
+    print_difference(out, "before", one, other)
+    return out.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_a_baseline_is_compared_on_what_both_were_judged_on() -> None:
+    text = told("sflf", "fsls")  # counted as wrong, the failed ones would be two gained and one lost
+    for words in (
+        "before: the environment failed in 2 of 4 episodes, which accuracy leaves out",
+        "after: the environment failed in 1 of 4 episodes",
+        *("accuracy against before: +0.0 points", "0 gained, 0 lost"),
+    ):
+        assert words in text
+    assert "accuracy against before: no episode was judged for both" in told("sf", "fs")
+    assert "no accuracy: the environment failed in every episode" in told("ff", "ss")
+    assert "failed" not in told("sl", "ss")
+    unknown = Evaluation({}, played("s"), None)
+    with pytest.raises(ConfigError, match="--baseline compares right answers"):
+        print_difference(Console(), "before", unknown, unknown)
+
+
+def test_a_run_says_so(settings: dict[str, Any]) -> None:
+    """And the first error of a kind is an event with its line."""
+    changes = {"action_format": "text", "max_completion_length": 4, "failed_episodes": "score", "max_turns": 3}
+    GRPOTrainer(args=GRPOConfig(**(settings | changes)), world=Breaking()).train()
+    step = steps_of(settings["output_dir"])[0]
+    assert (step["agent/failed_ratio"], step["agent/failed_episodes"], "accuracy" in step) == (1.0, 8, False)
+    (said,) = events(settings["output_dir"], "environment")
+    assert said.startswith("the environment failed in step: KeyError: 'room ")
+    assert "worlds.py:" in said
+    assert "in step. Its episode failed" in said
+
+
+def answered(kinds: list[Any], samples: int = 1) -> Rollout:
+    groups = []
+    for kind in kinds:
+        prompt = fake_prompt("?") if kind is None else fake_prompt("?", kind=kind)
+        episodes = tuple(fake_episode("a", prompt) for _ in range(samples))
+        groups.append(Group(prompt, episodes, np.ones(samples), {"r": np.ones(samples)}))
+    return Rollout(tuple(groups), 0.0, 0.0, 1)
+
+
+def test_each_kind_by_hand() -> None:
+    # larger: 2 of 3 questions x 2 answers; smaller: 0 of 1 x 2; one row names no kind
+    kinds = ["larger", "smaller", "larger", None, "larger"]
+    found = answered(kinds, samples=2)
+    metrics = accuracy_by_kind(found, np.array([1, 1, 0, 0, 1, 0, 1, 1, 1, 0], np.bool_))
+    assert metrics["eval/accuracy/larger"] == pytest.approx(4 / 6)
+    assert metrics["eval/accuracy/smaller"] == 0.0
+    assert (metrics["eval/num_completions/larger"], metrics["eval/num_completions/smaller"]) == (6, 2)
+    low, high = metrics["eval/accuracy_low/larger"], metrics["eval/accuracy_high/larger"]
+    assert (low, high) == pytest.approx((0.300, 0.903), abs=1e-3)  # Wilson, 4 of 6
+    assert all(describe_metric(name) for name in metrics)
+    assert [row.get("kind") for row in completion_rows(found.groups)][::2] == kinds
+    ((name, share), _) = kind_shares(metrics)
+    assert (name, percent(share)) == ("larger", "66.7 % (30.0 to 90.3)")
+    out = Console(file=io.StringIO(), width=200)
+    ConsoleProgress(out, live=False).on_eval(3, {"eval/accuracy": 0.5, "eval/reward": 0.5} | metrics)
+    assert "evaluation at step 3: accuracy 0.500, larger 0.667, smaller 0.00, reward 0.500" in out.file.getvalue()
+    print_kinds(out, Evaluation(metrics, found, np.ones(10, np.bool_)))
+    assert "smaller" in out.file.getvalue().split("evaluation")[1]
+    for few in (["a", "a"], [None, "a"], [str(n) for n in range(21)]):  # one kind or too many say nothing
+        assert accuracy_by_kind(answered(few), np.ones(len(few), np.bool_)) == {}
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    path, rows = tmp_path / "questions.jsonl", []
+    for number in range(6):
+        options = {letter: f"drug {letter}{number}" for letter in ("ABC" if number in (3, 4) else "ABCD")}
+        rows.append({"question": f"Case {number}?", "options": options, "answer": "AB"[number % 2]})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def trainer(settings: Settings, questions: Path) -> GRPOTrainer:
+    return GRPOTrainer(args=GRPOConfig(**settings, task="usmle:num_eval=5,wording=brief", dataset=str(questions)))
+
+
+def test_letter_probabilities_are_those_of_the_plain_model(trainer: GRPOTrainer) -> None:
+    letters = ["A", "B", "C", "D"]
+    found = letter_probabilities(trainer, trainer.eval_prompts, letters, "I say ")
+    model, encode = trainer.policy.model, trainer.policy.tokenizer
+    for row, prompt in enumerate(trainer.eval_prompts):
+        for column, letter in enumerate(letters):
+            if letter not in prompt.columns["options"]:
+                assert np.isnan(found[row, column])
+                continue
+            tail = encode("I say " + letter, add_special_tokens=False).input_ids
+            ids = torch.tensor([[*prompt.token_ids.tolist(), *tail]])
+            with torch.no_grad(), trainer.policy.plain() as plain:
+                logp = plain(ids).logits.float().log_softmax(-1)[0]
+            start = len(prompt.token_ids) - 1
+            expected = sum(float(logp[start + place, token]) for place, token in enumerate(tail))
+            assert np.log(found[row, column]) == pytest.approx(expected, abs=1e-4)
+    assert model is trainer.policy.model
+
+
+@pytest.mark.parametrize("lead_in", ["", "I say "])
+def test_prompts_are_computed_once_for_texts_and_letters(trainer: GRPOTrainer, lead_in: str) -> None:
+    engine: Any = trainer.engine
+    expected = [group.episodes[0].text for group in trainer.evaluation().rollout.groups]
+    alone = engine.last_stats
+    found = answer_choices(trainer, Fixed(True), name="fixed", rotations=0, lead_in=lead_in)
+    assert found.texts == expected
+    assert engine.last_stats.prefill_tokens == alone.prefill_tokens
+    assert engine.last_stats.decoded_tokens > alone.decoded_tokens
+    learners = letter_probabilities(trainer, trainer.eval_prompts, found.letters, lead_in)
+    np.testing.assert_allclose(np.log(found.probabilities), np.log(learners), atol=1e-4)
+
+
+class Fixed:
+    """A task whose model always names the same option, or the same letter."""
+
+    def __init__(self, by_option: bool) -> None:
+        self._by_option = by_option
+        self._task = get_task("usmle", path="unused")
+
+    def rotated(self, row: dict[str, Any], shift: int) -> dict[str, Any]:
+        return self._task.rotated(row, shift)  # type: ignore[attr-defined, no-any-return]
+
+    def chosen(self, text: str, row: dict[str, Any]) -> str:
+        if not self._by_option:
+            return "B"
+        return next(letter for letter, option in row["options"].items() if option.startswith("drug A"))
+
+
+@pytest.mark.parametrize("by_option", [True, False])
+def test_rotations_follow_the_option_not_the_letter(trainer: GRPOTrainer, by_option: bool) -> None:
+    told: list[tuple[int, int]] = []
+    found = answer_choices(
+        trainer, Fixed(by_option), name="fixed", rotations=2, progress=lambda done, total: told.append((done, total))
+    )
+    assert isinstance(Fixed(True), ChoiceTask)
+    assert found.chosen == (["A"] * 5 if by_option else ["B"] * 5)
+    (meant, written), (meant_two, _) = found.rotated
+    assert list(meant) == ["A"] * 5  # what stands under B after one turn was A
+    assert list(written) == ["B"] * 5
+    if by_option:
+        assert list(meant_two) == ["A"] * 5
+    assert told[-1] == (15, 15)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    with pytest.raises(ConfigError, match="rotations=3: questions with 3 options have 0 to 2"):
+        answer_choices(trainer, Fixed(True), name="x", rotations=3)
+    row = {"question": "Q?", "options": {"A": "a", "B": "b", "C": "c"}, "answer": "C", "uid": "u"}
+    turned = get_task("usmle", path="unused", wording="brief").rotated(row, 1)  # type: ignore[attr-defined]
+    assert (turned["options"], turned["answer"]) == ({"A": "c", "B": "a", "C": "b"}, "A")
+    assert "A. c\nB. a\nC. b" in turned["prompt"][0]["content"]
+    assert turned["uid"] == "u-rotated-1"
+
+
+def test_the_command(settings: Settings, questions: Path, tmp_path: Path, covey: Command) -> None:
+    done = covey.done
+    run, recipe, report = tmp_path / "run", tmp_path / "recipe.toml", tmp_path / "report"
+    recipe.write_text(GRPOConfig(**settings, task="usmle:num_eval=4", dataset=str(questions)).to_toml())
+    done("train", recipe, f"run.output_dir={run}")
+    out = done("eval", run, "--report", report, "--show", "1", "max_completion_length=4")
+    for line in ("accuracy", "no letter found", "options rotated: the same option", "likeliest letter", "gained"):
+        assert line in out
+    found = json.loads((report / "report.json").read_text())
+    assert (found["questions"], found["baseline"]["name"]) == (4, settings["model"])
+    assert "Probability of the likeliest letter" in (report / "report.html").read_text()
+
+    out = done("eval", run, "--baseline", "none", "--rotations", "0", "max_completion_length=4")
+    assert "gained" not in out
+    assert "rotated" not in out
+    out = done("report", run, "-n", "1", "-o", tmp_path / "told.json")
+    assert "never right" in out
+    assert "Medical Question: Case" in out
+    (told,) = json.loads((tmp_path / "told.json").read_text())["questions"]
+    assert all(question["visits"] for question in told)
+
+    status, _, err = covey("eval", settings["model"], "--task", "arithmetic", "--report", tmp_path / "other")
+    assert (status, "only multiple-choice tasks" in err) == (2, True)
+    none = ("max_completion_length=4", "data.dataset=none", "data.eval_dataset=none")
+    out = done("eval", run, "--task", "arithmetic:num_eval=3", "--baseline", settings["model"], *none)
+    assert "0 gained, 0 lost" in out

@@ -1,120 +1,123 @@
-"""Masks that depend on the policy belong to the whole step, whatever rows have a gradient."""
+"""Masks that depend on the policy belong to the whole step, whatever rows have a gradient; and its ledger."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from learner_cases import make_batch, make_learner
+from training_runs import Settings, distinct, slow, steps_of, trained
 
 from covey.config.algorithm import AlgorithmConfig
+from covey.observe.completions import read_table
+from covey.observe.run_folder import RunFolder
+from covey.training import tables
 from covey.training.schedule import TrainerState
-from covey.training.update import Update, update
+from covey.training.tables import Ledger, token_columns
+from covey.training.update import Pass, Update, update
 from covey.types import Batch
 from loss_reference import Completed, reference_loss
 
 
 def with_a_tied_group() -> Batch:
     batch = make_batch()
-    advantages = batch.advantages.copy()
-    advantages[:4] = 0
-    return replace(batch, advantages=advantages)
+    return replace(batch, advantages=np.where(np.arange(12)[:, None] < 4, 0, batch.advantages))
 
 
 def learn(learner: Any, batch: Batch, loss_type: str = "dapo", beta: float = 0.0, **changes: Any) -> Update:
-    state, rate = changes.pop("state", None), changes.pop("rate", 1e-3)
-    section = AlgorithmConfig(loss_type=loss_type, beta=beta, **changes)
-    return update(learner, batch, section, rate, temperature=1.0, max_completion_length=12, state=state)
+    given = {name: changes.pop(name) for name in ("state", "on_policy") if name in changes}
+    rate, section = changes.pop("rate", 1e-3), AlgorithmConfig(loss_type=loss_type, beta=beta, **changes)
+    return update(learner, batch, section, rate, temperature=1.0, max_completion_length=12, **given)
 
 
-def test_entropy_quantile_counts_the_tokens_of_tied_groups() -> None:
-    batch = with_a_tied_group()
-    done = learn(make_learner(), batch, top_entropy_quantile=0.5)
-    tokens = int(batch.mask.sum())
-    assert done.metrics["mask/top_entropy_quantile"] == pytest.approx(0.5, abs=1 / tokens)
-    assert done.batch.mask[:4].any()  # some of the tied group's tokens are among the most uncertain ones
+def spied(learner: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Options and results of the learner's passes."""
+    run, options, results = learner.forward_backward, [], []
 
-
-def test_a_row_masked_in_the_first_pass_has_its_old_log_probabilities_in_the_second(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    batch = make_batch()
-    learner = make_learner()
-    run, seen = learner.forward_backward, []
-
-    def spy(*arguments: Any, **options: Any) -> Any:
-        seen.append(options["trainer_old"])
-        return run(*arguments, **options)
+    def spy(*arguments: Any, **given: Any) -> Any:
+        options.append(given)
+        results.append(run(*arguments, **given))
+        return results[-1]
 
     monkeypatch.setattr(learner, "forward_backward", spy)
+    return options, results
+
+
+def test_a_row_masked_in_the_first_pass_has_its_old_logprobs_in_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, learner = make_batch(), make_learner()
+    options, _ = spied(learner, monkeypatch)
     correction = {"importance_sampling_correction": "token_truncate"}
     done = learn(learner, batch, num_iterations=2, off_policy_mask_threshold=0.0, **correction)
     assert done.metrics["mask/off_policy_mask"] > 0
-    assert len(seen) == 2
-    assert np.all(seen[1][batch.mask] < 0)
-    np.testing.assert_array_equal(seen[0], seen[1])
+    first, second = (given["trainer_old"] for given in options)
+    assert np.all(second[batch.mask] < 0)
+    np.testing.assert_array_equal(first, second)
 
 
-def test_nothing_is_called_skipped_when_a_pass_has_trained() -> None:
-    learner = make_learner()
-    tied = replace(make_batch(), advantages=np.zeros_like(make_batch().advantages))
+def test_what_trained_nothing_says_why() -> None:
+    batch, learner = make_batch(), make_learner()
+    tied = replace(batch, advantages=np.zeros_like(batch.advantages))
     assert "rewards in every group are equal" in learn(learner, tied).skipped
-    assert learn(learner, make_batch(), num_iterations=2).skipped == ""
+    assert learn(learner, batch, num_iterations=2).skipped == ""
+    wrong = np.where(batch.mask, -1.0, 0.0).astype(np.float32)
+    stale = replace(batch, advantages=wrong, old_logprobs=np.zeros_like(batch.old_logprobs))
+    done = learn(make_learner(), stale, off_policy_mask_threshold=0.1)
+    assert (done.optimizer_steps, done.metrics["mask_ratio"]) == (0, 0.0)
+    assert "every token is masked (off_policy_mask)" in done.skipped
 
 
-def by_the_reference(batch: Batch, learner: Any, **options: Any) -> dict[str, float]:
-    """The step's loss and metrics from log-probabilities alone, one sequence at a time."""
+def sequences_of(batch: Batch, learner: Any, run: Any = None) -> list[Completed]:
+    """For the reference, which sees log-probabilities alone (of a run, its own), one sequence at a time."""
     rows = np.arange(len(batch.episodes))
-    logp, entropy = learner.scores(batch, rows, temperature=1.0, entropy=True)
+    found, entropy = learner.scores(batch, rows, temperature=1.0, entropy=True)
     ref, _ = learner.scores(batch, rows, temperature=1.0, reference=True)
-    exists = batch.mask | np.any(list(batch.excluded.values()), axis=0) if batch.excluded else batch.mask
+    if run is not None:  # rows that were not run have no gradient
+        found = np.where(run.scored, run.logp, found)
     sequences = []
     for row in rows:
-        here = exists[row]
-        parts = (torch.tensor(x[row, here], dtype=torch.float64) for x in (logp, batch.old_logprobs, ref, entropy))
-        before = torch.tensor(logp[row, here], dtype=torch.float64)
+        here = (each[row, batch.sampled[row]] for each in (found, batch.old_logprobs, ref, entropy))
+        parts = [torch.tensor(each, dtype=torch.float64) for each in here]
+        parts[0].requires_grad_()
         dropped = not batch.mask[row].any()
-        sequences.append(Completed(*parts, float(batch.advantages[row, 0]), before, dropped))
-    return reference_loss(sequences, **options)[1]
+        sequences.append(Completed(*parts, float(batch.advantages[row, 0]), parts[0].detach(), dropped))
+    return sequences
 
 
 def with_a_masked_row(batch: Batch) -> Batch:
-    mask = batch.mask.copy()
-    mask[5] = False
+    mask = batch.mask & (np.arange(12)[:, None] != 5)
     return replace(batch, mask=mask, excluded={"validity_mask": batch.mask & ~mask})
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "gspo", "dr_grpo", "reinforce"])
-@pytest.mark.parametrize(
-    "masks",
-    [
-        {"off_policy_mask_threshold": 0.0},
-        {
-            "top_entropy_quantile": 0.4,
-            "importance_sampling_correction": "sequence_truncate:2.0",
-        },
-        {"off_policy_mask_threshold": 0.0, "top_entropy_quantile": 0.5, "reference_drift_threshold": 0.02},
-    ],
-    ids=lambda masks: "-".join(masks),
+MASKS = (
+    {"off_policy_mask_threshold": 0.0},
+    {"top_entropy_quantile": 0.4, "importance_sampling_correction": "sequence_truncate:2.0"},
+    {"off_policy_mask_threshold": 0.0, "top_entropy_quantile": 0.5, "reference_drift_threshold": 0.02},
 )
-def test_a_step_is_that_of_the_reference(loss_type: str, masks: dict[str, Any]) -> None:
+CASES = [(loss_type, masks) for loss_type in ("dapo", "grpo", "gspo", "dr_grpo", "reinforce") for masks in MASKS]
+CASES.append(("kl_cov", {"loss_parameters": {"kl_cov_ratio": 0.3}}))
+NAMES = {
+    **{"off_policy_mask_threshold": "off_policy", "top_entropy_quantile": "quantile"},
+    **{"reference_drift_threshold": "drift", "importance_sampling_correction": "correction"},
+}
+"""Setting -> the reference's option."""
+
+
+@pytest.mark.parametrize(("loss_type", "settings"), CASES, ids=lambda value: "".join(value))
+def test_a_step_is_that_of_the_reference(loss_type: str, settings: dict[str, Any]) -> None:
     batch = with_a_masked_row(with_a_tied_group())
     learner = make_learner(tokens_per_micro_batch=40)
-    names = {
-        "off_policy_mask_threshold": "off_policy",
-        "top_entropy_quantile": "quantile",
-        "reference_drift_threshold": "drift",
-        "importance_sampling_correction": "correction",
-    }
-    options = {names[name]: value for name, value in masks.items()}
+    options = {NAMES[name]: value for name, value in settings.items() if name in NAMES}
+    options |= settings.get("loss_parameters", {})
     if "correction" in options:
         options["correction"], cap = options["correction"].split(":")
         options["cap"] = float(cap)
-    wanted = by_the_reference(batch, learner, loss_type=loss_type, beta=0.3, max_length=12, **options)
-    done = learn(learner, batch, loss_type, 0.3, **masks)
+    sequences = sequences_of(batch, learner)
+    _, wanted = reference_loss(sequences, loss_type=loss_type, beta=0.3, max_length=12, **options)
+    done = learn(learner, batch, loss_type, 0.3, **settings)
     for name in ("loss", "policy_loss", "kl", "entropy", "ratio/mean", "mask_ratio"):
         assert done.metrics[name] == pytest.approx(wanted[name.split("/")[0]], rel=2e-4, abs=1e-6), name
     np.testing.assert_array_equal(done.batch.advantages, batch.advantages)  # what is reported is not what is masked
@@ -127,40 +130,33 @@ def test_a_mask_of_the_surrogate_leaves_the_kl_and_the_denominators() -> None:
     advantages[2] *= -1
     old = np.where(batch.mask, make_learner().scores(batch, np.arange(12), temperature=1.0)[0], 0.0).astype(np.float32)
     old[2] += 0.3 * batch.mask[2]
-    batch = replace(batch, advantages=advantages, old_logprobs=old)
-    done = learn(make_learner(), batch, off_policy_mask_threshold=0.2)
-    # ratios are 1 elsewhere: minus the share of the other rows' tokens
-    assert done.metrics["loss"] == pytest.approx(-(1 - batch.mask[2].sum() / batch.mask.sum()), rel=1e-4)
-    assert done.metrics["mask/off_policy_mask"] == pytest.approx(batch.mask[2].sum() / batch.mask.sum())
+    share = batch.mask[2].sum() / batch.mask.sum()
+    stale = replace(batch, advantages=advantages, old_logprobs=old)
+    done = learn(make_learner(), stale, off_policy_mask_threshold=0.2)
+    assert done.metrics["loss"] == pytest.approx(-(1 - share), rel=1e-4)  # ratios are 1 elsewhere
+    assert done.metrics["mask/off_policy_mask"] == pytest.approx(share)
     assert done.metrics["mask_ratio"] == 11 / 12
     assert done.batch.mask[2].any()
 
 
 def test_the_numbers_of_several_passes_are_their_means_and_extremes(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch, learner, seen = make_batch(), make_learner(), []
-    run = learner.forward_backward
-
-    def spy(*arguments: Any, **options: Any) -> Any:
-        seen.append(run(*arguments, **options))
-        return seen[-1]
-
-    monkeypatch.setattr(learner, "forward_backward", spy)
+    """Masks too: of 12 rows pass 1 keeps all, pass 2 loses row 0, pass 3 rows 0 to 2."""
+    batch, learner, lost = make_batch(), make_learner(), iter([0, 1, 3])
+    _, results = spied(learner, monkeypatch)
     done = learn(learner, batch, rate=5e-2, num_iterations=3)
-    each = [found.metrics for found in seen]
+    each = [found.metrics for found in results]
     tokens = each[0]["active_tokens"]
     assert len({found["entropy_sum"] for found in each}) == 3
-    assert done.metrics["loss"] == pytest.approx(np.mean([found["loss"] for found in each]))
-    assert done.metrics["entropy"] == pytest.approx(np.mean([found["entropy_sum"] / tokens for found in each]))
-    assert done.metrics["ratio/max"] == max(found["ratio_max"] for found in each)
-    assert done.metrics["ratio/min"] == min(found["ratio_min"] for found in each)
     clipped = [found["clip_high_sum"] / tokens for found in each]
-    assert done.metrics["clip_ratio/high_mean"] == pytest.approx(np.mean(clipped))
-    assert done.metrics["clip_ratio/high_max"] == max(clipped)
-
-
-def test_masks_are_told_as_their_means_over_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 12 rows pass 1 keeps all, pass 2 loses row 0, pass 3 rows 0 to 2."""
-    batch, lost = make_batch(), iter([0, 1, 3])
+    for name, wanted in (
+        ("loss", np.mean([found["loss"] for found in each])),
+        ("entropy", np.mean([found["entropy_sum"] / tokens for found in each])),
+        ("ratio/max", max(found["ratio_max"] for found in each)),
+        ("ratio/min", min(found["ratio_min"] for found in each)),
+        ("clip_ratio/high_mean", np.mean(clipped)),
+        ("clip_ratio/high_max", max(clipped)),
+    ):
+        assert done.metrics[name] == (wanted if name.endswith(("max", "min")) else pytest.approx(wanted)), name
 
     def mask(*arguments: Any) -> Any:
         keep = batch.mask.copy()
@@ -175,74 +171,55 @@ def test_masks_are_told_as_their_means_over_the_passes(monkeypatch: pytest.Monke
     assert done.metrics["mask_ratio"] == pytest.approx((12 / 12 + 11 / 12 + 9 / 12) / 3)
 
 
-def test_the_mismatch_is_over_all_tokens_where_all_were_scored() -> None:
-    batch = with_a_tied_group()
-    logp, _ = make_learner().scores(batch, np.arange(12), temperature=1.0)
-    everything = np.abs(logp - batch.old_logprobs)[batch.mask].mean()
-    learned = np.abs(logp - batch.old_logprobs)[4:][batch.mask[4:]].mean()
-    name = "sampling/sampling_logp_difference/mean"
-    masked = learn(make_learner(), batch, top_entropy_quantile=0.5)
-    assert masked.metrics[name] == pytest.approx(everything, rel=1e-4)
-    assert learn(make_learner(), batch).metrics[name] == pytest.approx(learned, rel=1e-4)
-
-
-def test_it_is_said_when_a_mask_leaves_nothing() -> None:
-    batch = make_batch()
-    batch = replace(batch, advantages=np.where(batch.mask, -1.0, 0.0).astype(np.float32))
-    batch = replace(batch, old_logprobs=np.where(batch.mask, 0.0, 0.0).astype(np.float32))
-    done = learn(make_learner(), batch, off_policy_mask_threshold=0.1)
-    assert done.optimizer_steps == 0
-    assert "every token is masked (off_policy_mask)" in done.skipped
-    assert done.metrics["mask_ratio"] == 0.0
+def test_entropy_quantile_and_mismatch_count_the_tokens_of_tied_groups() -> None:
+    batch, name = with_a_tied_group(), "sampling/sampling_logp_difference/mean"
+    done = learn(make_learner(), batch, top_entropy_quantile=0.5)
+    assert done.metrics["mask/top_entropy_quantile"] == pytest.approx(0.5, abs=1 / int(batch.mask.sum()))
+    assert done.batch.mask[:4].any()  # some of the tied group's tokens are among the most uncertain ones
+    far = np.abs(make_learner().scores(batch, np.arange(12), temperature=1.0)[0] - batch.old_logprobs)
+    assert done.metrics[name] == pytest.approx(far[batch.mask].mean(), rel=1e-4)
+    alone = learn(make_learner(), batch)  # where not all were scored, only of those that were
+    assert alone.metrics[name] == pytest.approx(far[4:][batch.mask[4:]].mean(), rel=1e-4)
 
 
 @pytest.mark.parametrize("loss_type", ["kl_cov", "clip_cov"])
 def test_what_is_selected_in_the_whole_step_does_not_depend_on_its_split(loss_type: str) -> None:
-    batch = make_batch()
     parameters = {"kl_cov": {"kl_cov_ratio": 0.2}, "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.01}}[loss_type]
     found = []
     for tokens in (10_000, 16):
         learner = make_learner(tokens_per_micro_batch=tokens)
-        done = learn(learner, batch, loss_type, loss_parameters=parameters, epsilon=0.2)
+        done = learn(learner, make_batch(), loss_type, loss_parameters=parameters, epsilon=0.2)
         found.append((done.metrics, learner.policy.state_dict()))
     for name in ("loss", "clip_ratio/high_mean", "entropy"):
         assert found[0][0][name] == pytest.approx(found[1][0][name], rel=1e-5), name
-    for name, weight in found[0][1].items():
-        torch.testing.assert_close(weight, found[1][1][name], rtol=1e-3, atol=1e-5)
-
-
-def test_kl_cov_is_that_of_the_reference() -> None:
-    batch = with_a_masked_row(with_a_tied_group())
-    learner = make_learner(tokens_per_micro_batch=40)
-    wanted = by_the_reference(batch, learner, loss_type="kl_cov", kl_cov_ratio=0.3, beta=0.3, max_length=12)
-    done = learn(learner, batch, "kl_cov", 0.3, loss_parameters={"kl_cov_ratio": 0.3})
-    for name in ("loss", "policy_loss", "kl", "entropy", "ratio/mean"):
-        assert done.metrics[name] == pytest.approx(wanted[name.split("/")[0]], rel=2e-4, abs=1e-6), name
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-3, atol=1e-5)
 
 
 def test_adaptive_entropy_moves_its_coefficient_after_each_optimiser_step() -> None:
     """Skywork-OR1: up while the entropy is at or below the target, else down; the bonus acts a step later."""
     batch, state = make_batch(), TrainerState()
-    steps = {"entropy_coef": 0.1}
     high, low = ({"target": target, "delta": 0.04, "max": 0.15} for target in (1e9, 0.0))
-    first = learn(make_learner(), batch, adaptive_entropy=high, state=state, **steps)
-    without = learn(make_learner(), batch, entropy_coef=0.0)
-    assert first.metrics["loss"] == pytest.approx(without.metrics["loss"], rel=1e-5)  # nothing was measured before
-    assert (first.metrics["entropy_coef"], state.entropy_coef) == (pytest.approx(0.14),) * 2
-    assert state.last_entropy == first.metrics["entropy"]
-    second = learn(make_learner(), batch, adaptive_entropy=high, state=state, **steps)
-    with_it = learn(make_learner(), batch, entropy_coef=0.14)
-    assert second.metrics["loss"] == pytest.approx(with_it.metrics["loss"], rel=1e-5)
+
+    def step(target: dict[str, float] | None, coefficient: float = 0.1, **changes: Any) -> dict[str, float]:
+        changes |= {"adaptive_entropy": target, "state": state} if target else {}
+        return learn(make_learner(), batch, entropy_coef=coefficient, **changes).metrics
+
+    first = step(high)
+    assert first["loss"] == pytest.approx(step(None, 0.0)["loss"], rel=1e-5)  # nothing was measured before
+    assert (first["entropy_coef"], state.entropy_coef) == (pytest.approx(0.14),) * 2
+    assert state.last_entropy == first["entropy"]
+    assert step(high)["loss"] == pytest.approx(step(None, 0.14)["loss"], rel=1e-5)
     assert state.entropy_coef == 0.15  # at most
-    third = learn(make_learner(), batch, adaptive_entropy=low, num_iterations=2, state=state, **steps)
+    third = step(low, num_iterations=2)
     assert state.entropy_coef == pytest.approx(0.15 - 2 * 0.04)  # a move for each pass
-    assert third.metrics["entropy_coef"] == pytest.approx((0.11 + 0.07) / 2)
+    assert third["entropy_coef"] == pytest.approx((0.11 + 0.07) / 2)
 
 
 @pytest.mark.parametrize("threshold", [0.2, 0.0])
 def test_masks_of_fresh_samples_need_no_forward_pass(monkeypatch: pytest.MonkeyPatch, threshold: float) -> None:
     """But where the reference is so near that rounding would decide."""
     batch, calls, found = make_batch(), [], []
+    masks = {"off_policy_mask_threshold": 0.1, "reference_drift_threshold": threshold, "num_iterations": 2}
     for on_policy in (True, False):
         learner = make_learner()
         rows = np.arange(len(batch.episodes))
@@ -254,10 +231,7 @@ def test_masks_of_fresh_samples_need_no_forward_pass(monkeypatch: pytest.MonkeyP
             return run(*arguments, reference=reference, **options)
 
         monkeypatch.setattr(learner, "scores", spy)
-        masks = {"off_policy_mask_threshold": 0.1, "reference_drift_threshold": threshold, "num_iterations": 2}
-        section = AlgorithmConfig(loss_type="dapo", beta=0.0, **masks)
-        done = update(learner, fresh, section, 1e-3, temperature=1.0, max_completion_length=12, on_policy=on_policy)
-        found.append(done)
+        found.append(learn(learner, fresh, on_policy=on_policy, **masks))
     # the policy in the second pass only, and then in both
     assert calls.count(False) == (3 if threshold else 4)
     first, second = found
@@ -265,3 +239,104 @@ def test_masks_of_fresh_samples_need_no_forward_pass(monkeypatch: pytest.MonkeyP
     assert first.metrics["loss"] == pytest.approx(second.metrics["loss"], abs=1e-6)
     assert first.metrics["grad_norm"] == pytest.approx(second.metrics["grad_norm"], rel=1e-4)
     assert first.metrics["sampling/sampling_logp_difference/max"] < 1e-5
+
+
+CORRECTED = {"importance_sampling_correction": "token_truncate:2"}
+
+
+def passes_of(batch: Batch, learner: Any = None, rate: float = 0.0, **settings: Any) -> tuple[list[Pass], Any, Any]:
+    """Every pass of an update, with its result and its learner."""
+    seen: list[Pass] = []
+    learner, section = learner or make_learner(tokens_per_micro_batch=40), AlgorithmConfig(**settings)
+    done = update(learner, batch, section, rate, temperature=1.0, max_completion_length=12, observe=seen.append)
+    return seen, done, learner
+
+
+@pytest.mark.parametrize("correction", [{}, CORRECTED], ids=["", "corrected"])
+@pytest.mark.parametrize("extra", [{}, {"beta": 0.3}, {"beta": 0.1, "entropy_coef": 0.05}], ids=["", "kl", "entropy"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "gspo", "dr_grpo", "reinforce"])
+def test_contributions_add_up_to_the_loss(loss_type: str, extra: dict[str, float], correction: Any) -> None:
+    batch = with_a_masked_row(with_a_tied_group())
+    settings = {"loss_type": loss_type, "beta": 0.0, "entropy_coef": 0.0} | extra | correction
+    (seen,), done, learner = passes_of(batch, **settings)
+    columns, sequences = token_columns(seen), sequences_of(batch, learner, seen.gradients)
+    names = {"correction": "token_truncate", "cap": 2.0} if correction else {}
+    loss, _ = reference_loss(sequences, loss_type=loss_type, max_length=12, **extra, **names)
+    loss.backward()
+    assert columns["loss"].sum() == pytest.approx(float(loss.detach()), rel=1e-6, abs=1e-9)
+    assert columns["loss"].sum() == pytest.approx(done.metrics["loss"], rel=1e-4, abs=1e-6)
+    for row in seen.rows:
+        wanted = sequences[row].logp.grad
+        found = columns["gradient"][row, batch.sampled[row]]
+        np.testing.assert_allclose(found, 0 if wanted is None else wanted.numpy(), rtol=1e-5, atol=1e-9)
+    assert not columns["loss"][5].any()  # masked
+    assert not columns["gradient"][5].any()
+
+
+def test_a_second_pass_has_ratios_that_moved_and_counts_what_is_clipped() -> None:
+    learner, batch = make_learner(), make_batch()
+    own = learner.scores(batch, np.arange(12), temperature=1.0)[0]
+    batch = replace(batch, old_logprobs=np.where(batch.mask, own, 0).astype(np.float32))
+    settings = {"loss_type": "grpo", "beta": 0.0, "num_iterations": 2, "num_minibatches": 2}
+    seen, done, _ = passes_of(batch, learner, 0.1, **settings)
+    assert [each.number for each in seen] == [0, 1, 2, 3]
+    assert sorted(np.concatenate([seen[0].part, seen[1].part])) == list(range(12))
+    columns = [token_columns(each) for each in seen]
+    assert columns[0]["ratio"][seen[0].batch.mask] == pytest.approx(1, abs=1e-5)
+    clipped = [c["clipped"][p.batch.mask].mean() for c, p in zip(columns, seen, strict=True)]
+    assert max(clipped) > 0.1
+    assert np.mean(clipped) == pytest.approx(done.metrics["clip_ratio/region_mean"], abs=1e-6)
+    _, entropy = learner.scores(seen[-1].batch, seen[-1].rows, temperature=1.0, entropy=True)
+    assert columns[-1]["entropy"].shape == entropy.shape
+
+
+def test_rows_name_tokens_and_reasons_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch()
+    mask = batch.mask.copy()
+    mask[1, 0] = False
+    batch = replace(batch, mask=mask, excluded={"top_entropy_quantile": batch.mask & ~mask})
+    (seen,), _, _ = passes_of(batch, loss_type="grpo", beta=0.0)
+    one = Ledger(lambda ids: f"<{ids[0]}>")
+    one(seen)
+    assert len(one.rows) == batch.sampled.sum()
+    masked = [row for row in one.rows if row["masked_by"]]
+    assert [(row["row"], row["position"], row["masked_by"]) for row in masked] == [(1, 0, "top_entropy_quantile")]
+    assert masked[0]["loss"] == masked[0]["gradient"] == 0
+    first = batch.episodes[0]
+    assert [r["token"] for r in one.rows if r["row"] == 0] == [f"<{t}>" for t in first.token_ids[first.sampled]]
+    monkeypatch.setattr(tables, "MOST_TOKENS", 10)
+    few = Ledger(str)
+    few(seen)
+    assert 0 < len(few.rows) <= 10
+
+
+def test_ledgers_change_no_number_and_a_resume_drops_later_ones(settings: Settings, tmp_path: Path) -> None:
+    settings |= {"max_steps": 4, "save_steps": 3, "beta": 0.04}
+    losses = []
+    for name, ledger in (("without", "off"), ("with", "off,all:2")):
+        trainer = trained(settings, distinct, output_dir=str(tmp_path / name), ledger=ledger)
+        losses.append([record["loss"] for record in steps_of(trainer)])
+    assert losses[0] == losses[1]
+    folder = tmp_path / "with" / "ledger"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000002.parquet", "step_000004.parquet"]
+    tokens = read_table(folder / "step_000002.parquet")
+    assert sum(token["loss"] for token in tokens) == pytest.approx(losses[1][1], abs=1e-6)
+    assert {"kl", "entropy", "sampler_logp", "weight", "clipped"} <= tokens[0].keys()
+    with RunFolder.open(tmp_path / "with") as run:
+        run.truncate_after(3)
+    assert [path.name for path in folder.iterdir()] == ["step_000002.parquet"]
+    assert not (tmp_path / "without" / "ledger").exists()
+
+
+@pytest.mark.parametrize("estimator", ["exact", slow("exact_weighted")])
+def test_a_kl_over_the_vocabulary_is_a_part_of_the_loss(estimator: str) -> None:
+    batch = with_a_masked_row(with_a_tied_group())
+    (seen,), done, _ = passes_of(batch, beta=0.3, kl_estimator=estimator)
+    (without,), _, _ = passes_of(batch, beta=0.0)
+    columns, others = token_columns(seen), token_columns(without)
+    assert columns["loss"].sum() == pytest.approx(done.metrics["loss"], rel=1e-4, abs=1e-6)
+    assert columns["kl"][batch.mask].mean() == pytest.approx(done.metrics["kl"], rel=1e-4)
+    assert columns["kl"][batch.mask].max() > 1e-4
+    own = columns["loss"] - 0.3 * columns["kl"] * columns["weight"]
+    np.testing.assert_allclose(own, others["loss"], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(columns["gradient"], others["gradient"], rtol=1e-5, atol=1e-7)
