@@ -225,9 +225,7 @@ def test_kept_support_and_its_logprobs(settings: dict[str, float]) -> None:
     engine = Engine(model)
     requests = groups(2)
     kept = engine(
-        requests,
-        SamplingSettings(temperature=0.8, max_tokens=6, keep_support=True, **settings),
-        policy_version=0,
+        requests, SamplingSettings(temperature=0.8, max_tokens=6, keep_support=True, **settings), policy_version=0
     )
     plain = engine(requests, SamplingSettings(temperature=0.8, max_tokens=6, **settings), policy_version=0)
     assert texts(kept) == texts(plain)

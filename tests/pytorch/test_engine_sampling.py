@@ -125,10 +125,7 @@ def test_uniforms_are_splitmix64() -> None:
     assert u == (0xE220A8397B1DCDAF >> 11) / 2**53
 
 
-@given(
-    a=st.lists(st.integers(-(2**70), 2**70), max_size=4),
-    b=st.lists(st.integers(-(2**70), 2**70), max_size=4),
-)
+@given(a=st.lists(st.integers(-(2**70), 2**70), max_size=4), b=st.lists(st.integers(-(2**70), 2**70), max_size=4))
 def test_stream_keys_differ_when_streams_do(a: list[int], b: list[int]) -> None:
     assert (stream_key(a) == stream_key(b)) == (a == b)
 

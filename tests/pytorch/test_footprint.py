@@ -9,14 +9,7 @@ import pytest
 import torch
 from live_memory import LiveMemory
 from tiny_models import tiny_tokenizer
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import weights_of

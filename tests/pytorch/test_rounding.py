@@ -74,9 +74,7 @@ def _named(value: Any) -> str:
 def without_biases(patch: pytest.MonkeyPatch, module: Any) -> None:
     taken = module._WeightReader.optional
     patch.setattr(
-        module._WeightReader,
-        "optional",
-        lambda self, name: None if name.endswith("bias") else taken(self, name),
+        module._WeightReader, "optional", lambda self, name: None if name.endswith("bias") else taken(self, name)
     )
 
 
@@ -224,9 +222,7 @@ def test_a_mistake_is_caught_in_each_precision(
 
 @pytest.mark.parametrize("dtype", SOME, ids=str)
 @pytest.mark.parametrize(
-    ("family", "mistake"),
-    [(f, mistake) for mistake, families in DESCRIBED for f in families],
-    ids=_named,
+    ("family", "mistake"), [(f, mistake) for mistake, families in DESCRIBED for f in families], ids=_named
 )
 def test_the_learners_mistake_is_caught_in_each_precision(
     family: str, mistake: Wrong, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -182,11 +182,7 @@ class Learner:
         those to it (decoupled PPO, arXiv 2110.00641). Without, the old policy is the one that sampled.
         """
         exact = cast(ExactKL | None, objective.vocabulary_kl)
-        scoring: dict[str, Any] = {
-            "entropy": True,
-            "entropy_grad": objective.differentiates_entropy,
-            "exact_kl": exact,
-        }
+        scoring: dict[str, Any] = {"entropy": True, "entropy_grad": objective.differentiates_entropy, "exact_kl": exact}
         loss = StepLoss(
             batch,
             objective,

@@ -27,11 +27,7 @@ from covey.pytorch.rounding import truth_and_own, unexplained, wide
 _PROMPTS = (7, 4, 6)
 _MORE = 3
 _Build = Callable[[nn.Module, torch.dtype, torch.device], Runner]
-_KINDS: dict[str, _Build] = {
-    "fast": FastRunner,
-    "general": AttentionRunner,
-    "recompute": RecomputeRunner,
-}
+_KINDS: dict[str, _Build] = {"fast": FastRunner, "general": AttentionRunner, "recompute": RecomputeRunner}
 
 
 def choose_runner(model: nn.Module, dtype: torch.dtype, device: torch.device) -> tuple[Runner, str]:

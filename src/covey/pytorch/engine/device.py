@@ -18,12 +18,7 @@ from torch import Tensor
 
 from covey.errors import GenerationError
 from covey.pytorch.engine.attention import BlockCopy, DecodeAttention, Piece, PrefillAttention, Span
-from covey.pytorch.engine.cache import (
-    KVCache,
-    lay_out_for_clients,
-    lay_out_for_conversations,
-    lay_out_for_queue,
-)
+from covey.pytorch.engine.cache import KVCache, lay_out_for_clients, lay_out_for_conversations, lay_out_for_queue
 from covey.pytorch.engine.runner import Runner, Step
 from covey.pytorch.engine.sampling import draw_tokens
 from covey.pytorch.engine.tree import Branch, Tree

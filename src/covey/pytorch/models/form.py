@@ -147,8 +147,7 @@ class Activation:
 
 _SILU = Activation(functional.silu, torch.ops.aten.silu_backward.grad_input)
 _GELU = Activation(
-    partial(functional.gelu, approximate="tanh"),
-    partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
+    partial(functional.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh")
 )
 _ACTIVATIONS = {type(ACT2FN[name]): a for name, a in (("silu", _SILU), ("swish", _SILU), ("gelu_pytorch_tanh", _GELU))}
 

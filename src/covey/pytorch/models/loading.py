@@ -136,11 +136,7 @@ def _leave_file(model: nn.Module) -> None:
 
 
 def _take(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase | str | Path | None,
-    dtype: str,
-    device: str,
-    quantization: str,
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase | str | Path | None, dtype: str, device: str, quantization: str
 ) -> LoadedModel:
     name = type(model).__name__
     if tokenizer is None:

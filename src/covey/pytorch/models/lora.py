@@ -149,12 +149,7 @@ def attach_lora(
             head = cast(Any, model).get_output_embeddings()
             targets = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
         config = LoraConfig(
-            r=r,
-            lora_alpha=alpha,
-            lora_dropout=dropout,
-            target_modules=targets,
-            bias="none",
-            task_type="CAUSAL_LM",
+            r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, bias="none", task_type="CAUSAL_LM"
         )
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
@@ -376,12 +371,6 @@ def switch_dropout_off(model: nn.Module) -> None:
         if isinstance(module, nn.Dropout) and ".lora_dropout." not in name:
             module.p = 0.0
         elif isinstance(module, GradientCheckpointingLayer):
-            for attribute in (
-                "dropout",
-                "hidden_dropout",
-                "activation_dropout",
-                "attention_dropout",
-                "resid_dropout",
-            ):
+            for attribute in ("dropout", "hidden_dropout", "activation_dropout", "attention_dropout", "resid_dropout"):
                 if isinstance(getattr(module, attribute, None), float):
                     setattr(module, attribute, 0.0)
