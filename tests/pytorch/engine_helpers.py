@@ -53,10 +53,8 @@ def with_lora(name: str, *, targets: str | list[str] = "all-linear", **options: 
 @torch.no_grad()
 def plain_logits(model: torch.nn.Module, request: Request, completion: Completion) -> torch.Tensor:
     """`[T, V]` logits of the plain model for each token of the completion."""
-    ids = np.concatenate([request.token_ids, completion.token_ids])
-    logits: torch.Tensor = model(
-        input_ids=torch.from_numpy(ids)[None], attention_mask=torch.ones(1, len(ids), dtype=torch.long), use_cache=False
-    ).logits[0]
+    ids = torch.from_numpy(np.concatenate([request.token_ids, completion.token_ids]))[None]
+    logits: torch.Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
     return logits[len(request.token_ids) - 1 : -1]
 
 
@@ -68,22 +66,29 @@ def plain_logprobs(
     return logprobs.gather(1, torch.from_numpy(completion.token_ids)[:, None])[:, 0].numpy()
 
 
+def assert_plain(
+    model: Any, requests: Sequence[Request], found: Sequence[Completion], temperature: float = 1.0,
+    *, rtol: float = 1e-7, atol: float = 1e-4,
+) -> None:  # fmt: skip
+    """Log-probabilities are the plain model's."""
+    for request, one in zip(requests, found, strict=True):
+        np.testing.assert_allclose(one.logprobs, plain_logprobs(model, request, one, temperature), rtol=rtol, atol=atol)
+
+
+def texts(completions: Sequence[Completion]) -> list[list[int]]:
+    return [c.token_ids.tolist() for c in completions]
+
+
 def generated(model: Any, ids: IntArray, count: int = 6) -> list[int]:
     """The tokens that transformers' own `generate` chooses with its own cache."""
-    found = model.generate(
-        torch.from_numpy(ids)[None],
-        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-        do_sample=False,
-        max_new_tokens=count,
-        eos_token_id=None,
-    )
-    return found[0, len(ids) :].tolist()
+    mask = torch.ones(1, len(ids), dtype=torch.long)
+    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": count, "eos_token_id": None}
+    return model.generate(torch.from_numpy(ids)[None], **options)[0, len(ids) :].tolist()
 
 
 def finish(session: Session) -> dict[int, Completion]:
     """Run until every turn is over."""
     found = {}
     while session.busy:
-        for row in session.advance():
-            found[id(row)] = session.completion(row)
+        found |= {id(row): session.completion(row) for row in session.advance()}
     return found

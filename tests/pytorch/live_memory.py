@@ -45,3 +45,18 @@ class LiveMemory(TorchDispatchMode):
 
     def _freed(self, size: int) -> None:
         self.live -= size
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation returned, in elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if isinstance(value, Tensor):
+                self.numel = max(self.numel, value.untyped_storage().nbytes() // value.element_size())
+        return out

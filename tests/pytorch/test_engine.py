@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from engine_helpers import generated, groups, plain_logits, plain_logprobs, prompts, with_lora
-from tiny_models import DENSE, FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer
+from engine_helpers import assert_plain, generated, groups, plain_logits, plain_logprobs, prompts, texts, with_lora
+from tiny_models import DENSE, FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer, without_the_attention_interface
 
 from covey.errors import ConfigError, GenerationError, ModelError
 from covey.pytorch.engine import Engine
@@ -18,107 +20,79 @@ from covey.types import Completion, Request, SamplingSettings
 GREEDY = SamplingSettings(temperature=0.0, max_tokens=12)
 
 
-def texts(completions: list[Completion]) -> list[list[int]]:
-    return [c.token_ids.tolist() for c in completions]
+def run(engine: Engine, requests: list[Request], version: int = 0, **settings: Any) -> list[Completion]:
+    return engine(requests, SamplingSettings(**settings), policy_version=version)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_is_the_plain_models_argmax(family: str) -> None:
-    model = tiny_model(family)
+@pytest.mark.parametrize("family", [*FAMILIES, "untied"])
+def test_greedy_tokens_and_recorded_logprobs_are_the_plain_models(family: str) -> None:
+    model = tiny_model("llama", tie_word_embeddings=False) if family == "untied" else tiny_model(family)
     engine = Engine(model)
-    requests = groups(2)
-    completions = engine(requests, GREEDY, policy_version=0)
-    for request, completion in zip(requests, completions, strict=True):
-        assert completion.finish_reason == "length"
-        assert len(completion.token_ids) == 12
-        assert plain_logits(model, request, completion).argmax(-1).tolist() == completion.token_ids.tolist()
-    assert engine.runner == ("fast" if family in DENSE else "general")
-
-
-def test_greedy_equals_generate_with_a_head_of_its_own() -> None:
-    model = tiny_model("llama", tie_word_embeddings=False)
-    (ids,) = prompts((9,))
-    (completion,) = Engine(model)([Request(ids)], GREEDY, policy_version=0)
-    assert completion.token_ids.tolist() == generated(model, ids, 12)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_recorded_logprobs_are_the_plain_models(family: str) -> None:
-    model = tiny_model(family)
-    requests = groups(3)
+    assert engine.runner == ("fast" if family in (*DENSE, "untied") else "general")
+    found = engine(groups(2), GREEDY, policy_version=0)
+    assert {completion.finish_reason for completion in found} == {"length"}
+    assert texts(found) == [generated(model, ids, 12) for ids in prompts() for _ in range(2)]
     for temperature in (1.0, 0.6):
-        settings = SamplingSettings(temperature=temperature, max_tokens=10, eos_token_ids=(2, 9))
-        for request, completion in zip(requests, Engine(model)(requests, settings, policy_version=0), strict=True):
-            expected = plain_logprobs(model, request, completion, temperature)
-            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+        found = run(engine, groups(3), temperature=temperature, max_tokens=10, eos_token_ids=(2, 9))
+        assert_plain(model, groups(3), found, temperature)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapter_is_merged_into_the_copy_only(family: str) -> None:
-    model = with_lora(family)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    requests = groups(2)
-    engine = Engine(model)
-    settings = SamplingSettings(max_tokens=8)
-    completions = engine(requests, settings, policy_version=0)
-    for request, completion in zip(requests, completions, strict=True):
-        np.testing.assert_allclose(completion.logprobs, plain_logprobs(model, request, completion), atol=1e-4)
-        with model.disable_adapter():
-            without = plain_logprobs(model, request, completion)
-        assert np.abs(completion.logprobs - without).max() > 1e-2
-    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    model, requests = with_lora(family), groups(2)
+    before = copy.deepcopy(model.state_dict())
+    completions = run(Engine(model), requests, max_tokens=8)
+    assert_plain(model, requests, completions)
+    with model.disable_adapter():
+        for request, completion in zip(requests, completions, strict=True):
+            assert np.abs(completion.logprobs - plain_logprobs(model, request, completion)).max() > 1e-2
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 def test_sync_takes_new_adapter_weights_and_their_version() -> None:
-    model = with_lora("llama")
+    model, requests = with_lora("llama"), groups(1)
     engine = Engine(model)
-    requests = groups(1)
-    first = engine(requests, SamplingSettings(max_tokens=8), policy_version=0)
+    first = run(engine, requests, max_tokens=8)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.mul_(-1)
-    snapshot = {name: p.detach().clone() for name, p in model.named_parameters()}
-    stale = engine(requests, SamplingSettings(max_tokens=8), policy_version=0)
-    assert texts(stale) == texts(first)
+    snapshot = copy.deepcopy(model.state_dict())
+    assert texts(run(engine, requests, max_tokens=8)) == texts(first)
     engine.publish(weights_of(model, 7))
     assert engine.policy_version == 7
     with pytest.raises(GenerationError, match=r"policy_version=0.*version 7.*engine\.publish\(policy\.weights\(0\)\)"):
-        engine(requests, SamplingSettings(), policy_version=0)
-    second = engine(requests, SamplingSettings(max_tokens=8), policy_version=7)
+        run(engine, requests)
+    second = run(engine, requests, 7, max_tokens=8)
     assert texts(second) != texts(first)
     assert [c.policy_version for c in second] == [7] * 3
-    for request, completion in zip(requests, second, strict=True):
-        np.testing.assert_allclose(completion.logprobs, plain_logprobs(model, request, completion), atol=1e-4)
-    assert all(torch.equal(snapshot[name], p) for name, p in model.named_parameters())
+    assert_plain(model, requests, second)
+    assert all(torch.equal(snapshot[name], value) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_full_fine_tuning_copies_the_weights(family: str) -> None:
-    model = tiny_model(family)
+    model, requests = tiny_model(family), groups(1, (5,))
     engine = Engine(model)
-    (request,) = groups(1, (5,))
-    (before,) = engine([request], GREEDY, policy_version=0)
+    before = engine(requests, GREEDY, policy_version=0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter, generator=None))
-    (still,) = engine([request], GREEDY, policy_version=0)
-    assert texts([still]) == texts([before])
-    np.testing.assert_array_equal(still.logprobs, before.logprobs)
+    still = engine(requests, GREEDY, policy_version=0)
+    assert texts(still) == texts(before)
+    np.testing.assert_array_equal(still[0].logprobs, before[0].logprobs)
     engine.publish(weights_of(model, 1))
-    (after,) = engine([request], GREEDY, policy_version=1)
-    np.testing.assert_allclose(after.logprobs, plain_logprobs(model, request, after), atol=1e-4)
+    assert_plain(model, requests, engine(requests, GREEDY, policy_version=1))
 
 
 def test_an_interrupted_sync_is_never_sampled_from() -> None:
-    model = tiny_model("llama")
-    engine = Engine(model)
+    engine = Engine(tiny_model("llama"))
     with pytest.raises(KeyError):
         engine.publish(weights_of(tiny_model("gpt2"), 1))
     assert engine.policy_version == -1
     with pytest.raises(GenerationError, match="no weights"):
         engine(groups(1), GREEDY, policy_version=1)
-    engine.publish(weights_of(model, 1))
+    engine.publish(weights_of(tiny_model("llama"), 1))
     assert len(engine(groups(1), GREEDY, policy_version=1)) == 3
 
 
@@ -148,35 +122,29 @@ def test_company_does_not_matter(family: str) -> None:
 
 def test_a_prompt_is_prefilled_once() -> None:
     engine = Engine(tiny_model("llama"), max_batch_size=2)
-    engine(groups(5), SamplingSettings(max_tokens=6), policy_version=0)
+    run(engine, groups(5), max_tokens=6)
     stats = engine.last_stats
-    assert stats.prefill_tokens == 3 + 11 + 40  # each once, although its five completions ran in three waves
-    assert stats.decoded_tokens == 15 * 6
-    assert stats.peak_batch == 2
+    # each prompt once, although its five completions ran in three waves
+    assert (stats.prefill_tokens, stats.decoded_tokens, stats.peak_batch) == (3 + 11 + 40, 15 * 6, 2)
     assert stats.cache_bytes == engine._cache.bytes_per_token * (2 * 5 + (48 + 32) * 5 // 4)  # two prompts run at once
 
 
 def test_finished_rows_leave_the_batch() -> None:
-    """Four completions of 20 tokens and one prompt whose completion ends at once cost 19 steps, not more."""
-    model = tiny_model("llama")
-    engine = Engine(model)
-    long = engine(groups(4, (11,)), SamplingSettings(max_tokens=20), policy_version=0)
+    """Four completions of 20 tokens cost 19 steps, not more; if all have ended by the fourth token, 3."""
+    engine = Engine(tiny_model("llama"))
+    long = run(engine, groups(4, (11,)), max_tokens=20)
     assert engine.last_stats.decode_steps == 19
     ends = tuple(int(c.token_ids[3]) for c in long)
-    short = engine(groups(4, (11,)), SamplingSettings(max_tokens=20, eos_token_ids=ends), policy_version=0)
+    short = run(engine, groups(4, (11,)), max_tokens=20, eos_token_ids=ends)
     assert engine.last_stats.decode_steps <= 3
-    assert all(len(c.token_ids) <= 4 and c.finish_reason == "stop" for c in short)
-    assert all(c.token_ids[-1] in ends for c in short)
+    assert all(len(c.token_ids) <= 4 and c.finish_reason == "stop" and c.token_ids[-1] in ends for c in short)
 
 
 def test_first_tokens_follow_the_models_distribution() -> None:
     """Pearson's chi-square over 4000 streams, tokens expected at least 5 times apart; 6 sigma bound."""
-    model = tiny_model("qwen3")
+    model, count = tiny_model("qwen3"), 4000
     (ids,) = prompts((9,))
-    count = 4000
-    completions = Engine(model, max_batch_size=512)(
-        [Request(ids, (3, i)) for i in range(count)], SamplingSettings(max_tokens=1), policy_version=0
-    )
+    completions = run(Engine(model, max_batch_size=512), [Request(ids, (3, i)) for i in range(count)], max_tokens=1)
     with torch.no_grad():
         expected = model(torch.from_numpy(ids)[None]).logits[0, -1].double().softmax(-1).numpy() * count
     observed = np.bincount([c.token_ids[0] for c in completions], minlength=VOCAB_SIZE)
@@ -189,50 +157,41 @@ def test_first_tokens_follow_the_models_distribution() -> None:
 
 
 def test_any_of_several_ends_stops_and_stays() -> None:
-    engine = Engine(tiny_model("llama"))
-    requests = groups(6)
-    free = engine(requests, SamplingSettings(max_tokens=20), policy_version=0)
-    ends = (5, 40, 77)
-    stopped = engine(requests, SamplingSettings(max_tokens=20, eos_token_ids=ends), policy_version=0)
+    engine, requests, ends = Engine(tiny_model("llama")), groups(6), (5, 40, 77)
+    free = run(engine, requests, max_tokens=20)
+    stopped = run(engine, requests, max_tokens=20, eos_token_ids=ends)
     assert any(c.finish_reason == "stop" for c in stopped)
-    for a, b in zip(free, stopped, strict=True):
-        places = [i for i, token in enumerate(a.token_ids) if token in ends]
-        length = places[0] + 1 if places else 20
-        assert b.token_ids.tolist() == a.token_ids[:length].tolist()
+    for a, b in zip(texts(free), stopped, strict=True):
+        places = [i for i, token in enumerate(a) if token in ends]
+        assert b.token_ids.tolist() == a[: places[0] + 1 if places else 20]
         assert b.finish_reason == ("stop" if places else "length")
 
 
 def test_stop_strings() -> None:
-    tokenizer = tiny_tokenizer()
+    tokenizer, requests = tiny_tokenizer(), groups(4, (5, 9))
     engine = Engine(tiny_model("llama"), tokenizer)
-    requests = groups(4, (5, 9))
-    free = engine(requests, SamplingSettings(max_tokens=24), policy_version=0)
-    whole = [tokenizer.decode(c.token_ids) for c in free]
+    whole = [tokenizer.decode(c.token_ids) for c in run(engine, requests, max_tokens=24)]
     stops = (whole[0][5:8], whole[3][2:4])
-    stopped = engine(requests, SamplingSettings(max_tokens=24, stop_strings=stops), policy_version=0)
+    stopped = run(engine, requests, max_tokens=24, stop_strings=stops)
     assert stopped[0].finish_reason == stopped[3].finish_reason == "stop"
     for text, completion in zip(whole, stopped, strict=True):
         ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
         assert tokenizer.decode(completion.token_ids) == (text[: min(ends)] if ends else text)
     with pytest.raises(GenerationError, match="no tokenizer"):
-        Engine(tiny_model("llama"))(requests, SamplingSettings(stop_strings=("x",)), policy_version=0)
+        run(Engine(tiny_model("llama")), requests, stop_strings=("x",))
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.8}])
 def test_kept_support_and_its_logprobs(settings: dict[str, float]) -> None:
     """With keep_support: renormalised over the recorded ids. Without: the same tokens, whole vocabulary."""
-    model = tiny_model("llama")
+    model, requests = tiny_model("llama"), groups(2)
     engine = Engine(model)
-    requests = groups(2)
-    kept = engine(
-        requests, SamplingSettings(temperature=0.8, max_tokens=6, keep_support=True, **settings), policy_version=0
-    )
-    plain = engine(requests, SamplingSettings(temperature=0.8, max_tokens=6, **settings), policy_version=0)
+    kept = run(engine, requests, temperature=0.8, max_tokens=6, keep_support=True, **settings)
+    plain = run(engine, requests, temperature=0.8, max_tokens=6, **settings)
     assert texts(kept) == texts(plain)
-    for request, a, b in zip(requests, kept, plain, strict=True):
-        np.testing.assert_allclose(b.logprobs, plain_logprobs(model, request, b, 0.8), atol=1e-4)
-        assert b.support is None
-        assert a.support is not None
+    assert_plain(model, requests, plain, 0.8)
+    assert all(b.support is None for b in plain)
+    for request, a in zip(requests, kept, strict=True):
         assert len(a.support.offsets) == len(a.token_ids) + 1
         logits = plain_logits(model, request, a) / 0.8
         for t, token in enumerate(a.token_ids):
@@ -241,34 +200,25 @@ def test_kept_support_and_its_logprobs(settings: dict[str, float]) -> None:
             assert token in ids
             expected = logits[t, token] - logits[t, torch.from_numpy(ids)].logsumexp(-1)
             assert abs(a.logprobs[t] - float(expected)) < 1e-4
+    (nothing_cut_off,) = run(engine, groups(1, (4,)), max_tokens=3, keep_support=True)
+    assert nothing_cut_off.support is None
 
 
-def test_support_is_absent_where_nothing_is_cut_off() -> None:
-    settings = SamplingSettings(max_tokens=3, keep_support=True)
-    (completion,) = Engine(tiny_model("llama"))(groups(1, (4,)), settings, policy_version=0)
-    assert completion.support is None
-
-
-def test_context_cuts_max_tokens_and_refuses_long_prompts() -> None:
+def test_context_and_memory_that_are_too_small() -> None:
     engine = Engine(tiny_model("gpt2", max_position_embeddings=16))
-    (completion,) = engine(groups(1, (11,)), SamplingSettings(max_tokens=100), policy_version=0)
-    assert len(completion.token_ids) == 5
-    assert completion.finish_reason == "length"
+    (completion,) = run(engine, groups(1, (11,)), max_tokens=100)
+    assert (len(completion.token_ids), completion.finish_reason) == (5, "length")
     with pytest.raises(GenerationError, match="request 1: the prompt has 16 tokens, the context 16"):
-        engine(groups(1, (3, 16)), SamplingSettings(), policy_version=0)
+        run(engine, groups(1, (3, 16)))
     with pytest.raises(GenerationError, match="no tokens"):
-        engine([Request(np.array([], dtype=np.int64))], SamplingSettings(), policy_version=0)
+        run(engine, [Request(np.array([], dtype=np.int64))])
     with pytest.raises(ModelError, match="context_length=17"):
         Engine(tiny_model("gpt2", max_position_embeddings=16), context_length=17)
-
-
-def test_budget_too_small_for_one_completion() -> None:
     engine = Engine(tiny_model("llama"), kv_cache_bytes=10_000)
-    size = engine._cache.bytes_per_token  # 2 layers x 2 heads x 8 dimensions x (key, value) x 4 bytes
-    assert size == 256
+    assert engine._cache.bytes_per_token == 256  # 2 layers x 2 heads x 8 dimensions x (key, value) x 4 bytes
     with pytest.raises(GenerationError, match=rf"kv_cache_bytes=10000: .* needs {256 * (48 + 99)} bytes"):
-        engine(groups(1, (40,)), SamplingSettings(max_tokens=100), policy_version=0)
-    assert len(engine(groups(3, (4,)), SamplingSettings(max_tokens=6), policy_version=0)) == 3
+        run(engine, groups(1, (40,)), max_tokens=100)
+    assert len(run(engine, groups(3, (4,)), max_tokens=6)) == 3
 
 
 def test_progress_and_reuse_after_an_exception() -> None:
@@ -276,30 +226,27 @@ def test_progress_and_reuse_after_an_exception() -> None:
     requests, settings = groups(3), SamplingSettings(max_tokens=10, eos_token_ids=(7, 30, 50, 60))
     seen: list[tuple[int, int]] = []
     expected = engine(requests, settings, policy_version=0, progress=lambda *x: seen.append(x))
-    assert seen[-1] == (9, 9)
-    assert [total for _, total in seen] == [9] * len(seen)
-    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    done = [finished for finished, _ in seen]
+    assert done == sorted({*done})
+    assert seen == [(finished, 9) for finished in done]
+    assert done[-1] == 9
 
     def interrupt(finished: int, total: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         engine(requests, settings, policy_version=0, progress=interrupt)
-    again = engine(requests, settings, policy_version=0)
-    assert texts(again) == texts(expected)
+    assert texts(engine(requests, settings, policy_version=0)) == texts(expected)
 
 
 def test_weights_that_diverged_are_named_and_do_not_poison_the_next_call() -> None:
-    model = tiny_model("llama")
+    model, broken = tiny_model("llama"), tiny_model("llama")
     engine = Engine(model)
     expected = engine(groups(2), GREEDY, policy_version=0)
-    broken = tiny_model("llama")
-    with torch.no_grad():
-        broken.model.layers[0].self_attn.k_proj.weight.fill_(float("nan"))
+    broken.model.layers[0].self_attn.k_proj.weight.data.fill_(float("nan"))
     engine.publish(weights_of(broken, 1))
-    with pytest.raises(
-        GenerationError, match=r"not finite. Before any update .* another copy, or model.dtype=float32. After updates"
-    ):
+    said = r"not finite. Before any update .* another copy, or model.dtype=float32. After updates"
+    with pytest.raises(GenerationError, match=said):
         engine(groups(2), GREEDY, policy_version=1)
     engine.publish(weights_of(model, 2))
     assert texts(engine(groups(2), GREEDY, policy_version=2)) == texts(expected)
@@ -315,19 +262,12 @@ def test_settings_that_describe_no_distribution() -> None:
 
 
 def test_a_model_without_the_attention_interface_is_recomputed(caplog: pytest.LogCaptureFixture) -> None:
-    class OtherAttention(type(tiny_model("gpt2"))):  # type: ignore[misc]
-        _supports_attention_backend = False
-
-    model = tiny_model("gpt2")
-    model.__class__ = OtherAttention
     with caplog.at_level(logging.INFO, logger="covey"):
-        engine = Engine(model)
+        engine = Engine(without_the_attention_interface(tiny_model("gpt2")))
     assert engine.runner == "recompute"
     assert "does not use transformers' attention interface" in caplog.text
-    requests = groups(2)
-    found = engine(requests, SamplingSettings(max_tokens=5), policy_version=0)
-    expected = Engine(tiny_model("gpt2"))(requests, SamplingSettings(max_tokens=5), policy_version=0)
-    assert texts(found) == texts(expected)
+    expected = run(Engine(tiny_model("gpt2")), groups(2), max_tokens=5)
+    assert texts(run(engine, groups(2), max_tokens=5)) == texts(expected)
 
 
 def test_the_models_training_mode_is_left_alone() -> None:
@@ -339,24 +279,21 @@ def test_the_models_training_mode_is_left_alone() -> None:
 
 
 def test_bfloat16_copy_of_a_float32_model() -> None:
-    model = tiny_model("llama")
-    requests = groups(2)
-    completions = Engine(model, dtype=torch.bfloat16)(requests, SamplingSettings(max_tokens=8), policy_version=0)
-    for request, completion in zip(requests, completions, strict=True):
-        difference = np.abs(completion.logprobs - plain_logprobs(model, request, completion))
-        assert 1e-5 < difference.max() < 0.5
+    model, requests = tiny_model("llama"), groups(2)
+    found = run(Engine(model, dtype=torch.bfloat16), requests, max_tokens=8)
+    for request, completion in zip(requests, found, strict=True):
+        assert 1e-5 < np.abs(completion.logprobs - plain_logprobs(model, request, completion)).max() < 0.5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_continuations_are_as_likely_as_the_plain_model_says(family: str) -> None:
-    model = tiny_model(family)
-    requests = groups(2)
+    model, requests = tiny_model(family), groups(2)
     settings = SamplingSettings(temperature=0.7, top_k=5, max_tokens=3, eos_token_ids=(2, 9), keep_support=True)
     continuations = [np.array(ids) for ids in ([7], [9], [4, 2, 9, 30, 31])]  # end tokens, and more than may be sampled
+    alone = Engine(model)(requests, settings, policy_version=0)
     for room in (1 << 30, 40_000):  # all at once, and a few at a time
         engine = Engine(model, kv_cache_bytes=room)
         found, logp = engine.sample_and_score(requests, settings, policy_version=0, continuations=continuations)
-        alone = Engine(model)(requests, settings, policy_version=0)
         assert texts(found) == texts(alone)
         assert all(one.support is not None for one in found)
         for row, request in enumerate(requests):
@@ -364,7 +301,6 @@ def test_continuations_are_as_likely_as_the_plain_model_says(family: str) -> Non
                 said = Completion(ids, np.zeros(len(ids), np.float32), "length", 0)
                 assert logp[row, column] == pytest.approx(plain_logprobs(model, request, said).sum(), abs=2e-4)
     context = len(requests[0].token_ids) + 4
+    engine = Engine(model, context_length=context)
     with pytest.raises(GenerationError, match=f"no room in the context of {context}"):
-        Engine(model, context_length=context).sample_and_score(
-            requests[:1], settings, policy_version=0, continuations=continuations
-        )
+        engine.sample_and_score(requests[:1], settings, policy_version=0, continuations=continuations)

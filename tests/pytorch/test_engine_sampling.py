@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from byte_tokenizer import byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from covey.pytorch.engine.sampling import sample
 from covey.rollout.drawing import StopMatcher, stream_key, uniforms
@@ -33,34 +34,32 @@ def reference_kept(logits: np.ndarray, s: SamplingSettings) -> tuple[np.ndarray,
     return kept, p
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    vocab=st.sampled_from([5, 97, 256, 700, 3000]),
-    spread=st.sampled_from([0.05, 1.0, 8.0]),
-    temperature=st.sampled_from([0.5, 1.0, 1.7]),
-    top_k=st.sampled_from([0, 1, 4, 90]),
-    top_p=st.sampled_from([0.2, 0.9, 0.999, 1.0]),
-    min_p=st.sampled_from([0.0, 0.1, 0.5]),
+CHOSEN = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.5, 1.0, 1.7]),
+        "top_k": st.sampled_from([0, 1, 4, 90]),
+        "top_p": st.sampled_from([0.2, 0.9, 0.999, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.1, 0.5]),
+    }
 )
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([5, 97, 256, 700, 3000]), st.sampled_from([0.05, 1.0, 8.0]), CHOSEN)
 def test_support_token_and_logprob_match_the_sorting_reference(
-    seed: int, vocab: int, spread: float, temperature: float, top_k: int, top_p: float, min_p: float
+    seed: int, vocab: int, spread: float, chosen: dict[str, Any]
 ) -> None:
     rng = np.random.default_rng(seed)
     logits = (spread * rng.standard_normal((4, vocab))).astype(np.float32)
-    s = SamplingSettings(temperature, min(top_k, vocab), top_p, min_p, keep_support=True)
-    u = rng.random(4)
+    chosen |= {"top_k": min(chosen["top_k"], vocab)}
+    s, u = SamplingSettings(**chosen, keep_support=True), rng.random(4)
     draw = sample(torch.from_numpy(logits.copy()), s, u)
-    forgetful = SamplingSettings(temperature, s.top_k, top_p, min_p)
-    free = sample(torch.from_numpy(logits.copy()), forgetful, u)
+    free = sample(torch.from_numpy(logits.copy()), SamplingSettings(**chosen), u)
     np.testing.assert_array_equal(draw.token_ids, free.token_ids)
     for row in range(4):
         kept, p = reference_kept(logits[row], s)
         token = draw.token_ids[row]
-        found = np.ones(vocab, dtype=bool)
-        if draw.support is not None:
-            found[:] = False
-            found[draw.support[row]] = True
+        found = np.isin(np.arange(vocab), draw.support[row]) if draw.support is not None else np.ones(vocab, dtype=bool)
         # float32 may decide differently about a token whose probability sits on a threshold: one, not more
         assert (found ^ kept).sum() <= 1
         assert found[token]
@@ -108,61 +107,46 @@ def test_greedy_takes_the_top_token_at_temperature_one() -> None:
 def test_uniforms_depend_on_stream_and_position_only() -> None:
     keys = np.array([stream_key((0, 1, 2, j)) for j in range(200)], dtype=np.uint64)
     together = np.stack([uniforms(keys, np.full(200, t, dtype=np.uint64)) for t in range(50)], axis=1)
-    alone = uniforms(keys[17:18], np.array([33], dtype=np.uint64))
-    assert alone[0] == together[17, 33]
-    assert together.min() >= 0
-    assert together.max() < 1
+    assert uniforms(keys[17:18], np.array([33], dtype=np.uint64))[0] == together[17, 33]
+    assert 0 <= together.min() <= together.max() < 1
     assert len(np.unique(together)) == together.size
     counts = np.histogram(together, bins=20, range=(0, 1))[0]
     assert np.sum((counts - 500) ** 2 / 500) < 60  # chi-square, 19 degrees of freedom
     neighbours = np.corrcoef(together)[np.triu_indices(200, 1)]
     assert abs(neighbours.mean()) < 0.01
-
-
-def test_uniforms_are_splitmix64() -> None:
-    """First output of SplitMix64 seeded with 0 is 0xE220A8397B1DCDAF."""
+    # SplitMix64: its first output when seeded with 0 is 0xE220A8397B1DCDAF
     (u,) = uniforms(np.array([0], dtype=np.uint64), np.array([0], dtype=np.uint64))
     assert u == (0xE220A8397B1DCDAF >> 11) / 2**53
 
 
-@given(a=st.lists(st.integers(-(2**70), 2**70), max_size=4), b=st.lists(st.integers(-(2**70), 2**70), max_size=4))
+STREAMS = st.lists(st.integers(-(2**70), 2**70), max_size=4)
+
+
+@given(STREAMS, STREAMS)
 def test_stream_keys_differ_when_streams_do(a: list[int], b: list[int]) -> None:
     assert (stream_key(a) == stream_key(b)) == (a == b)
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each byte: every character beyond ASCII takes several."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+LETTERS = "ab é€😀\n"
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    text=st.text(alphabet="ab é€😀\n", max_size=25),
-    stops=st.lists(st.text(alphabet="ab é€😀\n", min_size=1, max_size=4), min_size=1, max_size=3),
-)
+@given(st.text(LETTERS, max_size=25), st.lists(st.text(LETTERS, min_size=1, max_size=4), min_size=1, max_size=3))
 def test_stop_matcher_fires_at_the_first_token_that_completes_a_string(text: str, stops: list[str]) -> None:
+    """Each token is a byte: every character beyond ASCII takes several."""
     tokenizer = byte_tokenizer()
     matcher = StopMatcher(tokenizer, stops)
-    ids = tokenizer(text)["input_ids"]
+    fired = [matcher.push(token) for token in tokenizer(text)["input_ids"]]
+    assert len(fired) == len(text.encode())
     ends = [len(text[: text.find(s) + len(s)].encode()) for s in stops if s in text]
-    fired = [matcher.push(token) for token in ids]
-    if ends:
-        assert fired.index(True) == min(ends) - 1
-    else:
-        assert not any(fired)
+    assert fired.index(True) == min(ends) - 1 if ends else not any(fired)
 
 
 class LeadingSpaceDropper:
     """Decodes like sentencepiece: the space before the first word disappears."""
 
-    words = (" one", " two", " END", ".")
-
     def decode(self, ids: list[int], **_: object) -> str:
-        return "".join(self.words[i] for i in ids).removeprefix(" ")
+        return "".join((" one", " two", " END", ".")[i] for i in ids).removeprefix(" ")
 
 
 def test_stop_matcher_sees_spaces_that_a_tokenizer_drops_at_the_start() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_cases import make_batch, make_learner
+from learner_cases import grads_of, make_batch, make_learner
 
 from covey.algorithms import make_objective
 from covey.pytorch.learner import Learner
@@ -27,27 +27,22 @@ def _two_threads() -> Iterator[None]:
 
 
 def test_results_come_in_order_from_at_most_two_at_a_time_with_their_share_of_the_threads() -> None:
-    lock, running, most, shares = threading.Lock(), 0, 0, set()
+    running, most, shares = set(), [], set()
 
     def work(item: int) -> int:
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-            shares.add(torch.get_num_threads())
+        running.add(item)
+        most.append(len(running))
+        shares.add(torch.get_num_threads())
         time.sleep(0.02 if item % 2 else 0.001)
-        with lock:
-            running -= 1
+        running.remove(item)
         return item * item
 
     with torch.no_grad():
         assert list(map_in_threads(work, range(9), 2)) == [n * n for n in range(9)]
-    assert most == 2
+    assert max(most) == 2
     assert shares == {1}
     assert torch.get_num_threads() == 2
-
-
-def test_one_lane_is_the_callers_own_thread() -> None:
+    # one lane is the caller's own thread
     assert set(map_in_threads(lambda _: threading.get_ident(), range(3), 1)) == {threading.get_ident()}
 
 
@@ -70,18 +65,10 @@ def test_an_error_arrives_when_nothing_is_under_way_any_more() -> None:
     assert torch.get_num_threads() == 2
 
 
-def gradients_of(learner: Learner, **changes: Any) -> tuple[Gradients, dict[str, torch.Tensor]]:
-    batch = make_batch()
-    found = learner.forward_backward(
-        batch,
-        np.arange(len(batch.episodes)),
-        make_objective("dapo", **changes),
-        temperature=1.0,
-        max_completion_length=9,
-    )
-    return found, {
-        name: p.grad.clone() for name, p in learner.policy.named_trainable_parameters() if p.grad is not None
-    }
+def gradients_of(learner: Learner) -> tuple[Gradients, dict[str, torch.Tensor]]:
+    batch, settings = make_batch(), {"temperature": 1.0, "max_completion_length": 9}
+    found = learner.forward_backward(batch, np.arange(len(batch.episodes)), make_objective("dapo"), **settings)
+    return found, grads_of(learner.policy)
 
 
 def lanes_of(learner: Learner, **options: Any) -> int:
@@ -92,17 +79,17 @@ def lanes_of(learner: Learner, **options: Any) -> int:
     return lanes
 
 
-def budget(learner: Learner) -> int:
-    """Twice the largest group: two lanes of whole groups."""
-    batch = make_batch()
+def two_lanes() -> Learner:
+    """A learner whose budget is twice the largest group: two lanes of whole groups."""
+    learner, batch = make_learner(tokens_per_micro_batch=10**6), make_batch()
     groups = [np.flatnonzero(batch.group == g) for g in np.unique(batch.group)]
-    learner.tokens_per_micro_batch = 10**6
-    return 2 * max(sum(pack.num_tokens for pack in learner._packs(batch.episodes, rows)[0]) for rows in groups)
+    largest = max(sum(pack.num_tokens for pack in learner._packs(batch.episodes, rows)[0]) for rows in groups)
+    learner.tokens_per_micro_batch = 2 * largest
+    return learner
 
 
 def test_gradients_scores_and_metrics_do_not_depend_on_the_lanes() -> None:
-    learner = make_learner()
-    learner.tokens_per_micro_batch = budget(learner)
+    learner = two_lanes()
     assert lanes_of(learner) == 2
     (found, grads), (again, same) = gradients_of(learner), gradients_of(learner)
     assert all(torch.equal(grads[name], same[name]) for name in grads)
@@ -110,8 +97,7 @@ def test_gradients_scores_and_metrics_do_not_depend_on_the_lanes() -> None:
     torch.set_num_threads(1)
     assert lanes_of(learner) == 1
     serial, expected = gradients_of(learner)
-    for name, grad in grads.items():
-        torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-7)
     np.testing.assert_allclose(found.logp, serial.logp, atol=1e-5)
     assert found.metrics == pytest.approx(serial.metrics, rel=1e-4)
 
@@ -121,8 +107,7 @@ def test_the_optimiser_takes_the_same_step() -> None:
     moved = []
     for threads in (2, 1):
         torch.set_num_threads(threads)
-        learner = make_learner()
-        learner.tokens_per_micro_batch = budget(learner)
+        learner = two_lanes()
         gradients_of(learner)
         assert all(p.grad is None or p.grad.is_contiguous() for p in learner.policy.trainable_parameters())
         learner.optim_step(1e-2)
@@ -134,19 +119,16 @@ def test_the_optimiser_takes_the_same_step() -> None:
 
 @pytest.mark.parametrize("reference", [False, True])
 def test_scores_side_by_side(reference: bool) -> None:
-    learner, batch = make_learner(), make_batch()
-    learner.tokens_per_micro_batch = budget(learner)
-    rows = np.arange(len(batch.episodes))
-    found, _ = learner.scores(batch, rows, temperature=1.0, reference=reference)
-    torch.set_num_threads(1)
-    expected, _ = learner.scores(batch, rows, temperature=1.0, reference=reference)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    learner, batch, found = two_lanes(), make_batch(), []
+    for threads in (2, 1):
+        torch.set_num_threads(threads)
+        found.append(learner.scores(batch, np.arange(len(batch.episodes)), temperature=1.0, reference=reference)[0])
+    np.testing.assert_allclose(*found, atol=1e-5)
     assert not learner.policy.model.base_model.model.model.layers[0].mlp.up_proj.disable_adapters
 
 
 def test_lanes_are_used_only_where_they_cannot_change_anything() -> None:
-    learner = make_learner()
-    learner.tokens_per_micro_batch = budget(learner)
+    learner = two_lanes()
     assert lanes_of(learner) == 2
     assert lanes_of(learner, exact_kl=True) == 1
     fused, learner.policy.held.fused = learner.policy.held.fused, None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_helpers import adapted, finish, plain_logprobs
+from engine_helpers import adapted, assert_plain, finish, texts
 from peft import LoraConfig
 from tiny_models import VOCAB_SIZE, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -57,15 +57,8 @@ def requests(seed: int = 0) -> list[Request]:
 
 def build(model: Any, **options: Any) -> VLLMEngine:
     chosen = VLLMConfig(llm_arguments={"enforce_eager": True, "max_model_len": 64, **options})
-    return VLLMEngine(
-        model,
-        tiny_tokenizer(),
-        folder=None,
-        dtype=torch.float32,
-        options=chosen,
-        kv_cache_bytes=64 << 20,
-        logprobs_mode="processed_logprobs",
-    )
+    more = {"folder": None, "kv_cache_bytes": 64 << 20, "logprobs_mode": "processed_logprobs"}
+    return VLLMEngine(model, tiny_tokenizer(), dtype=torch.float32, options=chosen, **more)
 
 
 @pytest.fixture(scope="module", params=["adapter", "merged", "whole"])
@@ -86,12 +79,6 @@ def change(model: Any, seed: int) -> None:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
 
 
-def check(model: Any, asked: list[Request], found: list[Any], temperature: float = 1.0) -> None:
-    for request, completion in zip(asked, found, strict=True):
-        expected = plain_logprobs(model, request, completion, temperature)
-        np.testing.assert_allclose(completion.logprobs, expected, atol=2e-4)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_each_version_is_sampled_from_what_was_published(both: tuple[Any, VLLMEngine], temperature: float) -> None:
     model, engine = both
@@ -101,7 +88,7 @@ def test_each_version_is_sampled_from_what_was_published(both: tuple[Any, VLLMEn
         engine.publish(weights_of(model, version))
         found = engine(requests(version), settings, policy_version=version)
         assert {completion.policy_version for completion in found} == {version}
-        check(model, requests(version), found, temperature)
+        assert_plain(model, requests(version), found, temperature, atol=2e-4)
     with pytest.raises(GenerationError, match="policy_version=3"):
         engine(requests(), settings, policy_version=3)
 
@@ -113,7 +100,7 @@ def test_greedy_tokens_are_those_of_the_own_engine(both: tuple[Any, VLLMEngine])
     own.publish(weights_of(model, 8))
     greedy = SamplingSettings(temperature=0, max_tokens=12)
     ours, theirs = (one(requests(), greedy, policy_version=8) for one in (own, engine))
-    assert [c.token_ids.tolist() for c in ours] == [c.token_ids.tolist() for c in theirs]
+    assert texts(ours) == texts(theirs)
     assert [c.finish_reason for c in ours] == [c.finish_reason for c in theirs]
 
 
@@ -125,8 +112,7 @@ def test_a_call_repeats_and_leaves_torchs_generator_alone(both: tuple[Any, VLLME
     before = torch.get_rng_state()
     first, again, other = (engine(requests(seed), settings, policy_version=9) for seed in (1, 1, 2))
     assert torch.equal(before, torch.get_rng_state())
-    assert [c.token_ids.tolist() for c in first] == [c.token_ids.tolist() for c in again]
-    assert [c.token_ids.tolist() for c in first] != [c.token_ids.tolist() for c in other]
+    assert texts(first) == texts(again) != texts(other)
     assert len(set(map(bytes, (c.token_ids.tobytes() for c in first)))) > 1
 
 
@@ -139,8 +125,7 @@ def test_ends(both: tuple[Any, VLLMEngine]) -> None:
     ends = tuple(int(c.token_ids[3]) for c in free)
     greedy = SamplingSettings(temperature=0, max_tokens=12, eos_token_ids=ends)
     stopped = engine(requests(), greedy, policy_version=10)
-    assert all(c.finish_reason == "stop" and int(c.token_ids[-1]) in ends for c in stopped)
-    assert all(len(c.token_ids) <= 4 for c in stopped)
+    assert all(c.finish_reason == "stop" and c.token_ids[-1] in ends and len(c.token_ids) <= 4 for c in stopped)
 
 
 def test_turns(both: tuple[Any, VLLMEngine]) -> None:
@@ -155,7 +140,7 @@ def test_turns(both: tuple[Any, VLLMEngine]) -> None:
         answers = finish(session)
         for row, history in zip(rows, histories, strict=True):
             completion = answers[id(row)]
-            check(model, [Request(np.array(history), (0,))], [completion])
+            assert_plain(model, [Request(np.array(history), (0,))], [completion], atol=2e-4)
             history += completion.token_ids.tolist()
             assert row.history().tolist() == history
         for place, (row, history) in enumerate(zip(rows, histories, strict=True)):
@@ -192,7 +177,6 @@ def test_an_adapter_that_vllm_holds_otherwise_is_not_sampled_from(monkeypatch: p
         other = with_lora()
         change(other, 1)
         adapter = weights_of(other, 1).adapter
-        assert adapter is not None
         write(adapter, folder)
 
     monkeypatch.setattr(type(weights_of(model, 1).adapter), "write", otherwise)

@@ -10,31 +10,13 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import transformers as hf
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    Glm4Config,
-    GlmConfig,
-    GPT2Config,
-    GptOssConfig,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    Phi3Config,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SmolLM3Config,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 PAD, START, END = "<pad>", "<|im_start|>", "<|im_end|>"
 UNKNOWN = "<unk>"
@@ -94,57 +76,41 @@ def tiny_model(
         "eos_token_id": END_ID,
     }
     head_dim = {"head_dim": hidden_size // 4}
-    windows = {
-        "sliding_window": sliding_window,
-        "layer_types": ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(num_layers)],
-    }
+    kinds = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(num_layers)]
+    windows = {"sliding_window": sliding_window, "layer_types": kinds}
     gemma = {**head_dim, **windows, "query_pre_attn_scalar": hidden_size // 8}
     half_turned = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
+    long = half_turned | {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0]}
+    two_kinds = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    }
+    factors = {"embedding_multiplier": 1.7, "residual_multiplier": 0.6, "attention_multiplier": 0.5}
+    factors |= {"logits_scaling": 0.8}
     experts = {"num_experts_per_tok": 2, "output_router_logits": False}
     gpt2 = {"n_positions": max_position_embeddings, "n_embd": hidden_size, "n_layer": num_layers, "n_head": 4}
     kept = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings")
     configs: dict[str, Callable[[], PreTrainedConfig]] = {
-        "llama": lambda: LlamaConfig(**shared),
-        "qwen2": lambda: Qwen2Config(**shared),
-        "qwen3": lambda: Qwen3Config(**shared, **head_dim),
-        "mistral": lambda: MistralConfig(**shared, **head_dim, sliding_window=sliding_window),
-        "phi3": lambda: Phi3Config(**shared, rope_parameters=half_turned, sliding_window=sliding_window),
-        "phi3_long": lambda: Phi3Config(
-            **shared,
-            rope_parameters={
-                **half_turned,
-                "rope_type": "longrope",
-                "short_factor": [1.0, 1.5],
-                "long_factor": [2.0, 4.0],
-            },
-            original_max_position_embeddings=max_position_embeddings // 4,
+        "llama": lambda: hf.LlamaConfig(**shared),
+        "qwen2": lambda: hf.Qwen2Config(**shared),
+        "qwen3": lambda: hf.Qwen3Config(**shared, **head_dim),
+        "mistral": lambda: hf.MistralConfig(**shared, **head_dim, sliding_window=sliding_window),
+        "phi3": lambda: hf.Phi3Config(**shared, rope_parameters=half_turned, sliding_window=sliding_window),
+        "phi3_long": lambda: hf.Phi3Config(
+            **shared, rope_parameters=long, original_max_position_embeddings=max_position_embeddings // 4
         ),
-        "granite": lambda: GraniteConfig(
-            **shared,
-            embedding_multiplier=1.7,
-            residual_multiplier=0.6,
-            attention_multiplier=0.5,
-            logits_scaling=0.8,
-            attention_bias=True,
-        ),
-        "smollm3": lambda: SmolLM3Config(**shared, no_rope_layers=[(i + 1) % 2 for i in range(num_layers)]),
-        "olmo2": lambda: Olmo2Config(**shared),
-        "gemma2": lambda: Gemma2Config(**shared, **gemma, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
-        "gemma3": lambda: Gemma3TextConfig(
-            **shared,
-            **gemma,
-            rope_parameters={
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
-            },
-        ),
-        "glm": lambda: GlmConfig(**shared, **head_dim, rope_parameters=half_turned, attention_bias=True),
-        "glm4": lambda: Glm4Config(**shared, **head_dim, rope_parameters=half_turned),
-        "qwen3_moe": lambda: Qwen3MoeConfig(
+        "granite": lambda: hf.GraniteConfig(**shared, **factors, attention_bias=True),
+        "smollm3": lambda: hf.SmolLM3Config(**shared, no_rope_layers=[(i + 1) % 2 for i in range(num_layers)]),
+        "olmo2": lambda: hf.Olmo2Config(**shared),
+        "gemma2": lambda: hf.Gemma2Config(**shared, **gemma, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+        "gemma3": lambda: hf.Gemma3TextConfig(**shared, **gemma, rope_parameters=two_kinds),
+        "glm": lambda: hf.GlmConfig(**shared, **head_dim, rope_parameters=half_turned, attention_bias=True),
+        "glm4": lambda: hf.Glm4Config(**shared, **head_dim, rope_parameters=half_turned),
+        "qwen3_moe": lambda: hf.Qwen3MoeConfig(
             **shared, **head_dim, **experts, num_experts=4, moe_intermediate_size=hidden_size, norm_topk_prob=True
         ),
-        "gpt_oss": lambda: GptOssConfig(**shared, **head_dim, **windows, **experts, num_local_experts=4),
-        "gpt2": lambda: GPT2Config(**{name: shared[name] for name in kept}, **gpt2),
+        "gpt_oss": lambda: hf.GptOssConfig(**shared, **head_dim, **windows, **experts, num_local_experts=4),
+        "gpt2": lambda: hf.GPT2Config(**{name: shared[name] for name in kept}, **gpt2),
     }
     if name not in configs:
         raise ValueError(f"{name!r} is no tiny model; choose one of {', '.join(EVERY_FAMILY)}")
@@ -160,6 +126,14 @@ def tiny_model(
     return model.eval()
 
 
+def without_the_attention_interface(model: Any) -> Any:
+    class OtherAttention(type(model)):  # type: ignore[misc]
+        _supports_attention_backend = False
+
+    model.__class__ = OtherAttention
+    return model
+
+
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each character, ChatML markers, 97 ids in all; `<|im_end|>` ends a sequence."""
     characters = "\n" + "".join(c for c in string.printable if " " <= c <= "}" and c not in "`^")
@@ -169,13 +143,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(tokenizer_models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=UNKNOWN,
-        additional_special_tokens=[START],
-        clean_up_tokenization_spaces=False,
-    )
+    special = {"pad_token": PAD, "eos_token": END, "unk_token": UNKNOWN, "additional_special_tokens": [START]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special, clean_up_tokenization_spaces=False)
     tokenizer.chat_template = CHATML
     return tokenizer
