@@ -1,7 +1,5 @@
 """Random packs, and attention over them from all scores at once: what the attentions of `covey.pytorch` must give."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -70,7 +68,6 @@ def dense(branches: list[Branch], leaves: list[Tensor], rule: Rule) -> tuple[Ten
 
 
 def expect(branches: list[Branch], leaves: list[Tensor], grad: Tensor, rule: Rule) -> list[Tensor]:
-    """Dense outputs and log-sum-exps, then the gradients of the leaves."""
     leaves = [leaf.clone().requires_grad_() for leaf in leaves]
     out, lse = dense(branches, leaves, rule)
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad)]

@@ -1,7 +1,5 @@
 """A small learner and a random batch, shared by the tests of the learner and of the update."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -35,7 +33,6 @@ def make_learner(**options: Any) -> Learner:
 
 
 def sampled_of(episodes: list[Episode]) -> tuple[np.ndarray, np.ndarray]:
-    """`[B, T]` what each sampled, and its log-probabilities."""
     exists = np.arange(max(e.num_sampled for e in episodes)) < np.array([[e.num_sampled] for e in episodes])
     old = np.zeros(exists.shape, np.float32)
     old[exists] = np.concatenate([e.logprobs[e.sampled] for e in episodes])

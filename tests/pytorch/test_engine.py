@@ -1,6 +1,4 @@
-"""The engine against plain transformers models: what it samples and records, whatever the company."""
-
-from __future__ import annotations
+"""The engine against plain transformers models: what it samples and records, its memory, its copy of the weights."""
 
 import copy
 import logging
@@ -9,12 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_helpers import assert_plain, generated, groups, plain_logits, plain_logprobs, prompts, texts, with_lora
-from tiny_models import DENSE, FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer, without_the_attention_interface
+from engine_helpers import assert_plain, generated, groups, plain_logits, plain_logprobs, prompts, texts
+from peft import IA3Config, LoraConfig, PrefixTuningConfig
+from tiny_models import DENSE, FAMILIES, VOCAB_SIZE, adapted, tiny_model, tiny_tokenizer, with_lora, without_interface
 
 from covey.errors import ConfigError, GenerationError, ModelError
 from covey.pytorch.engine import Engine
-from covey.pytorch.engine.merge import weights_of
+from covey.pytorch.engine.merge import EffectiveWeights, copy_without_adapters, weights_of
+from covey.rollout.learning import Weights
 from covey.types import Completion, Request, SamplingSettings
 
 GREEDY = SamplingSettings(temperature=0.0, max_tokens=12)
@@ -130,7 +130,6 @@ def test_a_prompt_is_prefilled_once() -> None:
 
 
 def test_finished_rows_leave_the_batch() -> None:
-    """Four completions of 20 tokens cost 19 steps, not more; if all have ended by the fourth token, 3."""
     engine = Engine(tiny_model("llama"))
     long = run(engine, groups(4, (11,)), max_tokens=20)
     assert engine.last_stats.decode_steps == 19
@@ -261,9 +260,9 @@ def test_settings_that_describe_no_distribution() -> None:
     assert engine([], SamplingSettings(), policy_version=0) == []
 
 
-def test_a_model_without_the_attention_interface_is_recomputed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_without_interface_is_recomputed(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="covey"):
-        engine = Engine(without_the_attention_interface(tiny_model("gpt2")))
+        engine = Engine(without_interface(tiny_model("gpt2")))
     assert engine.runner == "recompute"
     assert "does not use transformers' attention interface" in caplog.text
     expected = run(Engine(tiny_model("gpt2")), groups(2), max_tokens=5)
@@ -304,3 +303,162 @@ def test_continuations_are_as_likely_as_the_plain_model_says(family: str) -> Non
     engine = Engine(model, context_length=context)
     with pytest.raises(GenerationError, match=f"no room in the context of {context}"):
         engine.sample_and_score(requests[:1], settings, policy_version=0, continuations=continuations)
+
+
+SAMPLED = SamplingSettings(temperature=1.0, max_tokens=12)
+
+
+def fails_beyond(engine: Engine, rows: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let passes that decode more rows at once run out of memory; returns the sizes of all that were tried."""
+    forward, tried = engine._runner.forward, []
+
+    def limited(step: Any) -> Any:
+        if step.last is None:
+            tried.append(len(step.token_ids))
+            if len(step.token_ids) > rows:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore about it")
+        return forward(step)
+
+    monkeypatch.setattr(engine._runner, "forward", limited)
+    return tried
+
+
+def test_half_as_many_at_a_time_draw_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = Engine(tiny_model("llama"))(groups(4), SAMPLED, policy_version=0)
+    engine = Engine(tiny_model("llama"))
+    tried = fails_beyond(engine, 4, monkeypatch)
+    found = engine(groups(4), SAMPLED, policy_version=0)
+    assert texts(found) == texts(expected)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    assert tried[:2] == [12, 6]
+    assert engine.max_batch_size == max(tried[2:]) == 3
+    assert "at most 3 at a time" in caplog.text
+    assert "more about it" not in caplog.text
+    fails_beyond(engine, 0, monkeypatch)
+    with pytest.raises(GenerationError, match=r"one completion at a time; .* sampling\.kv_cache_gb"):
+        engine(groups(4), SAMPLED, policy_version=0)
+
+
+def test_other_errors_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(tiny_model("llama"))
+    calls = []
+
+    def broken(step: Any) -> Any:
+        calls.append(step)
+        raise RuntimeError("a kernel failed")
+
+    monkeypatch.setattr(engine._runner, "forward", broken)
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        engine(groups(1), SAMPLED, policy_version=0)
+    assert len(calls) == 1
+
+
+def test_keys_and_values_are_given_back_and_taken_anew() -> None:
+    model = tiny_model("llama")
+    engine = Engine(model)
+    expected = engine(groups(2), SAMPLED, policy_version=0)
+    engine.release()
+    assert engine._cache.allocated_bytes > 0  # on a CPU new pages cost more than they are worth
+    engine._device = torch.device("cuda")  # nothing is computed on it
+    engine.release()
+    assert engine._cache.allocated_bytes == 0
+    engine._device = torch.device("cpu")
+    engine.publish(weights_of(model, 1))
+    assert texts(engine(groups(2), SAMPLED, policy_version=1)) == texts(expected)
+
+
+def randomised(config: object) -> torch.nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = adapted(tiny_model("llama"), config)
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in ("lora_", "ia3_", "modules_to_save")):
+                parameter.data += 0.2 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def lora(*targets: str, **options: object) -> LoraConfig:
+    return LoraConfig(r=2, target_modules=list(targets) or "all-linear", task_type="CAUSAL_LM", **options)
+
+
+KINDS = {
+    "rslora": lora(use_rslora=True),
+    "dora": lora("q_proj", "down_proj", use_dora=True),
+    "embedding": lora("v_proj", "embed_tokens"),
+    "modules_to_save": lora("v_proj", modules_to_save=["norm"]),
+    "ia3": IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_a_copy_with_effective_weights_computes_what_the_policy_computes(kind: str) -> None:
+    model = randomised(KINDS[kind])
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    twin, weights, ids = copy_without_adapters(model), EffectiveWeights(model), torch.arange(4, 20)[None]
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            parameter.copy_(weights[name])
+        expected = model(ids).logits
+        torch.testing.assert_close(twin(ids).logits, expected, atol=1e-4, rtol=1e-4)
+        with model.disable_adapter():
+            assert (model(ids).logits - expected).abs().max() > 1e-3
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    names = {name for name, _ in twin.named_parameters()} - {"lm_head.weight"}  # own, where adapters untied it
+    assert names == {name for name, _ in tiny_model("llama").named_parameters()}
+
+
+def test_lora_by_hand_and_disabled_and_already_merged_adapters() -> None:
+    model = with_lora("llama")
+    name = "model.layers.1.mlp.up_proj.weight"
+    layer = model.base_model.model.model.layers[1].mlp.up_proj
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    expected = (layer.base_layer.weight + 7 / 3 * (b @ a)).detach()
+    torch.testing.assert_close(EffectiveWeights(model)[name], expected)
+    assert EffectiveWeights(model).base is model.get_base_model()
+    with model.disable_adapter():
+        torch.testing.assert_close(EffectiveWeights(model)[name], tiny_model("llama").get_parameter(name).detach())
+    model.merge_adapter()
+    torch.testing.assert_close(EffectiveWeights(model)[name], expected)
+
+
+def test_virtual_tokens_are_refused() -> None:
+    config = PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    with pytest.raises(ModelError, match="PREFIX_TUNING"):
+        EffectiveWeights(adapted(tiny_model("llama"), config))
+
+
+def test_published_weights_are_references_with_a_hash() -> None:
+    model = with_lora("llama")
+    weights = weights_of(model, 4)
+    embedding = weights.tensors()["model.embed_tokens.weight"]
+    assert embedding.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    factor = model.base_model.model.model.layers[0].mlp.up_proj.lora_A["default"].weight
+    held = weights.adapter.tensors["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"]
+    assert held.ctypes.data == factor.data_ptr()
+    before = weights_of(model, 4).sha256
+    assert weights.sha256 == before == weights.adapter.sha256
+    factor.data[0, 0] += 1
+    assert weights_of(model, 5).sha256 != before
+    # of whole weights, of their values, whatever holds them
+    one, other = tiny_model("llama"), tiny_model("llama").bfloat16()
+    weights = weights_of(one, 1)
+    assert weights.adapter is None
+    assert weights.sha256 == weights_of(tiny_model("llama"), 2).sha256 != weights_of(other, 1).sha256
+    assert weights_of(other, 1).sha256 == weights_of(other.float(), 1).sha256
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_an_engine_takes_weights_that_no_model_holds(family: str) -> None:
+    """A plain mapping of merged tensors, the tied head left out as in a file."""
+    model = with_lora(family)
+    tensors = {n: t.clone() for n, t in EffectiveWeights(model).items() if n != "lm_head.weight"}
+    engine, settings = Engine(tiny_model(family)), SamplingSettings(max_tokens=6)
+    engine.publish(Weights(3, lambda: tensors))
+    found = engine(groups(1), settings, policy_version=3)
+    expected = Engine(model)(groups(1), settings, policy_version=0)
+    assert texts(found) == texts(expected)
+    assert [c.logprobs.tolist() for c in found] == [c.logprobs.tolist() for c in expected]

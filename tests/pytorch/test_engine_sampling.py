@@ -1,7 +1,5 @@
 """The sampler against a float64 NumPy reference that sorts; random streams; the stop-string matcher."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

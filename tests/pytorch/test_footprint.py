@@ -1,29 +1,19 @@
 """The formulas of memory against the bytes of the tensors that the code makes, counted one by one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from engine_helpers import LiveMemory
 from learner_cases import episode
-from live_memory import LiveMemory
-from tiny_models import tiny_tokenizer
+from tiny_models import tiny_model, tiny_tokenizer
 
+from covey.pytorch import footprint
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import weights_of
-from covey.pytorch.footprint import (
-    Choices,
-    Shape,
-    activation_bytes,
-    backward_bytes,
-    build_empty,
-    head_bytes,
-    peak_bytes,
-    phases,
-)
+from covey.pytorch.footprint import Choices, Shape, build_empty, phases
 from covey.pytorch.logprobs import CHUNK_BYTES, Head, score_tokens
 from covey.pytorch.models.lora import attach_lora
 from covey.pytorch.policy import Policy
@@ -83,12 +73,12 @@ def test_activations_are_those_that_are_kept(
     layers: Any = "own" if options else "fused"
     assert bool(policy.fused_obstacle) == (layers == "own")
     chosen = Choices(dtype=dtype, layers=layers, checkpointed=checkpointed, autocast=auto)
-    known = activation_bytes(shape, chosen, TOKENS)
+    known = footprint.activation_bytes(shape, chosen, TOKENS)
     if checkpointed:
         assert kept < 0.5 * known  # a layer's own are there for its backward only
     else:
         assert known == pytest.approx(kept, rel=0.04)
-    told = known + backward_bytes(shape, chosen, TOKENS) + 4 * shape.trained
+    told = known + footprint.backward_bytes(shape, chosen, TOKENS) + 4 * shape.trained
     assert told == pytest.approx(peak, rel=0.08)
 
 
@@ -98,7 +88,7 @@ def test_norms_of_outputs_are_kept_too() -> None:
         policy = Policy.load(model_of("Gemma2"), tiny_tokenizer(), **{"lora_r": 4, "needs_reference": False} | options)
         kept, _ = measured(policy)
         chosen = Choices(dtype="float32", layers="own" if options else "fused")
-        assert activation_bytes(Shape.of(policy.model), chosen, TOKENS) == pytest.approx(kept, rel=0.03)
+        assert footprint.activation_bytes(Shape.of(policy.model), chosen, TOKENS) == pytest.approx(kept, rel=0.03)
 
 
 @pytest.mark.parametrize("tokens", [512, 16384])
@@ -120,7 +110,9 @@ def test_the_head_on_cuda_keeps_to_its_chunk(
         found = score_tokens(hidden, targets, Head(weight), entropy=True, entropy_grad=vectors > 1)
         (found.logp.sum() if vectors == 1 else (found.logp + found.entropy).sum()).backward()
     shape = Shape(1, width, 1, 1, 1, vocabulary, vocabulary * width, 0, 0, trained=1, adapter=int(not trained))
-    assert head_bytes(shape, Choices(dtype=dtype, vectors=vectors), tokens) == pytest.approx(memory.peak, rel=0.03)
+    assert footprint.head_bytes(shape, Choices(dtype=dtype, vectors=vectors), tokens) == pytest.approx(
+        memory.peak, rel=0.03
+    )
     assert memory.peak - vectors * hidden.nbytes - 2 * weight.nbytes * trained < 2.6 * CHUNK_BYTES
 
 
@@ -165,4 +157,15 @@ def test_weights_and_moments_are_counted_without_memory() -> None:
     assert offloaded["step"]["moments of a slice"] == 8 * 128256 * 4096  # the embedding is a slice of its own
     assert offloaded["reference's log-probabilities"] == {"reference": held["reference"]}
     # the peak is what is held and the largest phase
-    assert peak_bytes({"held": {"a": 5.0, "b": 1.0}, "one": {"c": 3.0}, "other": {"d": 2.0, "e": 2.0}}) == 10
+    assert footprint.peak_bytes({"held": {"a": 5.0, "b": 1.0}, "one": {"c": 3.0}, "other": {"d": 2.0, "e": 2.0}}) == 10
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_narrow_copy_shares_frozen_embeddings_and_head(tied: bool) -> None:
+    model = attach_lora(tiny_model("llama", tie_word_embeddings=tied).to(torch.bfloat16), r=3)
+    engine = Engine(model)
+    engine.release()
+    with LiveMemory() as memory:
+        memory.knows(model.parameters())
+        engine.publish(weights_of(model, 1))
+        assert memory.live == 2 * Shape.of(model).inside

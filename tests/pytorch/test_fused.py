@@ -1,7 +1,5 @@
 """The fused layers against the model's own layers under autograd, in float64: values, gradients, memory, refusals."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +41,6 @@ def use_exact_norms(model: torch.nn.Module) -> None:
             module.forward = forward  # type: ignore[method-assign]
 
 
-def own_layers(policy: Policy, pack: Pack = PACK) -> Tensor:
-    """The hidden states by the model's own modules, under autograd."""
-    return policy.held.hidden_packed(pack)
-
-
 def fused(policy: Policy) -> FusedDecoder:
     assert policy.fused_obstacle is None
     return policy.held.fused
@@ -55,7 +48,7 @@ def fused(policy: Policy) -> FusedDecoder:
 
 def assert_same(policy: Policy, pack: Pack = PACK, tolerance: float = 1e-9) -> None:
     assert fused(policy).can_run()
-    expected = own_layers(policy, pack)
+    expected = policy.held.hidden_packed(pack)
     expected_grads = gradients(policy, weighted(expected))
     found = policy.held.hidden(pack)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
@@ -123,7 +116,7 @@ def test_half_precision_is_as_close_as_the_models_own() -> None:
     forward, backward = [], []
     for seed in range(5):
         exact, half = fill(policy_of(), seed), fill(policy_of(dtype=torch.bfloat16), seed)
-        truth, own, mine = own_layers(exact), own_layers(half), half.held.hidden(PACK)
+        truth, own, mine = exact.held.hidden_packed(PACK), half.held.hidden_packed(PACK), half.held.hidden(PACK)
         assert mine.dtype == torch.bfloat16
         forward.append(float(((mine - truth).norm() / (own - truth).norm()).detach()))
         true_grads, own_grads = gradients(exact, weighted(truth)), gradients(half, weighted(own))
@@ -150,7 +143,6 @@ def test_less_memory_than_autograds_is_kept_and_freed_by_the_backward() -> None:
         return tensor
 
     def kept_of(hidden: Tensor) -> list[dict[int, int]]:
-        """Of each layer the storages that its backward needs, and their bytes."""
         found = []
         for layer in hidden.grad_fn.layers:  # type: ignore[union-attr]
             assert isinstance(layer, _Activations)
@@ -160,7 +152,7 @@ def test_less_memory_than_autograds_is_kept_and_freed_by_the_backward() -> None:
         return found
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        own_layers(policy)
+        policy.held.hidden_packed(PACK)
     hidden = fused(policy).hidden(PACK)
     assert sum(sum(layer.values()) for layer in kept_of(hidden)) < 0.65 * sum(kept_by_autograd.values())
     checkpointed = kept_of(fused(policy_of(gradient_checkpointing=True)).hidden(PACK))
@@ -175,7 +167,7 @@ def test_the_reference_is_the_base_model_and_an_exchange_does_not_reach_an_earli
     hidden = fused(policy).hidden(PACK)
     with policy.reference.active():
         reference = policy.held.hidden(PACK)
-        torch.testing.assert_close(reference, own_layers(policy), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(reference, policy.held.hidden_packed(PACK), rtol=1e-9, atol=1e-9)
     assert float((reference - hidden.detach()).abs().max()) > 1e-2
     snapshot = policy_of(reference_from_current=True)
     snapshot.reference.copy_current()

@@ -1,7 +1,5 @@
 """Models from every kind of source, and an error in words for everything that is none."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path
@@ -48,26 +46,14 @@ def write_as_llama_cpp(model: PreTrainedModel, path: Path) -> None:
     writer = gguf.GGUFWriter(str(path), "llama")
     letters = [chr(code) for code in range(33, 127)] + [chr(0x100 + n) for n in range(161)] + ["ab"]
     tokens = ["<unk>", "<s>", END, "<pad>", *letters]
-    for what, value in {
-        "name": "tiny",
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "head_count": config.num_attention_heads,
-        "head_count_kv": config.num_key_value_heads,
-        "layer_norm_rms_eps": config.rms_norm_eps,
-        "rope_dimension_count": config.hidden_size // config.num_attention_heads,
-        "rope_freq_base": config.rope_parameters["rope_theta"],
-        "vocab_size": config.vocab_size,
-        "tokenizer_model": "gpt2",
-        "token_list": tokens,
-        "token_types": [3, 3, 3, 3] + [1] * len(letters),
-        "token_merges": ["a b"],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "unk_token_id": 0,
-    }.items():
+    told = {"name": "tiny", "block_count": config.num_hidden_layers, "layer_norm_rms_eps": config.rms_norm_eps}
+    told |= {"context_length": config.max_position_embeddings, "embedding_length": config.hidden_size}
+    told |= {"feed_forward_length": config.intermediate_size, "head_count": config.num_attention_heads}
+    told |= {"head_count_kv": config.num_key_value_heads, "rope_freq_base": config.rope_parameters["rope_theta"]}
+    told |= {"rope_dimension_count": config.hidden_size // config.num_attention_heads, "vocab_size": config.vocab_size}
+    told |= {"tokenizer_model": "gpt2", "token_list": tokens, "token_types": [3, 3, 3, 3] + [1] * len(letters)}
+    told |= {"token_merges": ["a b"], "bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0}
+    for what, value in told.items():
         getattr(writer, f"add_{what}")(value)
     names = {"model.embed_tokens.": "token_embd.", "model.norm.": "output_norm.", "model.layers.": "blk."}
     names |= {f"self_attn.{letter}_proj": f"attn_{letter}" for letter in "qkv"} | {"self_attn.o_proj": "attn_output"}

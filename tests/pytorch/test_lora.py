@@ -1,7 +1,5 @@
 """Adapters are PEFT's own in numbers and files; the leaner layer computes the same."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path
@@ -17,14 +15,8 @@ from torch import Tensor, nn
 
 from covey.adapters import CONFIG_FILE, WEIGHTS_FILE
 from covey.errors import ModelError
-from covey.pytorch.models.lora import (
-    LeanLoraLinear,
-    adapters_off,
-    attach_adapter,
-    attach_lora,
-    load_adapter,
-    save_adapter,
-)
+from covey.pytorch.models import lora
+from covey.pytorch.models.lora import adapters_off, attach_adapter, attach_lora, load_adapter, save_adapter
 
 TOKENS = torch.arange(4, 16).view(2, 6)
 
@@ -43,9 +35,8 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
 
 
 def as_peft(model: PeftModel) -> PeftModel:
-    """The same adapter on PEFT's own layers."""
     for module in model.modules():
-        if isinstance(module, LeanLoraLinear):
+        if isinstance(module, lora.LeanLoraLinear):
             module.__class__ = PeftLoraLinear
     return model
 
@@ -60,7 +51,7 @@ def outcome(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])  # without bias, with bias, Conv1D
 def test_the_lean_layer_computes_what_peft_computes(family: str) -> None:
     model = adapted(family)
-    assert any(isinstance(m, LeanLoraLinear) for m in model.modules())
+    assert any(isinstance(m, lora.LeanLoraLinear) for m in model.modules())
     logits, grads = outcome(model)
     expected_logits, expected_grads = outcome(as_peft(model))
     assert grads.keys() == expected_grads.keys() == trained(model).keys()

@@ -1,7 +1,5 @@
 """Work side by side: order, bounds, errors, and a learner whose numbers do not depend on it."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

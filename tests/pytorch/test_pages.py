@@ -4,8 +4,6 @@ does with a tiny model of each family.
 COVEY_WRITE_DOCS=1 pytest tests/pytorch/test_pages.py      # writes them
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

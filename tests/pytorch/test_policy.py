@@ -1,7 +1,5 @@
 """Scoring a pack gives the plain model's numbers, one sequence at a time, values and gradients."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import warnings
@@ -31,20 +29,16 @@ TEMPERATURE = 0.8
 
 
 def make_episodes() -> list[Episode]:
-    """Three prompts, one of them longer than every sliding window, groups of 4, 2 and 1; two agent episodes.
-
-    Each has its prompt's number, then lengths of what was sampled and, in between, of what was not.
-    """
+    """Three prompts, one of them longer than every sliding window, groups of 4, 2 and 1; two agent episodes."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(4, VOCAB_SIZE, length) for length in (9, 3, 14)]
+    # each prompt's number, then lengths of what was sampled and, in between, of what was not
     plans = ((0, [5]), (0, [1]), (1, [12]), (0, [8]), (1, [3, 4, 2, 2]), (0, [2, 1, 1]), (2, [7]))
     episodes = []
     for prompt, lengths in plans:
         ids = np.concatenate([prompts[prompt], *(rng.integers(4, VOCAB_SIZE, length) for length in lengths)])
-        turns = [
-            number % 2 == 1 for number, length in enumerate([len(prompts[prompt]), *lengths]) for _ in range(length)
-        ]
-        episodes.append(episode(ids, turns))
+        turns = np.arange(1 + len(lengths)) % 2 == 1
+        episodes.append(episode(ids, np.repeat(turns, [len(prompts[prompt]), *lengths])))
     return episodes
 
 
@@ -79,7 +73,6 @@ def gradients(policy: Policy, loss: Tensor) -> dict[str, Tensor]:
 
 
 def assert_gradients(mine: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Equal to 2e-4 of the largest element of each parameter's gradient."""
     assert mine.keys() == expected.keys()
     for name, grad in mine.items():
         largest = float(expected[name].abs().max())
@@ -87,7 +80,6 @@ def assert_gradients(mine: dict[str, Tensor], expected: dict[str, Tensor]) -> No
 
 
 def assert_near(mine: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
-    """Equal to this part of each parameter's gradient's length."""
     assert mine.keys() == expected.keys()
     for name, grad in mine.items():
         assert float((grad - expected[name]).norm()) <= tolerance * float(expected[name].norm()), name
@@ -123,7 +115,6 @@ def test_gradient_checkpointing_recomputes_each_layer_and_leaves_generation_alon
 
 
 def test_packs_do_not_show() -> None:
-    """The same scores whether a row is packed alone, with others, or its group is split over packs."""
     policy = policy_of()
     expected = np.full((len(EPISODES), 12), np.nan)
     with torch.no_grad():
@@ -349,7 +340,6 @@ TOKENS = 12
 
 
 def plain_of(family: str, policy: Policy) -> Any:
-    """A model of transformers and PEFT alone with the policy's trained weights."""
     plain: Any = tiny_model(family)
     if policy.uses_peft:
         with warnings.catch_warnings():

@@ -1,7 +1,5 @@
 """Which numbers have which precision: masters, adapters, log-probabilities, moments, and the gradients of float16."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 from pathlib import Path
@@ -38,7 +36,6 @@ def policy_of(*, use_peft: bool = True, dtype: str = "auto", lora_r: int = 4, **
 
 
 def add_gradient(learner: Learner, seed: int = 0, scale: float = 1.0) -> None:
-    """Of a batch whose advantages are multiplied by `scale`."""
     batch = make_batch(seed)
     batch.advantages[:] *= scale
     rows = rows_with_gradient(batch, OBJECTIVE)
@@ -57,7 +54,6 @@ def gradient(policy: Policy, loss_scale: LossScale | None = None, scale: float =
 
 
 def stepped(config: GRPOConfig) -> tuple[Policy, Learner, dict[str, torch.Tensor]]:
-    """After a step, and what it trains before it."""
     policy = BACKEND.make_policy(config, tiny_model("llama"), tiny_tokenizer())
     learner, before = BACKEND.make_learner(config, policy), policy.state_dict()
     while not learner.steps:  # float16's scale may have to come down first

@@ -1,7 +1,5 @@
 """Frozen layers in 4 and 8 bits: what they stand for, what a policy computes with them, and who samples from it."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -57,7 +55,6 @@ def quantised(layer: nn.Linear, kind: str) -> nn.Sequential:
 
 
 def scored(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probabilities of a batch, and the gradients of a linear function of them."""
     (pack,) = pack_episodes(make_batch().episodes)
     logp = policy.score(pack).logp
     policy.model.zero_grad()

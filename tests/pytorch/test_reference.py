@@ -1,7 +1,5 @@
 """The reference is the starting policy until its rule says otherwise, and never trains."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rounding is told from mistakes: right ways are taken in every precision, wrong ones in none."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -130,19 +128,18 @@ def heads_mapped_wrongly(name: str, weight: torch.Tensor) -> torch.Tensor:
     return weight.view(4, -1, weight.shape[-1])[[0, 2, 1, 3]].reshape(weight.shape)
 
 
+def other_offset(layer: LayerForm) -> dict[str, Any]:
+    return {"mlp_norm": replace(layer.mlp_norm, offset=1 - layer.mlp_norm.offset)}
+
+
+NO_NORMS = {"attention_norm": None, "output_norm": None}
 OTHER = {form._SILU: form._GELU, form._GELU: form._SILU}
 LLAMAS = ("llama", "qwen2", "qwen3", "mistral")
 DESCRIBED: dict[str, tuple[Wrong, tuple[str, ...]]] = {
     "no query-key norms": (described(lambda layer: {"head_norms": None}), ("qwen3", "olmo2")),
     "no window": (described(lambda layer: with_rule(layer, window=None)), ("mistral", "phi3", "gemma3")),
-    "no norms of what is added": (
-        described(lambda layer: {"attention_norm": None, "output_norm": None}),
-        ("olmo2", "gemma2", "glm4"),
-    ),
-    "norms that count from the other end": (
-        described(lambda layer: {"mlp_norm": replace(layer.mlp_norm, offset=1 - layer.mlp_norm.offset)}),
-        ("llama", "gemma2"),
-    ),
+    "no norms of what is added": (described(lambda layer: NO_NORMS), ("olmo2", "gemma2", "glm4")),
+    "norms that count from the other end": (described(other_offset), ("llama", "gemma2")),
     "everything turns": (described(lambda layer: {"rotary": ""}), ("smollm3",)),
     "no factor": (described(lambda layer: {"factor": 1.0}), ("granite",)),
     "other scores": (described(lambda layer: with_rule(layer, scale=layer.attention.dim**-0.5)), ("granite", "gemma3")),
@@ -159,9 +156,6 @@ MISTAKES = DESCRIBED | {
 }
 
 
-LLAMAS = ("llama", "qwen2", "qwen3", "mistral")
-
-
 @pytest.mark.parametrize("dtype", SOME, ids=str)
 @pytest.mark.parametrize(
     ("mistake", "family"), [(name, f) for name, (_, families) in MISTAKES.items() for f in families]
@@ -169,7 +163,6 @@ LLAMAS = ("llama", "qwen2", "qwen3", "mistral")
 def test_a_mistake_is_caught_in_each_precision(
     family: str, mistake: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By the sampler and, of what is described, by the learner; and the console says so."""
     make, _ = MISTAKES[mistake]
     make(monkeypatch, fast_runner)
     assert Engine(tiny_model(family), dtype=dtype).runner == "general"

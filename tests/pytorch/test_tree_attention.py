@@ -1,7 +1,5 @@
 """Attention over packed trees against dense attention with a mask from `leave`, in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -16,20 +14,13 @@ from tiny_models import FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from torch import Tensor
 
 from covey.pytorch import Policy
-from covey.pytorch.attention import tree_parts
-from covey.pytorch.attention.tree_attention import (
-    LAYOUT_ARGUMENT,
-    NAME_PREFIX,
-    UnsupportedAttentionError,
-    tree_attention,
-)
+from covey.pytorch.attention import tree_attention, tree_parts
 from covey.pytorch.attention.tree_layout import ALONE, Rectangle, Rule, Run, TreeLayout, TreePath, similar_lengths
 from covey.rollout.packing import Branch, Pack, pack_episodes
 from covey.rollout.walking import Piece, pieces_of, walk
 
 
 def find(branches: list[Branch], leaves: list[Tensor], grad: Tensor, rule: Rule, **options: Any) -> list[Tensor]:
-    """The same by parts."""
     q, k, v, *above = leaves
     past = (above[0], above[1]) if above else None
     layout = TreeLayout.of(branches, past=len(above[0]) if above else 0, **options)
@@ -124,7 +115,7 @@ def test_strides_that_kernels_do_not_read() -> None:
     branches = forest(2, longest=40, depth=3)
     leaves, grad = draw(2, branches)
     q, k, v = ((leaf.mT.contiguous().mT).requires_grad_() for leaf in leaves)
-    tree_attention(TreeLayout.of(branches), 0, q, k, v, Rule(0.5)).sum().backward()
+    tree_attention.tree_attention(TreeLayout.of(branches), 0, q, k, v, Rule(0.5)).sum().backward()
     found = [leaf.grad for leaf in (q, k, v) if leaf.grad is not None]
     assert_close(found, expect(branches, leaves, torch.ones_like(grad), Rule(0.5))[2:])
 
@@ -198,17 +189,17 @@ def test_the_model_stays_usable_without_a_pack() -> None:
         mask[0, :4] = 0
         with torch.no_grad():
             before = model(tokens, attention_mask=mask).logits
-            model.set_attn_implementation(NAME_PREFIX + model.config._attn_implementation)
+            model.set_attn_implementation(tree_attention.NAME_PREFIX + model.config._attn_implementation)
             after = model(tokens, attention_mask=mask).logits
         assert torch.equal(before[mask.bool()], after[mask.bool()])
 
 
 def test_attention_that_is_not_served_says_so() -> None:
     model = tiny_model("llama")
-    model.set_attn_implementation(NAME_PREFIX + "sdpa")
+    model.set_attn_implementation(tree_attention.NAME_PREFIX + "sdpa")
     ids = torch.arange(4, 8)[None]
     given = {"input_ids": ids, "position_ids": ids - 4, "attention_mask": torch.zeros(1, 1, 1, 1)}
-    given[LAYOUT_ARGUMENT] = TreeLayout.of([Branch(0, 4, -1, 0)])
+    given[tree_attention.LAYOUT_ARGUMENT] = TreeLayout.of([Branch(0, 4, -1, 0)])
     for more, words in (
         ({"is_causal": False}, "not causal"),
         ({"s_aux": torch.zeros(4)}, "s_aux"),
@@ -218,5 +209,5 @@ def test_attention_that_is_not_served_says_so() -> None:
             model.train()
             for layer in model.base_model.layers:
                 layer.self_attn.attention_dropout = 0.1
-        with pytest.raises(UnsupportedAttentionError, match=words):
+        with pytest.raises(tree_attention.UnsupportedAttentionError, match=words):
             model.base_model(**given, **more)

@@ -1,11 +1,8 @@
 """A pack by `flex_attention`, on a CPU: its mask, its numbers, how often it is compiled, and the probe.
 
 Backwards run in float64 in what PyTorch has for tracing, because compiled code refuses them on a CPU; the forward is
-compiled for this processor too. Neither is the kernel of a GPU: that one is probed where it runs. The probe takes a
-right kernel in each precision and a wrong one in none, and it is said why.
+compiled for this processor too. Neither is the kernel of a GPU: that one is probed where it runs.
 """
-
-from __future__ import annotations
 
 import logging
 import shutil
@@ -86,7 +83,6 @@ SIZES = {"past": st.sampled_from([0, 1, 7, 40]), "longest": st.sampled_from([6, 
 def test_its_blocks_are_those_of_the_whole_mask(
     seed: int, past: int, window: int | None, longest: int, block: int
 ) -> None:
-    """PyTorch writes the mask out; here it is not."""
     mask = Mask.of(forest(seed, past=past, longest=longest, depth=5, ordered=True), past, window, block)
     first, leave, position, since = map(torch.from_numpy, (mask.first, mask.leave, mask.position, mask.since))
 
@@ -133,10 +129,6 @@ def test_pieces_of_a_walk_are_in_that_order(seed: int, budget: int, window: int 
             assert_seen(list(piece.branches), piece.past, window, 4)
 
 
-PACKS = ((0, 6, None), (5, 60, 20), (130, 6, 3))
-"""A past, the longest branch, a window: two to four blocks of queries, three to six of keys."""
-
-
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tree_flex, "BACKEND", "eager")
@@ -160,14 +152,14 @@ def compilations(monkeypatch: pytest.MonkeyPatch, traced: None) -> list[Any]:
 
 
 def packs() -> list[tuple[int, list[Branch], int | None]]:
-    return [
-        (past, forest(seed, past=past, longest=longest, depth=4, ordered=True), window)
-        for seed, (past, longest, window) in enumerate(PACKS)
-    ]
+    """A past, branches, a window: two to four blocks of queries, three to six of keys."""
+    found = []
+    for seed, (past, longest, window) in enumerate(((0, 6, None), (5, 60, 20), (130, 6, 3))):
+        found.append((past, forest(seed, past=past, longest=longest, depth=4, ordered=True), window))
+    return found
 
 
 def attended(leaves: list[Tensor], branches: list[Branch]) -> tuple[Any, ...]:
-    """What both ways of attention are given."""
     q, k, v, *above = leaves
     return TreeLayout.of(branches, past=len(above[0]) if above else 0), q, k, v, tuple(above) or None
 
@@ -324,7 +316,6 @@ def test_what_rounding_explains_by_hand() -> None:
     truth = torch.tensor([[[3.0, 4.0]], [[0.0, 5.0]]], dtype=torch.float64)
 
     def said(first: float, second: float) -> str:
-        """Of what is this far off at the two tokens, where the model's own way is 0.01 off."""
         own, found = (
             truth.float() + torch.tensor([[[a, 0.0]], [[0.0, b]]]) for a, b in ((0.01, 0.01), (first, second))
         )

@@ -1,10 +1,7 @@
 """Steps as trees: the same scores, losses, metrics and gradients as one sequence at a time, however they are packed.
 
-Everything runs in float64, but for norms and rotations in the models' own code, which are float32 in any case; what
-learners return is rounded to float32.
+All in float64, but for norms and rotations in the models' own code; what learners return is rounded to float32.
 """
-
-from __future__ import annotations
 
 from functools import cache
 from typing import Any
@@ -82,7 +79,6 @@ Found = tuple[Gradients, dict[str, torch.Tensor]]
 
 
 def run(learner: Learner, batch: Batch, loss_type: str = "grpo", correction: Any = None, **options: Any) -> Found:
-    """What a step returns, and each parameter's gradient."""
     objective = make_objective(loss_type, **options)
     rows = np.arange(len(batch.episodes))
     settings: dict[str, Any] = {"temperature": TEMPERATURE, "max_completion_length": 12, "correction": correction}
@@ -127,13 +123,11 @@ OBJECTIVES |= {
 
 @cache
 def learner_in(way: str) -> Learner:
-    """The usual one, made once for all tests."""
     return learner_of(**WAYS[way])
 
 
 @pytest.fixture(scope="module")
 def alone() -> Learner:
-    """One sequence at a time, in packs of their own, through the model's own layers."""
     return learner_of(shared=False, tokens_per_micro_batch=1)
 
 
@@ -227,7 +221,6 @@ def test_rotations_that_depend_on_the_length_share_nothing_and_run_row_by_row() 
 
 
 def test_equal_completions_are_computed_once_and_counted_as_often_as_they_are(alone: Learner) -> None:
-    """Four equal rows with other advantages: the tokens of one, the gradient of four."""
     batch = tree_batch(0, rows=1)
     advantages, mask, old = (
         np.repeat(x, 4, 0) for x in (batch.advantages, batch.mask | batch.excluded["validity_mask"], batch.old_logprobs)

@@ -1,7 +1,5 @@
 """vLLM in this process, where it is installed (`make test-vllm`): it samples from what was published, and says so."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_helpers import adapted, assert_plain, finish, texts
+from engine_helpers import assert_plain, finish, texts
 from peft import LoraConfig
-from tiny_models import VOCAB_SIZE, tiny_tokenizer
+from tiny_models import VOCAB_SIZE, adapted, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from covey import GRPOConfig, GRPOTrainer
@@ -41,7 +39,6 @@ def whole() -> Any:
 
 
 def with_lora() -> Any:
-    """The same with an adapter that changes it."""
     model = adapted(whole(), LoraConfig(r=3, lora_alpha=7, target_modules="all-linear", task_type="CAUSAL_LM"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -72,7 +69,6 @@ def both(request: pytest.FixtureRequest) -> Iterator[tuple[Any, VLLMEngine]]:
 
 
 def change(model: Any, seed: int) -> None:
-    """Other trainable numbers."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -129,7 +125,6 @@ def test_ends(both: tuple[Any, VLLMEngine]) -> None:
 
 
 def test_turns(both: tuple[Any, VLLMEngine]) -> None:
-    """Three conversations of three turns: each turn's log-probabilities are those of the whole conversation."""
     model, engine = both
     engine.publish(weights_of(model, 11))
     settings = SamplingSettings(max_tokens=5)

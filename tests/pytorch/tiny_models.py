@@ -1,19 +1,17 @@
-"""Tiny models with random weights, one for each family that the PyTorch room must serve, and a tiny
-tokenizer.
+"""Tiny models with random weights, one for each family that the PyTorch room must serve, and a tiny tokenizer.
 
-Nothing is downloaded or saved. Weights are larger than the usual initialisation, so that attention patterns
-and log-probabilities depend visibly on the prefix: a test that compares two paths would notice one that
-ignores it.
+Weights are larger than the usual initialisation, so that what is computed depends visibly on the prefix: a test that
+compares two paths would notice one that ignores it.
 """
 
-from __future__ import annotations
-
 import string
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers as hf
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -51,30 +49,13 @@ def tiny_model(
 ) -> PreTrainedModel:
     """A model of family `name` (see `EVERY_FAMILY`): float32, eval mode, 4 query heads over 2 key-value heads.
 
-    Args:
-        name: model family.
-        vocab_size: number of token ids.
-        seed: of the weights; equal arguments give equal weights.
-        num_layers: decoder layers. Gemma 2 and 3 and GPT-OSS alternate sliding and full layers, SmolLM3 layers without
-            and with rotation.
-        hidden_size: width; the head dimension is `hidden_size // 4`.
-        tie_word_embeddings: share input and output embeddings.
-        sliding_window: of Mistral, Phi-3, Gemma 2 and 3 and GPT-OSS, short enough for tiny prompts to exceed it.
-        max_position_embeddings: longest context.
+    Equal arguments give equal weights. Tiny prompts exceed `sliding_window`, which Mistral, Phi-3, Gemma 2 and 3 and
+    GPT-OSS have; the last three alternate sliding and full layers, SmolLM3 layers without and with rotation.
     """
-    shared = {
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": max_position_embeddings,
-        "tie_word_embeddings": tie_word_embeddings,
-        "pad_token_id": PAD_ID,
-        "bos_token_id": None,
-        "eos_token_id": END_ID,
-    }
+    shared = {"vocab_size": vocab_size, "hidden_size": hidden_size, "intermediate_size": 2 * hidden_size}
+    shared |= {"num_hidden_layers": num_layers, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shared |= {"max_position_embeddings": max_position_embeddings, "tie_word_embeddings": tie_word_embeddings}
+    shared |= {"pad_token_id": PAD_ID, "bos_token_id": None, "eos_token_id": END_ID}
     head_dim = {"head_dim": hidden_size // 4}
     kinds = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(num_layers)]
     windows = {"sliding_window": sliding_window, "layer_types": kinds}
@@ -126,7 +107,28 @@ def tiny_model(
     return model.eval()
 
 
-def without_the_attention_interface(model: Any) -> Any:
+def adapted(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
+    """`get_peft_model` without a deprecation warning: PEFT asks transformers for an attribute's old name."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+        return get_peft_model(model, config)
+
+
+def with_lora(name: str, *, targets: str | list[str] = "all-linear", **options: object) -> PeftModel:
+    """A tiny model with a LoRA adapter whose B is not zero."""
+    config = LoraConfig(r=3, lora_alpha=7, target_modules=targets, task_type="CAUSAL_LM", **options)
+    if name == "gpt2":
+        config.fan_in_fan_out = True
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = adapted(tiny_model(name), config)
+        for key, parameter in model.named_parameters():
+            if "lora_" in key:
+                torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+def without_interface(model: Any) -> Any:
     class OtherAttention(type(model)):  # type: ignore[misc]
         _supports_attention_backend = False
 

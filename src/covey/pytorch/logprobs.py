@@ -309,8 +309,7 @@ class _Score(torch.autograd.Function):
         entropy = torch.empty_like(logp) if job.entropy else logp.new_empty(0)
         kl = torch.empty_like(logp) if job.reference is not None else logp.new_empty(0)
         factor = job.head.scale / job.temperature
-        # in this order: the entropy's destroys logp_v, which the divergence's reads, and logp's destroys p
-        asked = {"kl": job.reference is not None, "entropy": job.entropy and job.entropy_grad, "logp": True}
+        asked = {"logp": True, "entropy": job.entropy and job.entropy_grad, "kl": job.reference is not None}
         wanted = [name for name, is_asked in asked.items() if is_asked]
         # in the hidden state's own precision: they are gradients of it
         vectors = {name: torch.empty_like(hidden) for name in wanted} if direct else {}
@@ -324,9 +323,9 @@ class _Score(torch.autograd.Function):
             value = chunk.value()
             if value is not None:
                 kl[start:stop] = value
-            for name, vector in vectors.items():
+            for name in reversed(vectors):  # the entropy's destroys logp_v, which the divergence's reads; logp's p
                 sign = -1 if name == "logp" else 1
-                _product_rounded(vector[start:stop], chunk.gradient(name), operand.T, sign * factor)
+                _product_rounded(vectors[name][start:stop], chunk.gradient(name), operand.T, sign * factor)
         ctx.job, ctx.wanted, ctx.direct, ctx.dtype = job, wanted, direct, hidden.dtype
         if direct:
             ctx.save_for_backward(*(vectors[name] for name in wanted))
@@ -366,7 +365,7 @@ class _Score(torch.autograd.Function):
         for start, stop in job.chunks():
             h = hidden[start:stop]
             chunk = _compute(h, operand, wide_bias, job, start, buffers, True)
-            *rest, r = (chunk.gradient(name).mul_(grads[name][start:stop, None]) for name in ctx.wanted)
+            *rest, r = (chunk.gradient(name).mul_(grads[name][start:stop, None]) for name in reversed(ctx.wanted))
             r.neg_()
             if rest:
                 r.add_(rest[0] if len(rest) == 1 else rest[0].add_(rest[1]))

@@ -210,8 +210,7 @@ class PackedModel:
             )
         by_name = "activation_checkpointing_enable"  # transformers before 5.23 has it under its former name alone
         getattr(self.lm, by_name, self.lm.gradient_checkpointing_enable)({"use_reentrant": False})
-        # Only reentrant checkpoints need inputs that require gradients; here they would cost a backward pass
-        # through the first layer's input.
+        # only reentrant checkpoints need inputs that require gradients, which cost a backward through the first layer
         self.lm.disable_input_require_grads()  # type: ignore[no-untyped-call]
         for layer in layers:
             layer.training = True

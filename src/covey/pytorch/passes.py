@@ -16,9 +16,6 @@ import torch
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_M_ARENA_MAX = -8
-"""Of glibc's `mallopt`."""
-
 
 def map_in_threads(work: Callable[[Item], Result], items: Iterable[Item], lanes: int) -> Iterator[Result]:
     """`map(work, items)` with at most `lanes` items under way side by side, each with its share of the CPU's threads.
@@ -55,7 +52,7 @@ def _pool(lanes: int, share: int) -> ThreadPoolExecutor:
     its own, and what one has freed the other cannot use, which is 0.7 GB more at the peak.
     """
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+        ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX
     return ThreadPoolExecutor(lanes, thread_name_prefix="covey-lane", initializer=lambda: torch.set_num_threads(share))
 
 

@@ -7,12 +7,12 @@ Three states, told apart by the snapshot:
                             tensors take the place of the current ones for a moment
     full fine-tuning        a frozen copy of the trained weights, or another model's, used in the same way
 
-Taking the place means exchanging `parameter.data` pointers: nothing is copied, tied weights stay tied, and a
-graph that was built before and is walked backward after sees its own tensors. With `optim.offload` a snapshot lies in
-the host's memory, and copies of it take the place, which are given up after; current weights stay where they are.
+Taking the place means exchanging `parameter.data` pointers: nothing is copied, tied weights stay tied, and a graph that
+was built before and is walked backward after sees its own tensors. With `optim.offload` a snapshot lies in the host's
+memory, and copies of it take the place.
 
-The exponential moving average is over the trainable tensors. For LoRA that is over A and B separately, whose
-product is not the average of the products; with the usual decays of 0.9 and more the difference is small.
+The exponential moving average is over the trainable tensors: for LoRA over A and B separately, whose product is not the
+average of the products; with the usual decays of 0.9 and more the difference is small.
 """
 
 from __future__ import annotations

@@ -127,11 +127,9 @@ class Engine:
     ) -> list[Completion]:
         """Sample one completion for each request, in order; see `covey.types.Generator`.
 
-        `max_tokens` is cut to what the context leaves (finish reason "length"). With `keep_support` and
-        nothing cut off (`SamplingSettings.cuts`) a completion's `support` is None: it is the whole
-        vocabulary.
-
-        When memory runs out all are sampled again, half as many at a time, from the same random streams.
+        `max_tokens` is cut to what the context leaves (finish reason "length"). With `keep_support` and nothing cut off
+        (`SamplingSettings.cuts`) a completion's `support` is None. When memory runs out all are sampled again, half as
+        many at a time, from the same random streams.
 
         Raises:
             GenerationError: other weights than `policy_version` are held, a prompt is empty or does not fit

@@ -1,6 +1,4 @@
-"""What the scheduler asks of a model: logits after whole prompts, and after one more token of each row; and how any
-transformers causal language model gives them on a copy of itself.
-"""
+"""What the scheduler asks of a model, and how any causal LM of transformers gives it on a copy of itself."""
 
 from __future__ import annotations
 
@@ -91,12 +89,9 @@ class _Copy:
 
 
 class AttentionRunner(_Copy):
-    """The model's own forward pass over packed tokens, with an attention function, registered in transformers'
-    `AttentionInterface`, that stores and reads keys and values in the engine's cache. For every model that calls the
-    interface: GPT-2, Gemma, Phi, OPT, GPT-NeoX, ...
-
-    Raises:
-        ModelError: the model does not use the interface, or asks for what is not computed here.
+    """The model's own forward pass over packed tokens, for every model that calls transformers' `AttentionInterface`:
+    there an attention function is registered that stores and reads keys and values in the engine's cache. `ModelError`
+    where the model does not, or asks for what is not computed here.
     """
 
     name = "general"

@@ -164,8 +164,8 @@ def draw_tokens(rows: Sequence[Row], logits: Tensor) -> Draw:
     """
     allowed = [_allowed(row, logits.shape[1]) for row in rows]
     logits = _only(logits, allowed)
-    keys, drawn = (np.array(each, dtype=np.uint64) for each in zip(*((r.key, r.sampled) for r in rows), strict=True))
-    numbers = uniforms(keys, drawn)
+    keys = np.array([row.key for row in rows], dtype=np.uint64)
+    numbers = uniforms(keys, np.array([row.sampled for row in rows], dtype=np.uint64))
     alike: dict[SamplingSettings, list[int]] = {}
     forced = [place for place, row in enumerate(rows) if row.forced is not None]
     for place, row in enumerate(rows):

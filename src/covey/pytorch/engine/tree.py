@@ -11,9 +11,8 @@ what was answered, a conversation that goes on. What is held of it is not comput
     it leaves a branch half way    the branch is cut there if little is lost, else its beginning is given to both
     it may not be a child          what is held is copied, at a hundredth of the time that computing it takes
 
-Deeper trees would copy less, and attend to more parts in every decode step; short beginnings are copied for the same
-reason. Rows that run pin their path. Leaves that nobody uses give way by least recent use, those of parked
-conversations last.
+Deeper trees would copy less, and attend to more parts in every decode step. Rows that run pin their path. Leaves that
+nobody uses give way by least recent use, those of parked conversations last.
 
 Nothing here looks at keys and values: a `Branch` says how many of its tokens have them (`filled`). The others are for
 the next prefill pass, which makes the `copies` too.

@@ -103,9 +103,6 @@ def attach(model: nn.Module, *, use_peft: bool, adapter: str | Path | None = Non
     """Put on a model what is to be trained: nothing, a fresh adapter, or a saved one.
 
     `lora` are the options of `attach_lora` with `lora_` before their names, but for the seed.
-
-    Raises:
-        ModelError: see `attach_lora`, `attach_adapter` and `load_adapter`.
     """
     trained = model
     if adapter is not None and isinstance(model, PeftModel):
