@@ -323,9 +323,7 @@ def fails_beyond(engine: Engine, rows: int, monkeypatch: pytest.MonkeyPatch) -> 
     return tried
 
 
-def test_half_as_many_at_a_time_draw_the_same(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_half_as_many_at_once_draw_the_same(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     expected = Engine(tiny_model("llama"))(groups(4), SAMPLED, policy_version=0)
     engine = Engine(tiny_model("llama"))
     tried = fails_beyond(engine, 4, monkeypatch)

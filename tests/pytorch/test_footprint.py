@@ -63,9 +63,7 @@ CASES = [
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize(("family", "dtype", "options"), CASES, ids=str)
-def test_activations_are_those_that_are_kept(
-    family: str, dtype: str, options: dict[str, Any], checkpointed: bool
-) -> None:
+def test_activations_are_those_kept(family: str, dtype: str, options: dict[str, Any], checkpointed: bool) -> None:
     more = {"lora_r": 4, "needs_reference": False, "gradient_checkpointing": checkpointed}
     policy = Policy.load(model_of(family, dtype), tiny_tokenizer(), **more | options)
     kept, peak = measured(policy)

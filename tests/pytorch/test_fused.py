@@ -19,10 +19,8 @@ from covey.pytorch.fused import FusedDecoder, _Activations
 from covey.rollout.packing import Pack, pack_episodes
 
 
-def policy_of(
-    family: str = "llama", *, dtype: torch.dtype = torch.float64, sliding_window: int = 64, **options: Any
-) -> Policy:
-    model = tiny_model(family, sliding_window=sliding_window).to(dtype)
+def policy_of(family: str = "llama", *, dtype: torch.dtype = torch.float64, window: int = 64, **options: Any) -> Policy:
+    model = tiny_model(family, sliding_window=window).to(dtype)
     if dtype == torch.float64:
         use_exact_norms(model)
     return fill(Policy.load(model, tiny_tokenizer(), **{"lora_r": 4, **options}))
@@ -208,7 +206,7 @@ def test_dropout_shares_nothing_and_is_named(caplog: pytest.LogCaptureFixture) -
 def test_windows_shorter_than_the_sequences(family: str) -> None:
     # in float64 Gemma 2's own code returns NaN for padding outside of the window
     dtype, tolerance = (torch.float32, 1e-4) if family == "gemma2" else (torch.float64, 1e-9)
-    policy = policy_of(family, sliding_window=6, dtype=dtype)
+    policy = policy_of(family, window=6, dtype=dtype)
     assert_same(policy, tolerance=tolerance)
     wide = policy_of(family, dtype=dtype)
     assert float((policy.held.hidden(PACK) - wide.held.hidden(PACK)).detach().abs().max()) > 1e-2

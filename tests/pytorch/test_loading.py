@@ -112,9 +112,7 @@ def test_a_gguf_file_becomes_a_model_that_can_be_trained_and_saved(
         load_model(gguf_file)
 
 
-def test_a_package_is_located_and_not_imported(
-    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_is_found_and_not_imported(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "covey_test_weights"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
@@ -208,9 +206,7 @@ TEXT = "<|im_start|>Is the <tool> 12345 they'd use?<|im_end|>\n  é 🙂"
     ("family", "tied", "split", "width"),
     [("llama", True, None, 32), ("llama", False, LLAMA3, 32), ("qwen2", True, QWEN2, 32), ("qwen3", False, QWEN2, 512)],
 )
-def test_what_is_read_back_computes_the_same(
-    family: str, tied: bool, split: str | None, width: int, tmp_path: Path
-) -> None:
+def test_what_is_read_back_computes_the_same(family: str, tied: bool, split: Any, width: int, tmp_path: Path) -> None:
     """Bit for bit in float32; five rows of the embedding have no token. (transformers reads Qwen3's heads as 128.)"""
     tokenizer, path = byte_tokenizer(split), tmp_path / "model.gguf"
     model = tiny_model(family, len(tokenizer) + 5, hidden_size=width, tie_word_embeddings=tied)

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora.layer import Linear as PeftLoraLinear
 from safetensors.torch import load, save_file
-from tiny_models import tiny_model
+from tiny_models import tiny_model, trained
 from torch import Tensor, nn
 
 from covey.adapters import CONFIG_FILE, WEIGHTS_FILE
@@ -28,10 +28,6 @@ def adapted(family: str = "llama", *, seed: int = 0, filled: bool = True, **opti
         for parameter in trained(model).values():
             parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
     return model
-
-
-def trained(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def as_peft(model: PeftModel) -> PeftModel:

@@ -86,24 +86,11 @@ def what_fits() -> str:
     return drawn(rows, left=2)
 
 
-MODELS = {
-    "llama": "Llama 2 and 3, SmolLM2, TinyLlama",
-    "qwen2": "Qwen2, Qwen2.5",
-    "qwen3": "Qwen3",
-    "mistral": "Mistral 7B",
-    "gemma2": "Gemma 2",
-    "gemma3": "Gemma 3 270M and 1B",
-    "phi3": "Phi-3 4k, Phi-4",
-    "phi3_long": "Phi-3 128k, Phi-4-mini",
-    "granite": "Granite 3",
-    "smollm3": "SmolLM3",
-    "olmo2": "OLMo-2",
-    "glm": "GLM-4 9B of 2024",
-    "glm4": "GLM-4 0414",
-    "qwen3_moe": "Qwen3 30B-A3B and 235B-A22B",
-    "gpt_oss": "GPT-OSS",
-    "gpt2": "GPT-2",
-}
+MODELS = {"llama": "Llama 2 and 3, SmolLM2, TinyLlama", "qwen2": "Qwen2, Qwen2.5", "qwen3": "Qwen3"}
+MODELS |= {"mistral": "Mistral 7B", "gemma2": "Gemma 2", "gemma3": "Gemma 3 270M and 1B", "phi3": "Phi-3 4k, Phi-4"}
+MODELS |= {"phi3_long": "Phi-3 128k, Phi-4-mini", "granite": "Granite 3", "smollm3": "SmolLM3", "olmo2": "OLMo-2"}
+MODELS |= {"glm": "GLM-4 9B of 2024", "glm4": "GLM-4 0414", "qwen3_moe": "Qwen3 30B-A3B and 235B-A22B"}
+MODELS |= {"gpt_oss": "GPT-OSS", "gpt2": "GPT-2"}
 
 
 def row(family: str) -> list[str]:

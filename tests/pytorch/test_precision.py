@@ -63,9 +63,7 @@ def stepped(config: GRPOConfig) -> tuple[Policy, Learner, dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_all_weights_have_float32_masters_under_autocast_and_a_base_of_half_precision_float32_adapters(
-    dtype: str,
-) -> None:
+def test_masters_under_autocast_and_adapters_of_a_narrow_base_are_float32(dtype: str) -> None:
     policy, learner, before = stepped(GRPOConfig(use_peft=False, autocast=dtype))
     assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
     assert all(not torch.equal(before[name], p) for name, p in policy.named_trainable_parameters())
@@ -78,9 +76,7 @@ def test_all_weights_have_float32_masters_under_autocast_and_a_base_of_half_prec
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(
-    "how", [{}, {"fused_layers": False}, {"prefix_sharing": False}], ids=["fused", "own", "padded"]
-)
+@pytest.mark.parametrize("how", [{}, {"fused_layers": False}, {"prefix_sharing": False}], ids=str)
 def test_log_probabilities_and_entropies_are_float32(dtype: str, how: dict[str, Any]) -> None:
     """Softmax and all before it but the hidden states; in the model's type they would be off by hundredths."""
     policy = policy_of(dtype=dtype, **how)
@@ -132,7 +128,7 @@ def test_moments_of_eight_bits_take_a_quarter_lead_to_about_the_same_and_are_not
         moved[name] = torch.cat([p.detach().flatten() for p in learner.policy.trainable_parameters()]) - start
         moments = {k: t for k, t in learner.tensors()["optimizer"].items() if not k.endswith("/step")}
         size[name] = sum(tensor.nbytes for tensor in moments.values())
-
+    assert size["adamw"] == 8 * len(start)
     assert torch.nn.functional.cosine_similarity(*moved.values(), dim=0) > 0.99
     # A number takes 2 bytes and 8/256 of scales in place of 8; matrices of 32 x 64 numbers are too small for that.
     assert 3 < size["adamw"] / size["adamw_8bit"] < 4

@@ -79,6 +79,15 @@ def test_eight_bits_by_hand() -> None:
         torch.testing.assert_close(dequantised(quantised(layer, kind)[0]), expected, atol=4.5e-3, rtol=0)
 
 
+def test_bytes_by_hand() -> None:
+    """64 x 64 numbers: 4 bits each, a scale of 8 bits for each 64, and one of 32 bits for 256 of those."""
+    four, eight, theirs = (quantised(nn.Linear(64, 64, bias=False), kind)[0] for kind in KINDS)
+    state, scales = four.weight.quant_state, eight.weight.SCB if eight.state.SCB is None else eight.state.SCB
+    assert (four.weight.nbytes, state.absmax.nbytes, state.state2.absmax.nbytes) == (2048, 64, 4)
+    assert (eight.weight.nbytes, scales.nbytes) == (4096, 4 * 64)
+    assert (theirs.weight.qdata.nbytes, theirs.weight.scale.nbytes) == (4096, 4 * 64)
+
+
 def test_four_bits_are_the_quantiles_of_the_paper() -> None:
     """Of a block of 64, every number becomes one of 16 values times the largest; -1, 0 and 1 are among them."""
     layer = nn.Linear(64, 64)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from tiny_models import tiny_model, trained
 from torch import Tensor, nn
 
 from covey.errors import ConfigError, ModelError
@@ -17,10 +17,6 @@ TOKENS = torch.arange(4, 12)[None]
 
 def build(lora: bool) -> nn.Module:
     return attach_lora(tiny_model("llama"), r=2) if lora else tiny_model("llama")
-
-
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def take_a_step(model: nn.Module, amount: float = 0.1) -> None:

@@ -39,9 +39,7 @@ def assert_taken(family: str, model: Any) -> None:
 @pytest.mark.parametrize("own", [torch.float32, *(pytest.param(d, marks=SLOW) for d in DTYPES[1:])], ids=str)
 @pytest.mark.parametrize("dtype", SOME, ids=str)
 @pytest.mark.parametrize("family", EVERY_FAMILY)
-def test_the_fast_ways_of_each_family_are_taken_in_each_precision(
-    family: str, dtype: torch.dtype, own: torch.dtype
-) -> None:
+def test_the_fast_ways_are_taken_in_each_precision(family: str, dtype: torch.dtype, own: torch.dtype) -> None:
     assert Engine(tiny_model(family).to(own), dtype=dtype).runner == runner_of(family)
     if own == torch.float32:
         assert_taken(family, tiny_model(family).to(dtype))
@@ -176,9 +174,7 @@ def test_a_mistake_is_caught_in_each_precision(
         assert "model's own layers" in caplog.text
 
 
-def test_nothing_is_said_where_the_fast_ways_are_taken(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fast_ways_say_nothing(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "is_emulated", lambda dtype, device: False)
     with caplog.at_level(logging.WARNING, logger="covey"):
         policy = Policy.load(tiny_model("llama").bfloat16(), tiny_tokenizer(), lora_r=4)

@@ -80,9 +80,7 @@ SIZES = {"past": st.sampled_from([0, 1, 7, 40]), "longest": st.sampled_from([6, 
 
 @settings(deadline=None)
 @given(seed=SEEDS, window=WINDOWS, **SIZES)
-def test_its_blocks_are_those_of_the_whole_mask(
-    seed: int, past: int, window: int | None, longest: int, block: int
-) -> None:
+def test_its_blocks_are_the_whole_masks(seed: int, past: int, window: int | None, longest: int, block: int) -> None:
     mask = Mask.of(forest(seed, past=past, longest=longest, depth=5, ordered=True), past, window, block)
     first, leave, position, since = map(torch.from_numpy, (mask.first, mask.leave, mask.position, mask.since))
 
@@ -241,9 +239,7 @@ ONE_DTYPE = [torch.bfloat16, *(pytest.param(d, marks=SLOW) for d in (torch.float
 @pytest.mark.parametrize("dtype", ONE_DTYPE, ids=str)
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("softcap", [None, 2.0, 50.0])
-def test_right_kernels_are_taken_in_each_precision(
-    dtype: torch.dtype, window: int | None, softcap: float | None, traced: None
-) -> None:
+def test_right_kernels_are_taken(dtype: torch.dtype, window: int | None, softcap: float | None, traced: None) -> None:
     assert obstacle(tree_flex.FLEX, CASE._replace(dtype=dtype, rule=Rule(0.25, window, softcap))) == ""
 
 

@@ -107,6 +107,10 @@ def tiny_model(
     return model.eval()
 
 
+def trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
 def adapted(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
     """`get_peft_model` without a deprecation warning: PEFT asks transformers for an attribute's old name."""
     with warnings.catch_warnings():
