@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forests import assert_close, draw, expect, forest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_cases import episode, fill
 from test_policy import assert_near, gradients
-from test_tree_attention import assert_walk, float64_policy, tree_pack
+from test_tree_attention import assert_close, assert_walk, draw, expect, float64_policy, forest, tree_pack
 from tiny_models import tiny_model, tiny_tokenizer
 from torch import Tensor
 from torch._inductor.kernel.flex.flex_cpu import check_cpu_supported
@@ -37,21 +36,18 @@ WINDOWS = st.sampled_from([None, None, 1, 3, 20])
 
 
 def ancestors(branches: list[Branch], past: int, window: int | None) -> np.ndarray:
-    """`[M, past + M]` whom each token sees: itself and, from parent to parent, all before it as far as the window."""
+    """`[M, past + M]` whom each token sees: itself and all before it on its path, as far as the window."""
     length = branches[-1].stop
-    parent: dict[int, int] = {}  # of each token the one before it, by its index in past and pack; -1 = none
-    for branch in branches:
-        before = past + branches[branch.parent].start if branch.parent >= 0 else 0
-        parent |= {past + token: past + token - 1 for token in range(branch.start, branch.stop)}
-        parent[past + branch.start] = before + branch.at - 1
-        if branch.parent < 0 and branch.at == 0:
-            parent[past + branch.start] = -1
     found = np.zeros((length, past + length), np.bool_)
-    for query in range(length):
-        key, steps = past + query, 0
-        while key >= 0 and (window is None or steps < window):
-            found[query, key] = True
-            key, steps = parent[key] if key >= past else key - 1, steps + 1
+    paths: list[list[int]] = []  # to each branch's end, as places in past and pack
+    for branch in branches:
+        above = list(range(branch.at))
+        if branch.parent >= 0:
+            above = paths[branch.parent][: branch.at - branches[branch.parent].length or None]
+        paths.append([*above, *range(past + branch.start, past + branch.stop)])
+        for query in range(branch.start, branch.stop):
+            seen = paths[-1][: len(above) + 1 + query - branch.start]
+            found[query, seen if window is None else seen[-window:]] = True
     return found
 
 

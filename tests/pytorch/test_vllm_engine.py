@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from engine_helpers import assert_plain, finish, texts
-from peft import LoraConfig
-from tiny_models import VOCAB_SIZE, adapted, tiny_tokenizer
+from tiny_models import VOCAB_SIZE, tiny_tokenizer, with_lora
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from covey import GRPOConfig, GRPOTrainer
@@ -39,16 +38,6 @@ def whole() -> Any:
         return LlamaForCausalLM(LlamaConfig(**sizes, **more, initializer_range=0.3)).eval()
 
 
-def with_lora() -> Any:
-    model = adapted(whole(), LoraConfig(r=3, lora_alpha=7, target_modules="all-linear", task_type="CAUSAL_LM"))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                torch.nn.init.normal_(parameter, std=0.2)
-    return model.eval()
-
-
 def requests(seed: int = 0) -> list[Request]:
     return [Request(np.array(ids), (seed, place)) for place, ids in enumerate(PROMPTS)]
 
@@ -62,7 +51,7 @@ def build(model: Any, **options: Any) -> VLLMEngine:
 @pytest.fixture(scope="module", params=["adapter", "merged", "whole"])
 def both(request: pytest.FixtureRequest) -> Iterator[tuple[Any, VLLMEngine]]:
     """A model and the vLLM that was made from it; each is changed and published by the tests."""
-    model = whole() if request.param == "whole" else with_lora()
+    model = whole() if request.param == "whole" else with_lora(whole())
     engine = build(model, enable_lora=request.param != "merged")
     engine.publish(weights_of(model, 0))
     yield model, engine
@@ -155,13 +144,13 @@ def test_what_it_refuses(both: tuple[Any, VLLMEngine]) -> None:
 
 
 def test_an_adapter_that_vllm_holds_otherwise_is_not_sampled_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = with_lora()
+    model = with_lora(whole())
     engine = build(model, enable_lora=True)
     engine.publish(weights_of(model, 1))
     write = type(weights_of(model, 1).adapter).write
 
     def otherwise(self: Any, folder: Path) -> None:
-        other = with_lora()
+        other = with_lora(whole())
         change(other, 1)
         write(weights_of(other, 1).adapter, folder)
 

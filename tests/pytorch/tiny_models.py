@@ -118,14 +118,13 @@ def adapted(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
         return get_peft_model(model, config)
 
 
-def with_lora(name: str, *, targets: str | list[str] = "all-linear", **options: object) -> PeftModel:
-    """A tiny model with a LoRA adapter whose B is not zero."""
-    config = LoraConfig(r=3, lora_alpha=7, target_modules=targets, task_type="CAUSAL_LM", **options)
-    if name == "gpt2":
-        config.fan_in_fan_out = True
+def with_lora(name: Any) -> PeftModel:
+    """A tiny model, by its name or made, with a LoRA adapter whose B is not zero."""
+    options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "fan_in_fan_out": name == "gpt2"}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        model = adapted(tiny_model(name), config)
+        model = tiny_model(name) if isinstance(name, str) else name
+        model = adapted(model, LoraConfig(r=3, lora_alpha=7, **options))
         for key, parameter in model.named_parameters():
             if "lora_" in key:
                 torch.nn.init.normal_(parameter, std=0.2)
