@@ -1,68 +1,42 @@
 """The formulas of memory against the bytes of the tensors that the code makes, counted one by one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from live_memory import LiveMemory
-from tiny_models import tiny_tokenizer
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+import transformers
+from engine_helpers import LiveMemory
+from learner_cases import episode
+from tiny_models import tiny_model, tiny_tokenizer
 
+from covey.pytorch import footprint
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import weights_of
-from covey.pytorch.footprint import (
-    Choices,
-    Shape,
-    activation_bytes,
-    backward_bytes,
-    build_empty,
-    head_bytes,
-    peak_bytes,
-    phases,
-)
+from covey.pytorch.footprint import Choices, Shape, build_empty, phases
 from covey.pytorch.logprobs import CHUNK_BYTES, Head, score_tokens
 from covey.pytorch.models.lora import attach_lora
 from covey.pytorch.policy import Policy
-from covey.rollout.packing import Pack, pack_episodes
-from covey.types import Episode, Request, SamplingSettings
+from covey.rollout.packing import pack_episodes
+from covey.types import Request, SamplingSettings
 
 TOKENS = 512
-FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
-}
 
 
-def model_of(family: str = "llama", dtype: str = "float32", vocabulary: int = 512) -> Any:
+def model_of(family: str = "Llama", dtype: str = "float32", vocabulary: int = 512) -> Any:
     """Large enough for what grows with tokens to hide what does not."""
-    config, model = FAMILIES[family]
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "vocab_size": vocabulary}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
+    config = getattr(transformers, f"{family}Config")(**sizes, **heads, max_position_embeddings=2048)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return model(config(**sizes, **heads, max_position_embeddings=2048)).to(getattr(torch, dtype)).eval()
-
-
-def one_row(tokens: int) -> Pack:
-    ids = np.random.default_rng(0).integers(4, 97, tokens + 1)
-    zeros = np.zeros(tokens + 1, np.float32)
-    return pack_episodes([Episode(ids, np.arange(tokens + 1) >= 8, zeros, "", "stop", 0)])[0]
+        return getattr(transformers, f"{family}ForCausalLM")(config).to(getattr(torch, dtype)).eval()
 
 
 def measured(policy: Policy) -> tuple[int, int]:
     """Bytes that a pass keeps, and the peak of a second pass forward and backward, gradients included."""
-    pack = one_row(TOKENS)
+    ids = np.random.default_rng(0).integers(4, 97, TOKENS + 1)
+    (pack,) = pack_episodes([episode(ids, np.arange(TOKENS + 1) >= 8)])
     with LiveMemory() as memory:
         memory.knows([*policy.model.parameters(), *policy.model.buffers()])
         hidden = policy.held.hidden(pack)
@@ -76,70 +50,68 @@ def measured(policy: Policy) -> tuple[int, int]:
 
 
 CASES = [
-    ("llama", "float32", {}),
-    ("llama", "bfloat16", {}),
-    ("qwen3", "bfloat16", {}),
-    ("llama", "float32", {"fused_layers": False}),
-    ("llama", "bfloat16", {"fused_layers": False}),
-    ("qwen3", "float32", {"use_peft": False}),
-    ("llama", "float32", {"use_peft": False}),
-    ("llama", "float32", {"use_peft": False, "autocast": "bfloat16"}),
+    ("Llama", "float32", {}),
+    ("Llama", "bfloat16", {}),
+    ("Qwen3", "bfloat16", {}),
+    ("Llama", "float32", {"fused_layers": False}),
+    ("Llama", "bfloat16", {"fused_layers": False}),
+    ("Qwen3", "float32", {"use_peft": False}),
+    ("Llama", "float32", {"use_peft": False}),
+    ("Llama", "float32", {"use_peft": False, "autocast": "bfloat16"}),
 ]
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize(("family", "dtype", "options"), CASES, ids=str)
-def test_activations_are_those_that_are_kept(
-    family: str, dtype: str, options: dict[str, Any], checkpointed: bool
-) -> None:
+def test_activations_are_those_kept(family: str, dtype: str, options: dict[str, Any], checkpointed: bool) -> None:
     more = {"lora_r": 4, "needs_reference": False, "gradient_checkpointing": checkpointed}
     policy = Policy.load(model_of(family, dtype), tiny_tokenizer(), **more | options)
     kept, peak = measured(policy)
     shape, auto = Shape.of(policy.model), options.get("autocast", "")
-    layers: Any = "own" if policy.fused_obstacle else "fused"
-    assert layers == ("fused" if options == {} else "own")
+    layers: Any = "own" if options else "fused"
+    assert bool(policy.fused_obstacle) == (layers == "own")
     chosen = Choices(dtype=dtype, layers=layers, checkpointed=checkpointed, autocast=auto)
-    known = activation_bytes(shape, chosen, TOKENS)
+    known = footprint.activation_bytes(shape, chosen, TOKENS)
     if checkpointed:
         assert kept < 0.5 * known  # a layer's own are there for its backward only
     else:
         assert known == pytest.approx(kept, rel=0.04)
-    told = known + backward_bytes(shape, chosen, TOKENS) + 4 * shape.trained
+    told = known + footprint.backward_bytes(shape, chosen, TOKENS) + 4 * shape.trained
     assert told == pytest.approx(peak, rel=0.08)
 
 
 def test_norms_of_outputs_are_kept_too() -> None:
     """Its soft caps go through products of matrices on a CPU, whose scores hide the peak of all else."""
     for options in ({}, {"use_peft": False}):
-        policy = Policy.load(model_of("gemma2"), tiny_tokenizer(), **{"lora_r": 4, "needs_reference": False} | options)
+        policy = Policy.load(model_of("Gemma2"), tiny_tokenizer(), **{"lora_r": 4, "needs_reference": False} | options)
         kept, _ = measured(policy)
         chosen = Choices(dtype="float32", layers="own" if options else "fused")
-        assert activation_bytes(Shape.of(policy.model), chosen, TOKENS) == pytest.approx(kept, rel=0.03)
+        assert footprint.activation_bytes(Shape.of(policy.model), chosen, TOKENS) == pytest.approx(kept, rel=0.03)
 
 
 @pytest.mark.parametrize("tokens", [512, 16384])
 @pytest.mark.parametrize(("vocabulary", "width"), [(151936, 896), (128256, 4096)])
 @pytest.mark.parametrize(
     ("dtype", "trained", "vectors"),
-    [(torch.bfloat16, False, 1), (torch.bfloat16, False, 2), (torch.float32, True, 1), (torch.float32, False, 1)],
+    [("bfloat16", False, 1), ("bfloat16", False, 2), ("float32", True, 1), ("float32", False, 1)],
 )
 def test_the_head_on_cuda_keeps_to_its_chunk(
-    dtype: torch.dtype, trained: bool, vectors: int, vocabulary: int, width: int, tokens: int
+    dtype: str, trained: bool, vectors: int, vocabulary: int, width: int, tokens: int
 ) -> None:
     """Run without data, on the device "meta", in chunks as on CUDA: `[S, V]` would be 8 GB for 16,384 tokens."""
-    weight = torch.empty(vocabulary, width, device="meta", dtype=dtype, requires_grad=trained)
-    hidden = torch.empty(tokens, width, device="meta", dtype=dtype, requires_grad=True)
+    numbers = {"device": "meta", "dtype": getattr(torch, dtype)}
+    weight = torch.empty(vocabulary, width, **numbers, requires_grad=trained)
+    hidden = torch.empty(tokens, width, **numbers, requires_grad=True)
     targets = torch.empty(tokens, device="meta", dtype=torch.int64)
     with LiveMemory() as memory:
         memory.knows([weight, hidden, targets])
         found = score_tokens(hidden, targets, Head(weight), entropy=True, entropy_grad=vectors > 1)
-        loss = found.logp.sum() if vectors == 1 or found.entropy is None else (found.logp + found.entropy).sum()
-        loss.backward()
+        (found.logp.sum() if vectors == 1 else (found.logp + found.entropy).sum()).backward()
     shape = Shape(1, width, 1, 1, 1, vocabulary, vocabulary * width, 0, 0, trained=1, adapter=int(not trained))
-    told = head_bytes(shape, Choices(dtype=str(dtype).removeprefix("torch."), vectors=vectors), tokens)
-    assert told == pytest.approx(memory.peak, rel=0.03)
-    beyond = memory.peak - vectors * hidden.nbytes - 2 * weight.nbytes * trained
-    assert beyond < 2.6 * CHUNK_BYTES
+    assert footprint.head_bytes(shape, Choices(dtype=dtype, vectors=vectors), tokens) == pytest.approx(
+        memory.peak, rel=0.03
+    )
+    assert memory.peak - vectors * hidden.nbytes - 2 * weight.nbytes * trained < 2.6 * CHUNK_BYTES
 
 
 def test_sampling_takes_what_is_told() -> None:
@@ -160,15 +132,9 @@ def test_sampling_takes_what_is_told() -> None:
 
 def test_weights_and_moments_are_counted_without_memory() -> None:
     """A model of 8 billion weights; what there is of it is worked out by hand from its sizes."""
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        tie_word_embeddings=False,
-    )
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}
+    config = transformers.LlamaConfig(**sizes, **heads)
     shape = Shape.of(build_empty(config, "bfloat16", r=16))
     matrices = 4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336
     assert shape.inside == 32 * (matrices + 2 * 4096) + 4096
@@ -188,7 +154,16 @@ def test_weights_and_moments_are_counted_without_memory() -> None:
     assert "AdamW's moments" not in offloaded["held"]
     assert offloaded["step"]["moments of a slice"] == 8 * 128256 * 4096  # the embedding is a slice of its own
     assert offloaded["reference's log-probabilities"] == {"reference": held["reference"]}
+    # the peak is what is held and the largest phase
+    assert footprint.peak_bytes({"held": {"a": 5.0, "b": 1.0}, "one": {"c": 3.0}, "other": {"d": 2.0, "e": 2.0}}) == 10
 
 
-def test_the_peak_is_what_is_held_and_the_largest_phase() -> None:
-    assert peak_bytes({"held": {"a": 5.0, "b": 1.0}, "one": {"c": 3.0}, "other": {"d": 2.0, "e": 2.0}}) == 10
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_narrow_copy_shares_frozen_embeddings_and_head(tied: bool) -> None:
+    model = attach_lora(tiny_model("llama", tie_word_embeddings=tied).to(torch.bfloat16), r=3)
+    engine = Engine(model)
+    engine.release()
+    with LiveMemory() as memory:
+        memory.knows(model.parameters())
+        engine.publish(weights_of(model, 1))
+        assert memory.live == 2 * Shape.of(model).inside

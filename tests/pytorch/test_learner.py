@@ -1,145 +1,145 @@
-"""The learner: whole-step gradients whatever the split, skipped rows, optimiser details."""
+"""The learner: gradients whatever the split, their sum in fixed point, the step, and moments in the host's memory.
 
-from __future__ import annotations
+There is no device here: "the host" is other memory of the same CPU, and the copies are counted.
+"""
 
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from learner_cases import make_batch, make_learner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learner_cases import grads_of, make_batch, make_learner
 from tiny_models import tiny_model, tiny_tokenizer
+from torch import Tensor
 
+from covey import GRPOConfig
 from covey.algorithms import LOSSES, compute_unbiased_kl, make_objective
+from covey.config.algorithm import AlgorithmConfig
+from covey.pytorch import optimizers
+from covey.pytorch.gradient_sum import QUANTUM, ExactSum
 from covey.pytorch.learner import Learner
+from covey.pytorch.optimizers import HostMemory, step_in_slices
+from covey.pytorch.passes import map_in_threads
 from covey.pytorch.policy import Policy
-from covey.rollout.learning import Correction, rows_with_gradient
+from covey.pytorch.reference import Reference
+from covey.rollout.learning import Correction, Gradients, rows_with_gradient
 from covey.types import Batch, Episode
 
 
 def gradient(learner: Learner, batch: Batch, loss_type: str, **options: Any) -> dict[str, torch.Tensor]:
     objective = make_objective(loss_type, **options)
     rows = np.arange(len(batch.episodes))
-    reference, _ = learner.scores(batch, rows, temperature=0.8, reference=True)
     settings = {"temperature": 0.8, "max_completion_length": 12}
-    selected = None
+    settings["reference"], _ = learner.scores(batch, rows, temperature=0.8, reference=True)
     if objective.loss.select is not None:
         logp, _ = learner.scores(batch, rows, temperature=0.8)
-        selected = objective.select(logp, batch.old_logprobs, batch.advantages, batch.mask)
-    learner.forward_backward(batch, rows, objective, reference=reference, selected=selected, **settings)
-    return {name: p.grad.clone() for name, p in learner.policy.named_trainable_parameters() if p.grad is not None}
+        settings["selected"] = objective.select(logp, batch.old_logprobs, batch.advantages, batch.mask)
+    learner.forward_backward(batch, rows, objective, **settings)
+    return grads_of(learner.policy)
+
+
+def backward(learner: Learner, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    learner.optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    return grads_of(learner.policy)
+
+
+def logits_of(model: Any, episode: Episode) -> torch.Tensor:
+    found = model(input_ids=torch.from_numpy(episode.token_ids)[None]).logits[0, :-1] / 0.8
+    return found[torch.from_numpy(episode.sampled[1:])]
+
+
+def logp_of(logits: torch.Tensor, episode: Episode) -> torch.Tensor:
+    said = torch.from_numpy(episode.token_ids[episode.sampled])[:, None]
+    return torch.log_softmax(logits, -1).gather(1, said)[:, 0]
+
+
+FAST = ("dapo", "gspo", "kl_cov")
 
 
 @pytest.mark.parametrize(
-    "loss_type",
-    [
-        pytest.param(name, marks=() if name in ("dapo", "gspo", "kl_cov") else pytest.mark.slow)
-        for name in sorted(LOSSES)
-    ],
+    "loss_type", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in sorted(LOSSES)]
 )
 @pytest.mark.parametrize("agents", [False, True], ids=["one turn", "agents"])
 def test_split_into_micro_batches_leaves_the_gradient(loss_type: str, agents: bool) -> None:
     batch = make_batch(agents=agents)
-    whole = gradient(make_learner(tokens_per_micro_batch=10_000), batch, loss_type, beta=0.1)
-    split = gradient(make_learner(tokens_per_micro_batch=16), batch, loss_type, beta=0.1)
+    whole, split = (gradient(make_learner(tokens_per_micro_batch=n), batch, loss_type, beta=0.1) for n in (10_000, 16))
     assert whole
-    for name in whole:
-        torch.testing.assert_close(whole[name], split[name], rtol=2e-4, atol=1e-6)
+    torch.testing.assert_close(whole, split, rtol=2e-4, atol=1e-6)
 
 
 def test_gradient_matches_the_formula_on_the_plain_model() -> None:
-    """Loss type grpo by its definition, on transformers' own logits, one sequence at a time."""
-    batch = make_batch()
-    learner = make_learner()
+    """Loss type grpo by its definition, one sequence at a time."""
+    batch, learner, total = make_batch(), make_learner(), torch.zeros(())
     ours = gradient(learner, batch, "grpo")
-    learner.optimizer.zero_grad(set_to_none=True)
-    total = torch.zeros(())
     for row, episode in enumerate(batch.episodes):
-        logits = learner.policy.model(input_ids=torch.from_numpy(episode.token_ids)[None]).logits[0] / 0.8
-        logp = torch.log_softmax(logits[:-1], -1).gather(1, torch.from_numpy(episode.token_ids[1:, None]))[:, 0]
-        logp = logp[torch.from_numpy(episode.sampled[1:])]
+        logp = logp_of(logits_of(learner.policy.model, episode), episode)
         ratio = torch.exp(logp - torch.from_numpy(batch.old_logprobs[row, : len(logp)]))
         advantage = float(batch.advantages[row, 0])
         per_token = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
         total = total + per_token.mean() / len(batch.episodes)
-    total.backward()
-    for name, parameter in learner.policy.named_trainable_parameters():
-        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(ours, backward(learner, total), rtol=1e-3, atol=1e-6)
 
 
 def test_gradient_of_the_usmle_document_on_the_plain_model() -> None:
-    """usmle-qa.md: sums over kept sequences by their number, the KL of all tokens; on transformers' own logits."""
-    full = make_batch()
+    """usmle-qa.md: sums over kept sequences by their number, the KL of all tokens."""
+    full, learner = make_batch(), make_learner()
     dropped = np.zeros(full.mask.shape, np.bool_)
     dropped[[1, 5, 6]] = full.mask[[1, 5, 6]]
     batch = replace(full, mask=full.mask & ~dropped, excluded={"validity_mask": dropped})
-    learner = make_learner()
     ours = gradient(learner, batch, "reinforce_kept", beta=0.1, kl_estimator="exact_weighted")
-    learner.optimizer.zero_grad(set_to_none=True)
-    model = learner.policy.model
-
-    def logits_of(episode: Episode) -> torch.Tensor:
-        found = model(input_ids=torch.from_numpy(episode.token_ids)[None]).logits[0, :-1] / 0.8
-        return found[torch.from_numpy(episode.sampled[1:])].double()
-
-    policy_loss, kl = torch.zeros((), dtype=torch.float64), []
+    model, policy_loss, kl = learner.policy.model, torch.zeros((), dtype=torch.float64), []
     for row, episode in enumerate(batch.episodes):
-        current = logits_of(episode)
+        current = logits_of(model, episode).double()
         with torch.no_grad(), model.disable_adapter():
-            frozen = logits_of(episode)
-        said = torch.from_numpy(episode.token_ids[episode.sampled])[:, None]
-        sequence = torch.log_softmax(current, -1).gather(1, said).sum()
+            frozen = logits_of(model, episode).double()
+        sequence = logp_of(current, episode).sum()
         policy_loss = policy_loss - sequence * float(full.advantages[row, 0]) * (row not in (1, 5, 6)) / 9
         kl.append(compute_unbiased_kl(current, frozen))
-    (policy_loss + 0.1 * torch.cat(kl).mean()).backward()
-    for name, parameter in learner.policy.named_trainable_parameters():
-        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-3, atol=5e-5)
+    expected = backward(learner, policy_loss + 0.1 * torch.cat(kl).mean())
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=5e-5)
 
 
 def test_rows_without_gradient_are_skipped_exactly() -> None:
-    batch = make_batch()
-    advantages = batch.advantages.copy()
-    advantages[:4] = 0  # a tied group
-    mask = batch.mask.copy()
-    mask[5] = False
-    batch = replace(batch, advantages=advantages, mask=mask)
-    objective = make_objective("dapo")
-    assert rows_with_gradient(batch, objective).tolist() == [4, 6, 7, 8, 9, 10, 11]
+    batch, objective, found = make_batch(), make_objective("dapo"), []
+    batch.advantages[:4] = 0  # a tied group
+    batch.mask[5] = False
+    rows = rows_with_gradient(batch, objective)
+    assert rows.tolist() == [4, 6, 7, 8, 9, 10, 11]
     assert rows_with_gradient(batch, make_objective("dapo", beta=0.1)).tolist() == [*range(5), *range(6, 12)]
-    few, all_rows = make_learner(), make_learner()
-    for learner, rows in ((few, rows_with_gradient(batch, objective)), (all_rows, np.arange(12))):
-        learner.forward_backward(batch, rows, objective, temperature=1.0, max_completion_length=12)
-    pairs = zip(few.policy.named_trainable_parameters(), all_rows.policy.named_trainable_parameters(), strict=True)
-    for (_, ours), (_, theirs) in pairs:
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=2e-4, atol=1e-7)
+    for chosen in (rows, np.arange(12)):
+        learner = make_learner()
+        learner.forward_backward(batch, chosen, objective, temperature=1.0, max_completion_length=12)
+        found.append(grads_of(learner.policy))
+    torch.testing.assert_close(*found, rtol=2e-4, atol=1e-7)
 
 
 def test_correction_for_a_sampler_that_disagrees() -> None:
     """With the correction the ratio starts at 1 and the sampler's error enters through the bounded factor only."""
-    batch = make_batch()
     learner = make_learner()
-    rows = np.arange(12)
-    run = learner.forward_backward(
-        batch, rows, make_objective("grpo"), temperature=1.0, max_completion_length=12,
-        correction=Correction("token_mask", 1e-9),
-    )  # fmt: skip
+    settings = {"temperature": 1.0, "max_completion_length": 12, "correction": Correction("token_mask", 1e-9)}
+    run = learner.forward_backward(make_batch(), np.arange(12), make_objective("grpo"), **settings)
     assert run.metrics["ratio_min"] == run.metrics["ratio_max"] == 1.0
-    assert all(float(p.grad.abs().max()) == 0 for p in learner.policy.trainable_parameters() if p.grad is not None)
+    assert all(float(grad.abs().max()) == 0 for grad in grads_of(learner.policy).values())
 
 
 def test_step_clips_and_refuses_a_gradient_that_is_not_finite() -> None:
     learner = make_learner(max_grad_norm=0.5)
-    before = learner.policy.state_dict()
-    for parameter in learner.policy.trainable_parameters():
+    before, parameters = learner.policy.state_dict(), learner.policy.trainable_parameters()
+    for parameter in parameters:
         parameter.grad = torch.full_like(parameter, float("nan"))
     assert np.isnan(learner.optim_step(1e-2))
     assert all(torch.equal(before[name], value) for name, value in learner.policy.state_dict().items())
     assert learner.steps == 0
-    for parameter in learner.policy.trainable_parameters():
+    for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    count = sum(parameter.numel() for parameter in learner.policy.trainable_parameters())
-    assert learner.optim_step(1e-2) == pytest.approx(count**0.5, rel=1e-4)
+    assert learner.optim_step(1e-2) == pytest.approx(sum(p.numel() for p in parameters) ** 0.5, rel=1e-4)
     assert learner.steps == 1
     # Adam's first step moves every weight by the learning rate.
     for name, value in learner.policy.state_dict().items():
@@ -155,3 +155,297 @@ def test_embedding_rate_keeps_its_ratio_under_a_schedule() -> None:
     rates = {group["name"]: group["lr"] for group in learner.optimizer.param_groups}
     assert rates["embeddings"] == pytest.approx(5e-3)
     assert rates["weights"] == pytest.approx(5e-4)
+
+
+def parameters() -> list[Tensor]:
+    return [torch.zeros(size, requires_grad=True) for size in ((3, 2), (5,), (1,))]
+
+
+def pack(seed: int, scale: float) -> list[Tensor | None]:
+    """Gradients of one pack: of the first two parameters only."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(3, 2, generator=generator) * scale, torch.randn(5, generator=generator) * scale, None]
+
+
+def added(packs: Sequence[Sequence[Tensor | None]], ranks: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The sum that each rank arrives at, when these packs are on these ranks."""
+    own = [parameters() for _ in ranks]
+    sums = [ExactSum(each, len(packs)) for each in own]
+    for total, numbers in zip(sums, ranks, strict=True):
+        for number in numbers:
+            total.add(packs[number])
+    together = torch.stack([total._total for total in sums]).sum(dim=0)
+    for total in sums:
+        total._reduce = lambda tensor: tensor.copy_(together)  # type: ignore[assignment, return-value]
+        total.finish()
+    for other in own[1:]:
+        assert all(_equal(a.grad, b.grad) for a, b in zip(own[0], other, strict=True))
+    return own[0]
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other is None or np.array_equal(one, other, equal_nan=True)  # type: ignore[arg-type]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from([1e-12, 1e-6, 1.0, 1e3]), min_size=1, max_size=7), st.integers(1, 4), st.randoms())
+def test_any_order_and_partition_gives_one_sum(scales: list[float], world: int, random: object) -> None:
+    packs = [pack(seed, scale) for seed, scale in enumerate(scales)]
+    order = list(range(len(packs)))
+    one = added(packs, [order])
+    random.shuffle(order)  # type: ignore[attr-defined]
+    many = added(packs, [order[rank::world] for rank in range(world)])
+    assert all(_equal(a.grad, b.grad) for a, b in zip(one, many, strict=True))
+    true = [sum(each[number].double() for each in packs) for number in (0, 1)]  # type: ignore[union-attr]
+    for parameter, expected in zip(one, true, strict=False):
+        np.testing.assert_allclose(parameter.grad.double(), expected, rtol=2**-23, atol=len(packs) * QUANTUM)
+    assert one[2].grad is None  # nothing depends on it: AdamW is to leave it alone
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -(2.0**16)])
+def test_what_is_out_of_range_makes_the_gradient_not_finite(value: float) -> None:
+    broken = pack(0, 1.0)
+    broken[1][2] = value  # type: ignore[index]
+    for ranks in ([[0, 1]], [[0], [1]]):
+        found = added([broken, pack(1, 1.0)], ranks)
+        assert not any(torch.isfinite(p.grad).any() for p in found[:2] if p.grad is not None)
+        assert found[0].grad is not None
+
+
+class CountedMemory(HostMemory):
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.brought: list[int] = []
+        self.kept: list[int] = []
+        self.settled = 0
+
+    def keep(self, tensor: Tensor, into: Tensor | None = None) -> Tensor:
+        self.kept.append(tensor.numel())
+        return super().keep(tensor, into)
+
+    def bring(self, held: Tensor) -> Tensor:
+        self.brought.append(held.numel())
+        return super().bring(held)
+
+    def settle(self) -> None:
+        self.settled += 1
+
+
+def learner_of(host: HostMemory | None, *, use_peft: bool) -> Learner:
+    policy = Policy.load(tiny_model("llama"), tiny_tokenizer(), use_peft=use_peft, lora_r=4, seed=3)
+    policy.host = host
+    policy.reference = Reference(policy.model, update="ema", every=2, ema_decay=0.5, host=host)
+    return Learner(policy, learning_rate=1e-2, weight_decay=0.1)
+
+
+def train(learner: Learner, steps: range) -> None:
+    objective = AlgorithmConfig(beta=0.1).objective()
+    for step in steps:
+        batch = make_batch(step)
+        rows = rows_with_gradient(batch, objective)
+        reference, _ = learner.scores(batch, rows, temperature=1.0, reference=True)
+        learner.forward_backward(batch, rows, objective, temperature=1.0, max_completion_length=8, reference=reference)
+        learner.optim_step(1e-2)
+
+
+def all_of(learner: Learner) -> dict[str, Tensor]:
+    return {f"{group}/{name}": t.clone() for group, held in learner.tensors().items() for name, t in held.items()}
+
+
+def assert_equal(found: Learner, wanted: Learner) -> None:
+    ours, theirs = all_of(found), all_of(wanted)
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.parametrize("use_peft", [True, False], ids=["adapter", "all weights"])
+def test_steps_checkpoints_and_resuming_have_the_same_bits(use_peft: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "SLICE_BYTES", 8000)  # several slices, some parameters larger than one
+    plain, moved, again = (learner_of(host, use_peft=use_peft) for host in (None, CountedMemory(), CountedMemory()))
+    for learner in (plain, moved):
+        train(learner, range(3))
+    assert_equal(moved, plain)
+    again.restore({group: dict(held) for group, held in moved.tensors().items()}, steps=3)
+    for learner in (plain, again):
+        train(learner, range(3, 5))
+    assert_equal(again, plain)
+
+
+def test_moments_come_over_in_slices_and_are_kept_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "SLICE_BYTES", 4 * 100)
+    parameters = [torch.nn.Parameter(torch.ones(size)) for size in (60, 40, 30, 300, 80)]
+    groups: list[dict[str, Any]] = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.5}]
+    optimizer, host, seen = torch.optim.AdamW(groups, lr=0.1), CountedMemory(), []
+    optimizer.register_step_pre_hook(
+        lambda made, *_: seen.append([p.numel() for group in made.param_groups for p in group["params"]])
+    )
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    step_in_slices(optimizer, host)
+    assert seen == [[60, 40], [30], [300], [80]]
+    assert (host.brought, sum(host.kept), host.settled) == ([], 2 * 510, 1)
+    held = {id(p): optimizer.state[p]["exp_avg"].data_ptr() for p in parameters}
+    step_in_slices(optimizer, host)
+    assert sum(host.brought) == 2 * 510
+    assert held == {id(p): optimizer.state[p]["exp_avg"].data_ptr() for p in parameters}
+    assert [group["params"] for group in optimizer.param_groups] == [parameters[:2], parameters[2:]]
+
+
+def test_what_was_restored_elsewhere_goes_to_the_host_with_the_next_step() -> None:
+    parameter = torch.nn.Parameter(torch.ones(5, device="meta"))
+    host = HostMemory(torch.device("cpu"))
+    assert host.keep(torch.ones(5), into=parameter.detach()).device.type == "cpu"
+
+
+def test_a_reference_is_brought_for_its_passes_only() -> None:
+    model, host = tiny_model("llama"), CountedMemory()
+    reference = Reference(model, host=host)
+    numbers = sum(p.numel() for p in model.parameters())
+    weights = {name: p.data_ptr() for name, p in model.named_parameters()}
+    assert (sum(host.kept), host.brought, host.settled) == (numbers, [], 1)
+    with reference.active():
+        assert sum(host.brought) == numbers
+        used = {name: p.data_ptr() for name, p in model.named_parameters()}
+    kept = {name: t.data_ptr() for name, t in reference.named_parameters()}
+    assert not set(used.values()) & (set(weights.values()) | set(kept.values()))
+    assert weights == {name: p.data_ptr() for name, p in model.named_parameters()}
+
+
+def test_on_a_cpu_it_says_that_it_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    policy = Policy.load(tiny_model("llama"), tiny_tokenizer(), lora_r=2, offload=True)
+    assert policy.host is None
+    assert "optim.offload has no effect" in caplog.text
+    with pytest.warns(UserWarning, match=r"optim\.offload=True has no effect: .* the model is on a GPU"):
+        GRPOConfig(offload=True, device="cpu")
+
+
+def test_an_optimizer_of_your_own_keeps_its_moments(caplog: pytest.LogCaptureFixture) -> None:
+    host = CountedMemory()
+    learner = learner_of(host, use_peft=True)
+    learner.use_optimizer(torch.optim.SGD(learner.policy.trainable_parameters(), lr=0.1, momentum=0.9))
+    host.kept.clear()
+    train(learner, range(1))
+    assert host.kept == []
+    assert "optim.offload" in caplog.text
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_results_come_in_order_from_at_most_two_at_a_time_with_their_share_of_the_threads() -> None:
+    running, most, shares = set(), [], set()
+
+    def work(item: int) -> int:
+        running.add(item)
+        most.append(len(running))
+        shares.add(torch.get_num_threads())
+        time.sleep(0.02 if item % 2 else 0.001)
+        running.remove(item)
+        return item * item
+
+    with torch.no_grad():
+        assert list(map_in_threads(work, range(9), 2)) == [n * n for n in range(9)]
+    assert max(most) == 2
+    assert shares == {1}
+    assert torch.get_num_threads() == 2
+    # one lane is the caller's own thread
+    assert set(map_in_threads(lambda _: threading.get_ident(), range(3), 1)) == {threading.get_ident()}
+
+
+def test_an_error_arrives_when_nothing_is_under_way_any_more() -> None:
+    ended = []
+
+    def work(item: int) -> int:
+        if item == 1:
+            raise MemoryError("no room")
+        time.sleep(0.05)
+        ended.append(item)
+        return item
+
+    with pytest.raises(MemoryError, match="no room"):
+        list(map_in_threads(work, range(50), 2))
+    now = len(ended)
+    assert now < 10
+    time.sleep(0.1)
+    assert len(ended) == now
+    assert torch.get_num_threads() == 2
+
+
+def gradients_of(learner: Learner) -> tuple[Gradients, dict[str, torch.Tensor]]:
+    batch, settings = make_batch(), {"temperature": 1.0, "max_completion_length": 9}
+    found = learner.forward_backward(batch, np.arange(len(batch.episodes)), make_objective("dapo"), **settings)
+    return found, grads_of(learner.policy)
+
+
+def lanes_of(learner: Learner, **options: Any) -> int:
+    batch = make_batch()
+    packs, lanes = learner._packs(batch.episodes, np.arange(len(batch.episodes)), **options)
+    assert sum(len(pack.rows) for pack in packs) == len(batch.episodes)
+    assert lanes == 1 or lanes * max(pack.num_tokens for pack in packs) <= learner.tokens_per_micro_batch
+    return lanes
+
+
+def two_lanes() -> Learner:
+    """A learner whose budget is twice the largest group: two lanes of whole groups."""
+    learner, batch = make_learner(tokens_per_micro_batch=10**6), make_batch()
+    groups = [np.flatnonzero(batch.group == g) for g in np.unique(batch.group)]
+    largest = max(sum(pack.num_tokens for pack in learner._packs(batch.episodes, rows)[0]) for rows in groups)
+    learner.tokens_per_micro_batch = 2 * largest
+    return learner
+
+
+def test_gradients_scores_and_metrics_do_not_depend_on_the_lanes() -> None:
+    learner = two_lanes()
+    assert lanes_of(learner) == 2
+    (found, grads), (again, same) = gradients_of(learner), gradients_of(learner)
+    assert all(torch.equal(grads[name], same[name]) for name in grads)
+    assert found.metrics == again.metrics
+    torch.set_num_threads(1)
+    assert lanes_of(learner) == 1
+    serial, expected = gradients_of(learner)
+    torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(found.logp, serial.logp, atol=1e-5)
+    assert found.metrics == pytest.approx(serial.metrics, rel=1e-4)
+
+
+def test_the_optimiser_takes_the_same_step() -> None:
+    """Equal gradients are not enough: the fused AdamW reads their memory in order, whatever their strides are."""
+    moved = []
+    for threads in (2, 1):
+        torch.set_num_threads(threads)
+        learner = two_lanes()
+        gradients_of(learner)
+        assert all(p.grad is None or p.grad.is_contiguous() for p in learner.policy.trainable_parameters())
+        learner.optim_step(1e-2)
+        moved.append(learner.policy.state_dict())
+    for name, value in moved[0].items():
+        # the first step of AdamW is the sign of the gradient: where that is nearly 0 rounding decides
+        assert float(((value - moved[1][name]).abs() > 1e-4).float().mean()) < 0.02, name
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_scores_side_by_side(reference: bool) -> None:
+    learner, batch, found = two_lanes(), make_batch(), []
+    for threads in (2, 1):
+        torch.set_num_threads(threads)
+        found.append(learner.scores(batch, np.arange(len(batch.episodes)), temperature=1.0, reference=reference)[0])
+    np.testing.assert_allclose(*found, atol=1e-5)
+    assert not learner.policy.model.base_model.model.model.layers[0].mlp.up_proj.disable_adapters
+
+
+def test_lanes_are_used_only_where_they_cannot_change_anything() -> None:
+    learner = two_lanes()
+    assert lanes_of(learner) == 2
+    assert lanes_of(learner, exact_kl=True) == 1
+    fused, learner.policy.held.fused = learner.policy.held.fused, None
+    assert lanes_of(learner) == 1  # the model's own code makes no promise about threads
+    learner.policy.held.fused = fused
+    learner.tokens_per_micro_batch //= 2  # half of it holds no whole group: prompts would be repeated
+    assert lanes_of(learner) == 1
+    learner.tokens_per_micro_batch = 10**6  # everything fits into one pack, which would keep one lane waiting
+    assert lanes_of(learner) == 2

@@ -1,7 +1,5 @@
 """Models from every kind of source, and an error in words for everything that is none."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from covey.errors import ModelError
+from covey.pytorch.models import loading
 from covey.pytorch.models.loading import load_model
 from covey.pytorch.models.lora import attach_lora, save_adapter
 from covey.pytorch.models.saving import _SPLITS, write_gguf
@@ -45,40 +44,21 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_as_llama_cpp(model: PreTrainedModel, path: Path) -> None:
     config: Any = model.config
     writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_name("tiny")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
     letters = [chr(code) for code in range(33, 127)] + [chr(0x100 + n) for n in range(161)] + ["ab"]
     tokens = ["<unk>", "<s>", END, "<pad>", *letters]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, 3, 3] + [1] * len(letters))
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    names = {
-        "model.embed_tokens.": "token_embd.",
-        "model.norm.": "output_norm.",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "post_attention_layernorm": "ffn_norm",
-        "input_layernorm": "attn_norm",
-        "model.layers.": "blk.",
-    }
+    told = {"name": "tiny", "block_count": config.num_hidden_layers, "layer_norm_rms_eps": config.rms_norm_eps}
+    told |= {"context_length": config.max_position_embeddings, "embedding_length": config.hidden_size}
+    told |= {"feed_forward_length": config.intermediate_size, "head_count": config.num_attention_heads}
+    told |= {"head_count_kv": config.num_key_value_heads, "rope_freq_base": config.rope_parameters["rope_theta"]}
+    told |= {"rope_dimension_count": config.hidden_size // config.num_attention_heads, "vocab_size": config.vocab_size}
+    told |= {"tokenizer_model": "gpt2", "token_list": tokens, "token_types": [3, 3, 3, 3] + [1] * len(letters)}
+    told |= {"token_merges": ["a b"], "bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0}
+    for what, value in told.items():
+        getattr(writer, f"add_{what}")(value)
+    names = {"model.embed_tokens.": "token_embd.", "model.norm.": "output_norm.", "model.layers.": "blk."}
+    names |= {f"self_attn.{letter}_proj": f"attn_{letter}" for letter in "qkv"} | {"self_attn.o_proj": "attn_output"}
+    names |= {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
+    names |= {"post_attention_layernorm": "ffn_norm", "input_layernorm": "attn_norm"}
     for key, value in model.state_dict().items():
         if key == "lm_head.weight":  # tied
             continue
@@ -111,7 +91,7 @@ def test_a_saved_folder(folder: Path) -> None:
 
 
 def test_a_gguf_file_becomes_a_model_that_can_be_trained_and_saved(
-    gguf_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    gguf_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = load_model(gguf_file, device="cpu")
     assert capfd.readouterr() == ("", "")  # no progress bars
@@ -123,26 +103,23 @@ def test_a_gguf_file_becomes_a_model_that_can_be_trained_and_saved(
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert 2 in loaded.eos_token_ids
     model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(logits(again), logits(model))
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+    # a folder with one file
+    assert next(load_model(gguf_file.parent, dtype="bfloat16").model.parameters()).dtype == torch.bfloat16
+    find_spec = loading.importlib.util.find_spec
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda n, *a: None if n == "gguf" else find_spec(n, *a))
+    with pytest.raises(ModelError, match=r"pip install 'covey\[gguf\]'"):
+        load_model(gguf_file)
 
 
-def test_a_folder_with_one_gguf_file(gguf_file: Path) -> None:
-    loaded = load_model(gguf_file.parent, dtype="bfloat16")
-    assert next(loaded.model.parameters()).dtype == torch.bfloat16
-
-
-def test_a_package_is_located_and_not_imported(
-    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_is_found_and_not_imported(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "covey_test_weights"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
     (package / "one.gguf").write_bytes(gguf_file.read_bytes())
     monkeypatch.syspath_prepend(str(tmp_path))
     for source in ("pkg:covey_test_weights", "pkg:covey-test-weights/one.gguf"):
-        loaded = load_model(source)
-        assert loaded.source == source
+        assert load_model(source).source == source
     assert "covey_test_weights" not in sys.modules
     with pytest.raises(ModelError, match=r"its \.gguf files: one\.gguf"):
         load_model("pkg:covey_test_weights/two.gguf")
@@ -157,6 +134,8 @@ def test_what_is_no_model(folder: Path, tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "text.txt").write_text("x")
     save_adapter(attach_lora(tiny_model("llama"), r=2), tmp_path / "adapter")
     (tmp_path / "broken.gguf").write_bytes(b"GGUF but no more")
+    shutil.copytree(folder, tmp_path / "damaged")
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"\0" * 64)
     for source, reason in (
         ("./nowhere/at/all", "there is no such file or folder"),
         ("nowhere.gguf", "there is no such file or folder"),
@@ -168,27 +147,25 @@ def test_what_is_no_model(folder: Path, tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / "text.txt", r"is a file but no \.gguf file"),
         (tmp_path / "adapter", "is an adapter, not a model"),
         (tmp_path / "broken.gguf", "cannot be loaded"),
+        (tmp_path / "damaged", "cannot be loaded"),
     ):
         with pytest.raises(ModelError, match=reason):
             load_model(source)
+    for setting in ({"dtype": "int8"}, {"device": "teapot"}, {"device": "cuda:99"}):
+        ((name, value),) = setting.items()
+        with pytest.raises(ModelError, match=rf"model\.{name}='{value}'"):
+            load_model(folder, **setting)
 
 
-def test_damaged_weights(folder: Path, tmp_path: Path) -> None:
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "model.safetensors").write_bytes(b"\0" * 64)
-    with pytest.raises(ModelError, match="cannot be loaded"):
-        load_model(tmp_path)
-
-
-@pytest.mark.parametrize("left_out", ["model.layers.1.self_attn.q_proj.weight", "model.norm.weight", "model.layers.1."])
-def test_weights_that_are_missing_are_not_made_up(folder: Path, tmp_path: Path, left_out: str) -> None:
+def test_weights_that_are_missing_are_not_made_up(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "model.safetensors"
-    kept = {name: value for name, value in load_file(file).items() if not name.startswith(left_out)}
-    save_file(kept, file, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=rf"its files lack \d+ of the weights .*, {left_out}.*may be incomplete"):
-        load_model(tmp_path)
+    for left_out in ("model.layers.1.self_attn.q_proj.weight", "model.norm.weight", "model.layers.1."):
+        whole = load_file(folder / file.name)
+        kept = {name: value for name, value in whole.items() if not name.startswith(left_out)}
+        save_file(kept, file, metadata={"format": "pt"})
+        with pytest.raises(ModelError, match=rf"its files lack \d+ of the weights .*, {left_out}.*may be incomplete"):
+            load_model(tmp_path)
 
 
 def test_a_missing_tokenizer(tmp_path: Path, folder: Path) -> None:
@@ -196,15 +173,6 @@ def test_a_missing_tokenizer(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(ModelError, match="tokenizer cannot be loaded"):
         load_model(tmp_path)
     assert load_model(tmp_path, folder).tokenizer.eos_token == END
-
-
-def test_reading_gguf_needs_its_package(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from covey.pytorch.models import loading
-
-    find_spec = loading.importlib.util.find_spec
-    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda n, *a: None if n == "gguf" else find_spec(n, *a))
-    with pytest.raises(ModelError, match=r"pip install 'covey\[gguf\]'"):
-        load_model(gguf_file)
 
 
 def test_a_built_model() -> None:
@@ -218,32 +186,16 @@ def test_a_built_model() -> None:
         load_model(model)
 
 
-def test_every_end_of_sequence_token_counts() -> None:
+def test_every_end_of_sequence_token_counts_and_a_tokenizer_without_padding_gets_some() -> None:
     model, tokenizer = tiny_model("llama"), tiny_tokenizer()
-    assert model.generation_config is not None
+    tokenizer.pad_token = None
+    assert load_model(model, tokenizer).tokenizer.pad_token == END
     model.generation_config.eos_token_id = [7, 9]
     model.config.eos_token_id = 7
     tokenizer.eos_token = "a"  # the template still ends turns with <|im_end|>
     expected = sorted({7, 9, tokenizer.convert_tokens_to_ids("a"), END_ID})
     assert load_model(model, tokenizer).eos_token_ids == tuple(expected)
 
-
-def test_a_tokenizer_without_padding_gets_some() -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.pad_token = None
-    assert load_model(tiny_model("llama"), tokenizer).tokenizer.pad_token == END
-
-
-def test_device_and_dtype_are_checked(folder: Path) -> None:
-    with pytest.raises(ModelError, match=r"model\.dtype='int8'"):
-        load_model(folder, dtype="int8")
-    with pytest.raises(ModelError, match=r"model\.device='teapot'"):
-        load_model(folder, device="teapot")
-    with pytest.raises(ModelError, match=r"model\.device='cuda:99'"):
-        load_model(folder, device="cuda:99")
-
-
-# ---------------------------------------------------------------------- GGUF files that Covey writes
 
 QWEN2 = next(split for split, name in _SPLITS.items() if name == "qwen2")
 LLAMA3 = next(split for split, name in _SPLITS.items() if name == "llama-bpe")
@@ -254,53 +206,39 @@ TEXT = "<|im_start|>Is the <tool> 12345 they'd use?<|im_end|>\n  é 🙂"
     ("family", "tied", "split", "width"),
     [("llama", True, None, 32), ("llama", False, LLAMA3, 32), ("qwen2", True, QWEN2, 32), ("qwen3", False, QWEN2, 512)],
 )
-def test_what_is_read_back_computes_the_same(
-    family: str, tied: bool, split: str | None, width: int, tmp_path: Path
-) -> None:
+def test_what_is_read_back_computes_the_same(family: str, tied: bool, split: Any, width: int, tmp_path: Path) -> None:
     """Bit for bit in float32; five rows of the embedding have no token. (transformers reads Qwen3's heads as 128.)"""
-    tokenizer = byte_tokenizer(split)
+    tokenizer, path = byte_tokenizer(split), tmp_path / "model.gguf"
     model = tiny_model(family, len(tokenizer) + 5, hidden_size=width, tie_word_embeddings=tied)
     loaded = load_model(model, tokenizer)
-    write_gguf(loaded, tmp_path / "model.gguf", "float32", "tiny")
-    found = load_model(tmp_path / "model.gguf", dtype="float32", device="cpu")
+    write_gguf(loaded, path, "float32", "tiny")
+    found = load_model(path, dtype="float32", device="cpu")
     ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
     assert torch.equal(found.model(ids).logits, model(ids).logits)
     assert found.tokenizer(TEXT)["input_ids"] == ids[0].tolist()
     assert found.tokenizer.decode(ids[0]) == tokenizer.decode(ids[0])
     assert found.tokenizer.chat_template == CHATML
     assert found.eos_token_ids == loaded.eos_token_ids
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision(dtype: str, tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer()
-    model = tiny_model("llama", len(tokenizer))
-    write_gguf(load_model(model, tokenizer), tmp_path / "model.gguf", dtype)
-    found = load_model(tmp_path / "model.gguf", dtype="float32", device="cpu").model
-    name = "model.layers.1.mlp.up_proj.weight"
-    wanted = model.get_parameter(name).to(getattr(torch, dtype)).float()
-    assert torch.equal(found.get_parameter(name), wanted)
+    if width == 32:
+        name = "model.layers.1.mlp.up_proj.weight"
+        for dtype in (torch.float16, torch.bfloat16):
+            write_gguf(loaded, path, str(dtype).removeprefix("torch."))
+            half = load_model(path, dtype="float32", device="cpu").model
+            assert torch.equal(half.get_parameter(name), model.get_parameter(name).to(dtype).float())
 
 
 def test_what_would_be_read_differently_is_refused(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer()
-    path = tmp_path / "model.gguf"
-    with pytest.raises(ModelError, match="a gemma2 model is not written as GGUF here, only llama"):
-        write_gguf(load_model(tiny_model("gemma2", len(tokenizer)), tokenizer), path)
-    with pytest.raises(ModelError, match="type WordLevel is not written"):
-        write_gguf(load_model(tiny_model("llama"), tiny_tokenizer()), path)
-    with pytest.raises(ModelError, match="way of splitting text"):
-        write_gguf(load_model(tiny_model("llama", len(tokenizer)), byte_tokenizer(r"\w+|\W")), path)
-    with pytest.raises(ModelError, match="tokens, the model 100"):
-        write_gguf(load_model(tiny_model("llama", 100), tokenizer), path)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
-    )
-    with pytest.raises(ModelError, match="linear rotary positions"):
-        write_gguf(load_model(LlamaForCausalLM(config), tokenizer), path)
+    tokenizer, path = byte_tokenizer(), tmp_path / "model.gguf"
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    stretched = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, rope_parameters=rope))
+    for model, own, words in (
+        (tiny_model("gemma2", len(tokenizer)), tokenizer, "a gemma2 model is not written as GGUF here, only llama"),
+        (tiny_model("llama"), tiny_tokenizer(), "type WordLevel is not written"),
+        (tiny_model("llama", len(tokenizer)), byte_tokenizer(r"\w+|\W"), "way of splitting text"),
+        (tiny_model("llama", 100), tokenizer, "tokens, the model 100"),
+        (stretched, tokenizer, "linear rotary positions"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            write_gguf(load_model(model, own), path)
     assert not path.exists()

@@ -1,6 +1,4 @@
-"""Chunked scores against the textbook formulas in float64, values and gradients."""
-
-from __future__ import annotations
+"""Chunked scores against the textbook formulas in float64, values and gradients; and products of matrices."""
 
 import math
 from typing import Any
@@ -8,10 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_helpers import Largest
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from covey.pytorch.logprobs import Head, ReferenceDistribution, TokenScores, score_tokens
+from covey.pytorch import products
+from covey.pytorch.logprobs import Head, ReferenceDistribution, score_tokens
 from covey.types import Support
 
 S, D, V = 7, 5, 11
@@ -50,26 +49,21 @@ def textbook(
             logits = head.softcap * torch.tanh(logits / head.softcap)
         logits = logits / temperature
         if support is not None:
-            kept = torch.from_numpy(support.ids[support.offsets[t] : support.offsets[t + 1]])
             mask = torch.full_like(logits, -math.inf)
-            mask[kept] = 0
+            mask[torch.from_numpy(support.ids[support.offsets[t] : support.offsets[t + 1]])] = 0
             logits = logits + mask
         return logits.softmax(0)
 
-    biased = head.bias is not None
     logps, entropies, divergences = [], [], []
-    assert head.weight is not None
     for t in range(len(hidden)):
         p = distribution(hidden[t], head.weight, head.bias, t)
         logps.append(p[targets[t]].log())
         seen = p[p > 0]
         entropies.append(-(seen * seen.log()).sum())
         if reference is not None:
-            q = distribution(reference.hidden[t], REFERENCE_WEIGHT, REFERENCE_BIAS if biased else None, t)
+            q = distribution(reference.hidden[t], REFERENCE_WEIGHT, None if head.bias is None else REFERENCE_BIAS, t)
             kl = (seen * (seen.log() - q[p > 0].log())).sum()
-            if reference.kind == "exact_weighted":
-                kl = kl * (p / (q + 1e-8)).mean()
-            divergences.append(kl)
+            divergences.append(kl * (p / (q + 1e-8)).mean() if reference.kind == "exact_weighted" else kl)
     return torch.stack(logps), torch.stack(entropies), torch.stack(divergences) if divergences else None
 
 
@@ -105,66 +99,36 @@ def test_values_and_gradients_are_the_textbook_ones(case: str, trainable: str, k
     if trainable != "hidden":
         leaves += [x.requires_grad_() for x in (weight, bias) if x is not None]
     scale, softcap = options.get("scale", 1.0), options.get("softcap")
-    plain_head = Head(weight, bias, scale, softcap)
+    head = plain_head = Head(weight, bias, scale, softcap)
+    own_leaves = leaves
     if trainable == "module":
         linear = nn.Linear(D, V, bias=bias is not None, dtype=torch.float64)
-        linear.weight = nn.Parameter(weight.detach().clone())
-        if bias is not None:
-            linear.bias = nn.Parameter(bias.detach().clone())
-        head = Head(None, None, scale, softcap, linear)
-        own_leaves = [hidden, *linear.parameters()]
-    else:
-        head, own_leaves = plain_head, leaves
+        linear.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
+        head, own_leaves = Head(None, None, scale, softcap, linear), [hidden, *linear.parameters()]
     reference = None if kind is None else reference_of(plain_head, kind)
-
     expected = textbook(hidden, targets, plain_head, temperature, support, reference)
-    scores = score_tokens(
-        hidden,
-        targets,
-        head,
-        temperature=temperature,
-        entropy=True,
-        entropy_grad=True,
-        support=support,
-        reference=reference,
-        chunk_rows=3,
-    )
+    more = {"entropy": True, "entropy_grad": True, "support": support, "reference": reference, "chunk_rows": 3}
+    scores = score_tokens(hidden, targets, head, temperature=temperature, **more)
     got = (scores.logp, scores.entropy, scores.exact_kl)
     weights = torch.linspace(-1, 2, S, dtype=torch.float64)
 
     def total(parts: tuple[Tensor | None, ...]) -> Tensor:
         return sum(((n + 1) * weights * x).sum() for n, x in enumerate(parts) if x is not None)  # type: ignore[return-value, misc]
 
-    for mine, theirs in zip(got, expected, strict=True):
-        assert (mine is None) == (theirs is None)
-        if mine is not None and theirs is not None:
-            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
-    mine_grads = torch.autograd.grad(total(got), own_leaves)
-    their_grads = torch.autograd.grad(total(expected), leaves)
-    for mine_grad, their_grad in zip(mine_grads, their_grads, strict=True):
-        torch.testing.assert_close(mine_grad, their_grad, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+    mine, theirs = torch.autograd.grad(total(got), own_leaves), torch.autograd.grad(total(expected), leaves)
+    torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("head_is_trained", [False, True])
 def test_finite_differences(head_is_trained: bool) -> None:
     hidden, targets, weight, bias = make(bias=True)
-    assert bias is not None
     reference = reference_of(Head(weight, bias, 0.5, 4.0), "exact_weighted")
+    options: dict[str, Any] = {"entropy": True, "entropy_grad": True, "reference": reference, "chunk_rows": 4}
 
     def scores(*tensors: Tensor) -> tuple[Tensor, ...]:
         h, w, b = tensors if head_is_trained else (tensors[0], weight, bias)
-        out = score_tokens(
-            h,
-            targets,
-            Head(w, b, 0.5, 4.0),
-            temperature=0.9,
-            entropy=True,
-            entropy_grad=True,
-            reference=reference,
-            chunk_rows=4,
-        )
-        assert out.entropy is not None
-        assert out.exact_kl is not None
+        out = score_tokens(h, targets, Head(w, b, 0.5, 4.0), temperature=0.9, **options)
         return out.logp, out.entropy, out.exact_kl
 
     inputs = (hidden, weight.requires_grad_(), bias.requires_grad_()) if head_is_trained else (hidden,)
@@ -176,8 +140,6 @@ def test_a_uniform_distribution_by_hand() -> None:
     zeros, head = torch.zeros(2, D), Head(torch.randn(V, D))
     reference = ReferenceDistribution(zeros, head.logits)
     scores = score_tokens(zeros, torch.tensor([0, 3]), head, entropy=True, reference=reference)
-    assert scores.entropy is not None
-    assert scores.exact_kl is not None
     torch.testing.assert_close(scores.logp, torch.full((2,), -math.log(V)))
     torch.testing.assert_close(scores.entropy, torch.full((2,), math.log(V)))
     assert scores.exact_kl.abs().max() < 1e-6
@@ -187,86 +149,112 @@ def test_a_support_of_one_id_leaves_no_choice() -> None:
     hidden, targets, weight, _ = make()
     only = Support(targets.numpy(), np.arange(S + 1))
     scores = score_tokens(hidden, targets, Head(weight), support=only, entropy=True, entropy_grad=True)
-    assert scores.entropy is not None
-    assert scores.logp.abs().max() < 1e-12
-    assert scores.entropy.abs().max() < 1e-12
     (grad,) = torch.autograd.grad(scores.logp.sum() + scores.entropy.sum(), hidden)
-    assert grad.abs().max() < 1e-12
+    assert max(value.abs().max() for value in (scores.logp, scores.entropy, grad)) < 1e-12
 
 
-def test_temperature_zero_is_scored_at_one() -> None:
-    hidden, targets, weight, _ = make()
-    greedy = score_tokens(hidden, targets, Head(weight), temperature=0.0)
-    torch.testing.assert_close(greedy.logp, score_tokens(hidden, targets, Head(weight)).logp)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 7, 100])
-def test_chunks_do_not_show(rows: int) -> None:
+def test_temperature_zero_is_scored_at_one_and_chunks_do_not_show() -> None:
     hidden, targets, weight, _ = make()
     whole = score_tokens(hidden, targets, Head(weight), entropy=True)
-    parts = score_tokens(hidden, targets, Head(weight), entropy=True, chunk_rows=rows)
-    torch.testing.assert_close(parts.logp, whole.logp, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(parts.entropy, whole.entropy, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(score_tokens(hidden, targets, Head(weight), temperature=0.0).logp, whole.logp)
+    for rows in (1, 2, 7, 100):
+        parts = score_tokens(hidden, targets, Head(weight), entropy=True, chunk_rows=rows)
+        torch.testing.assert_close((parts.logp, parts.entropy), (whole.logp, whole.entropy), rtol=1e-12, atol=1e-12)
 
 
 def test_nothing_to_score() -> None:
     for head in (Head(torch.randn(V, D)), Head(None, module=nn.Linear(D, V))):
         hidden = torch.zeros(0, D, requires_grad=True)
-        scores = score_tokens(hidden, torch.zeros(0, dtype=torch.long), head, entropy=True)
-        assert scores.logp.shape == (0,)
+        assert score_tokens(hidden, torch.zeros(0, dtype=torch.long), head, entropy=True).logp.shape == (0,)
 
 
 def test_half_precision_is_accumulated_in_float32() -> None:
-    generator = torch.Generator().manual_seed(0)
+    generator, targets = torch.Generator().manual_seed(0), torch.arange(S)
     hidden = (4 * torch.randn(S, 64, generator=generator)).bfloat16().requires_grad_()
     weight = torch.randn(V, 64, generator=generator).bfloat16()
-    targets = torch.arange(S)
-    scores = score_tokens(hidden, targets, Head(weight))
+    logp = score_tokens(hidden, targets, Head(weight)).logp
     exact = (hidden.double() @ weight.double().T).log_softmax(-1)[torch.arange(S), targets]
-    assert scores.logp.dtype == torch.float32
-    torch.testing.assert_close(scores.logp.double(), exact, rtol=1e-5, atol=1e-4)
-    (grad,) = torch.autograd.grad(scores.logp.sum(), hidden)
+    assert logp.dtype == torch.float32
+    torch.testing.assert_close(logp.double(), exact, rtol=1e-5, atol=1e-4)
+    (grad,) = torch.autograd.grad(logp.sum(), hidden)
     assert grad.dtype == torch.bfloat16
-
-
-class Largest(TorchDispatchMode):
-    """Remembers the largest tensor that any operation returned, in elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for value in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(value, Tensor):
-                self.numel = max(self.numel, value.untyped_storage().nbytes() // value.element_size())
-        return out
 
 
 @pytest.mark.parametrize("kind", ["frozen", "trained", "module"])
 def test_logits_never_exist_whole(kind: str) -> None:
     tokens, width, vocabulary, rows = 64, 4, 32, 8
-    hidden = torch.randn(tokens, width, requires_grad=True)
+    hidden, targets = torch.randn(tokens, width, requires_grad=True), torch.zeros(tokens, dtype=torch.long)
     weight = torch.randn(vocabulary, width, requires_grad=kind == "trained")
     head = Head(None, module=nn.Linear(width, vocabulary)) if kind == "module" else Head(weight)
     reference = ReferenceDistribution(hidden.detach(), Head(weight.detach()).logits)
     with Largest() as largest:
-        scores = score_tokens(
-            hidden, torch.zeros(tokens, dtype=torch.long), head, entropy=True, reference=reference, chunk_rows=rows
-        )
-        assert scores.exact_kl is not None
+        scores = score_tokens(hidden, targets, head, entropy=True, reference=reference, chunk_rows=rows)
         (scores.logp.sum() + scores.exact_kl.sum()).backward()
     assert rows * vocabulary <= largest.numel <= 2 * rows * vocabulary < tokens * vocabulary
 
 
 def test_nothing_is_kept_without_gradients() -> None:
     hidden, targets, weight, _ = make()
-    with torch.no_grad():
-        scores = score_tokens(hidden, targets, Head(weight), entropy=True)
-    assert isinstance(scores, TokenScores)
-    assert not scores.logp.requires_grad
-    with_grad = score_tokens(hidden, targets, Head(weight), entropy=True)
-    assert with_grad.logp.requires_grad
-    assert with_grad.entropy is not None
-    assert not with_grad.entropy.requires_grad
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            scores = score_tokens(hidden, targets, Head(weight), entropy=True)
+        assert scores.logp.requires_grad == grad
+        assert not scores.entropy.requires_grad
+
+
+@pytest.fixture(params=[False, True], ids=["torch", "onednn"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if request.param and not products.can_pack():
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(products, "prefers_onednn", lambda: request.param)
+    return bool(request.param)
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize(("rows", "inner", "outer"), [(1, 5, 7), (33, 48, 16), (130, 64, 300)])
+def test_equal_to_float64(library: bool, rows: int, inner: int, outer: int) -> None:
+    x, weight, bias, start = drawn(rows, inner), drawn(outer, inner), drawn(outer), drawn(rows, outer)
+    right = x.double() @ weight.double().T
+    turned = weight.T.contiguous().T
+    found = [products.linear(x, weight, bias) - bias, products.linear(x, turned), products.product(x, weight.T)]
+    found += [products.product_into(torch.empty(rows, outer), x, weight.T)]
+    found += [products.product(x.T.contiguous().T, turned.T)]
+    found += [(products.add_product(start.clone(), x, weight.T, 0.5) - start) / 0.5]
+    columns = torch.cat([drawn(outer, 3), weight, drawn(outer, 3)], dim=1)[:, 3 : 3 + inner]
+    found += [products.linear(x, columns), products.product(columns, x.T).T]  # a part of a wider matrix
+    for each in found:
+        torch.testing.assert_close(each.double(), right, rtol=1e-5, atol=1e-5 * inner**0.5)
+
+
+def test_wide_results_are_written_in_parts(library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_COLUMNS", 64)
+    x, weight = drawn(9, 20), drawn(150, 20)
+    out = torch.empty(9, 150)
+    assert products.product_into(out, x, weight.T) is out
+    torch.testing.assert_close(out, x @ weight.T)
+
+
+def test_what_is_differentiated_has_its_gradient(library: bool) -> None:
+    x, weight = drawn(6, 4).requires_grad_(), drawn(3, 4).requires_grad_()
+    products.linear(x, weight).square().sum().backward()
+    y = x.detach() @ weight.detach().T
+    torch.testing.assert_close(x.grad, 2 * y @ weight.detach())
+    torch.testing.assert_close(weight.grad, 2 * y.T @ x.detach())
+
+
+def test_a_bias_may_be_a_view_and_may_be_trained(library: bool) -> None:
+    x, weight, wide = drawn(4, 8), drawn(10, 8), drawn(20).requires_grad_()
+    found = products.linear(x, weight, wide[::2])
+    torch.testing.assert_close(found, x @ weight.T + wide[::2])
+    torch.testing.assert_close(products.linear(x, weight, drawn(1).expand(10)), x @ weight.T + drawn(1))
+    found.sum().backward()
+    assert wide.grad[::2].tolist() == [4.0] * 10
+
+
+def test_nothing_and_other_types_are_left_to_torch(library: bool) -> None:
+    assert products.linear(drawn(0, 4), drawn(3, 4)).shape == (0, 3)
+    wide = products.product(drawn(2, 4).double(), drawn(4, 3).double())
+    assert wide.dtype == torch.float64

@@ -1,51 +1,38 @@
 """Adapters are PEFT's own in numbers and files; the leaner layer computes the same."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora.layer import Linear as PeftLoraLinear
 from safetensors.torch import load, save_file
-from tiny_models import tiny_model
+from tiny_models import tiny_model, trained
 from torch import Tensor, nn
 
 from covey.adapters import CONFIG_FILE, WEIGHTS_FILE
 from covey.errors import ModelError
-from covey.pytorch.models.lora import (
-    LeanLoraLinear,
-    adapters_off,
-    attach_adapter,
-    attach_lora,
-    load_adapter,
-    save_adapter,
-)
+from covey.pytorch.models import lora
+from covey.pytorch.models.lora import adapters_off, attach_adapter, attach_lora, load_adapter, save_adapter
 
 TOKENS = torch.arange(4, 16).view(2, 6)
 
 
-def adapted(family: str = "llama", *, seed: int = 0, filled: bool = True, **options: object) -> PeftModel:
-    model = attach_lora(tiny_model(family), r=4, alpha=8, seed=seed, **options)  # type: ignore[arg-type]
+def adapted(family: str = "llama", *, seed: int = 0, filled: bool = True, **options: Any) -> PeftModel:
+    model = attach_lora(tiny_model(family), r=4, alpha=8, seed=seed, **options)
     if filled:
         generator = torch.Generator().manual_seed(seed + 1)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+        for parameter in trained(model).values():
+            parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
     return model
 
 
-def trained(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
 def as_peft(model: PeftModel) -> PeftModel:
-    """The same adapter on PEFT's own layers."""
     for module in model.modules():
-        if isinstance(module, LeanLoraLinear):
+        if isinstance(module, lora.LeanLoraLinear):
             module.__class__ = PeftLoraLinear
     return model
 
@@ -60,15 +47,14 @@ def outcome(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])  # without bias, with bias, Conv1D
 def test_the_lean_layer_computes_what_peft_computes(family: str) -> None:
     model = adapted(family)
-    assert any(isinstance(m, LeanLoraLinear) for m in model.modules())
+    assert any(isinstance(m, lora.LeanLoraLinear) for m in model.modules())
     logits, grads = outcome(model)
     expected_logits, expected_grads = outcome(as_peft(model))
     assert grads.keys() == expected_grads.keys() == trained(model).keys()
     scale = 1e-5 * float(expected_logits.abs().max())  # two libraries may have multiplied
     torch.testing.assert_close(logits, expected_logits, rtol=1e-5, atol=scale)
-    for name, grad in grads.items():
-        largest = float(expected_grads[name].abs().max())
-        torch.testing.assert_close(grad, expected_grads[name], rtol=1e-4, atol=1e-5 * max(1.0, largest))
+    for name, grad in expected_grads.items():
+        torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-5 * max(1.0, float(grad.abs().max())))
 
 
 def test_float32_adapters_on_a_bfloat16_model() -> None:
@@ -96,7 +82,6 @@ def test_dropout_goes_through_peft() -> None:
 
 
 def test_a_fresh_adapter_changes_nothing_and_depends_on_its_seed_alone() -> None:
-    bare = tiny_model("llama")(TOKENS).logits
     torch.manual_seed(123)
     one = adapted(seed=7, filled=False)
     torch.manual_seed(456)
@@ -104,7 +89,7 @@ def test_a_fresh_adapter_changes_nothing_and_depends_on_its_seed_alone() -> None
     two = adapted(seed=7, filled=False)
     assert torch.equal(torch.random.get_rng_state(), state)
     three = adapted(seed=8, filled=False)
-    assert torch.equal(one(TOKENS).logits, bare)
+    assert torch.equal(one(TOKENS).logits, tiny_model("llama")(TOKENS).logits)
     names = [name for name in trained(one) if "lora_A" in name]
     assert names
     for name in names:
@@ -113,8 +98,7 @@ def test_a_fresh_adapter_changes_nothing_and_depends_on_its_seed_alone() -> None
 
 
 def test_what_is_trained() -> None:
-    model = adapted(target_modules=["q_proj"])
-    assert all(".q_proj.lora_" in name for name in trained(model))
+    assert all(".q_proj.lora_" in name for name in trained(adapted(target_modules=["q_proj"])))
     own = attach_lora(tiny_model("llama"), config=LoraConfig(r=2, target_modules=["v_proj"]))
     assert all(".v_proj.lora_" in name for name in trained(own))
     assert attach_lora(own) is own
@@ -122,31 +106,25 @@ def test_what_is_trained() -> None:
         attach_lora(tiny_model("llama"), target_modules=["no_such_layer"])
 
 
-def test_adapters_off_is_the_base_model_and_leaves_no_trace() -> None:
-    model = adapted()
+def test_adapters_off_is_the_base_model_and_leaves_no_trace_and_copies_are_independent() -> None:
+    model, bare = adapted(), tiny_model("llama")(TOKENS).logits
     before = model(TOKENS).logits
     flags = {name: p.requires_grad for name, p in model.named_parameters()}
     with adapters_off(model):
-        assert torch.equal(model(TOKENS).logits, tiny_model("llama")(TOKENS).logits)
+        assert torch.equal(model(TOKENS).logits, bare)
     assert torch.equal(model(TOKENS).logits, before)
     assert flags == {name: p.requires_grad for name, p in model.named_parameters()}
     with pytest.raises(KeyError), adapters_off(model):
         raise KeyError
-    assert torch.equal(model(TOKENS).logits, before)
-
-
-def test_copies_are_independent() -> None:
-    model = adapted()
     other = copy.deepcopy(model)
-    before = model(TOKENS).logits
     for parameter in trained(other).values():
         parameter.data.zero_()
     assert torch.equal(model(TOKENS).logits, before)
-    assert torch.equal(other(TOKENS).logits, tiny_model("llama")(TOKENS).logits)
+    assert torch.equal(other(TOKENS).logits, bare)
 
 
 def test_saved_adapters_are_read_by_peft_and_by_us(tmp_path: Path) -> None:
-    model = adapted()
+    model, loaded = adapted(), adapted(seed=5)
     save_adapter(model, tmp_path)
     expected = model(TOKENS).logits
     by_peft = PeftModel.from_pretrained(tiny_model("llama"), str(tmp_path))
@@ -154,17 +132,18 @@ def test_saved_adapters_are_read_by_peft_and_by_us(tmp_path: Path) -> None:
     attached = attach_adapter(tiny_model("llama"), tmp_path)
     assert torch.equal(attached(TOKENS).logits, expected)
     assert trained(attached).keys() == trained(model).keys()
-    loaded = adapted(seed=5)
     load_adapter(loaded, tmp_path)
     assert torch.equal(loaded(TOKENS).logits, expected)
 
 
 def test_an_adapter_for_another_model_is_refused_before_anything_changes(tmp_path: Path) -> None:
-    wide = attach_lora(tiny_model("llama", hidden_size=64), r=4, alpha=8)
-    save_adapter(wide, tmp_path / "wide")
-    save_adapter(attach_lora(tiny_model("llama", num_layers=3), r=4, alpha=8), tmp_path / "deep")
-    save_adapter(attach_lora(tiny_model("llama"), r=2, alpha=8), tmp_path / "rank")
-    save_adapter(attach_lora(tiny_model("llama"), r=4, alpha=8, target_modules=["q_proj"]), tmp_path / "few")
+    for name, model, options in (
+        ("wide", {"hidden_size": 64}, {}),
+        ("deep", {"num_layers": 3}, {}),
+        ("rank", {}, {"r": 2}),
+        ("few", {}, {"target_modules": ["q_proj"]}),
+    ):
+        save_adapter(attach_lora(tiny_model("llama", **model), **{"r": 4, "alpha": 8} | options), tmp_path / name)
     for name, reason in (
         ("wide", r"down_proj: the adapter is for a layer of \(64, 128\), the model's is \(32, 64\)"),
         ("deep", r"has no model\.layers\.2"),
@@ -196,22 +175,26 @@ def test_an_adapter_of_a_shallower_model_is_put_on_with_a_word(tmp_path: Path) -
 
 
 def test_damaged_and_pickled_adapters_are_refused(tmp_path: Path) -> None:
-    model = adapted()
+    model, config, file = adapted(), tmp_path / CONFIG_FILE, tmp_path / WEIGHTS_FILE
     with pytest.raises(ModelError, match=CONFIG_FILE):
         load_adapter(model, tmp_path)
     save_adapter(model, tmp_path)
-    weights = load((tmp_path / WEIGHTS_FILE).read_bytes())  # not mapped: the file is about to be overwritten
-    (tmp_path / WEIGHTS_FILE).write_bytes(b"not a tensor file")
-    with pytest.raises(ModelError, match="damaged"):
-        load_adapter(model, tmp_path)
-    (tmp_path / WEIGHTS_FILE).unlink()
-    torch.save(weights, tmp_path / "adapter_model.bin")
-    with pytest.raises(ModelError, match=r"pickled \.bin adapters are not read"):
-        load_adapter(model, tmp_path)
-    save_file(weights, tmp_path / WEIGHTS_FILE)
-    (tmp_path / CONFIG_FILE).write_text("{")
-    with pytest.raises(ModelError, match="damaged"):
-        load_adapter(model, tmp_path)
-    (tmp_path / CONFIG_FILE).write_text(json.dumps({"peft_type": "NO_SUCH_TYPE"}))
-    with pytest.raises(ModelError, match="damaged"):
-        load_adapter(model, tmp_path)
+    weights = load(file.read_bytes())  # not mapped: the file is about to be overwritten
+
+    def pickled() -> None:
+        file.unlink()
+        torch.save(weights, tmp_path / "adapter_model.bin")
+
+    def without_a_config() -> None:
+        save_file(weights, file)
+        config.write_text("{")
+
+    for damage, words in (
+        (lambda: file.write_bytes(b"not a tensor file"), "damaged"),
+        (pickled, r"pickled \.bin adapters are not read"),
+        (without_a_config, "damaged"),
+        (lambda: config.write_text(json.dumps({"peft_type": "NO_SUCH_TYPE"})), "damaged"),
+    ):
+        damage()
+        with pytest.raises(ModelError, match=words):
+            load_adapter(model, tmp_path)

@@ -4,8 +4,6 @@ does with a tiny model of each family.
 COVEY_WRITE_DOCS=1 pytest tests/pytorch/test_pages.py      # writes them
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -27,57 +25,42 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def drawn(rows: list[list[str]], left: int = 99) -> str:
     """A table of Markdown; columns from `left` on are numbers."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rules = ["-" * width if i < left else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
-    lines = []
-    for row in [rows[0], rules, *rows[1:]]:
-        texts = (
-            f"{text:{'<' if i < left else '>'}{width}}" for i, (text, width) in enumerate(zip(row, widths, strict=True))
-        )
-        lines.append("| " + " | ".join(texts) + " |")
-    return "\n".join(lines)
+    return "\n".join(
+        "| " + " | ".join(f"{row[i]:{'<' if i < left else '>'}{width}}" for i, width in enumerate(widths)) + " |"
+        for row in [rows[0], rules, *rows[1:]]
+    )
 
-
-# ---------------------------------------------------------------------- memory.md
 
 DEVICES = (12, 24, 48, 80, 141)
 
 
-def qwen(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int = 151936) -> Any:
-    """A model of Qwen2.5's family: heads of queries, and of keys and values; embeddings are tied up to 3B."""
+def model(kind: Any, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> Any:
+    """Layers, heads of queries, and of keys and values; embeddings of Qwen's are tied up to 3B."""
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": vocabulary}
-    kept = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "tie_word_embeddings": hidden <= 2048}
-    return Qwen2Config(**sizes, **kept, max_position_embeddings=32768)
-
-
-def llama(hidden: int, inner: int, layers: int, heads: int) -> Any:
-    """A model of Llama 3.1's."""
-    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": 128256}
-    kept = {"num_attention_heads": heads, "num_key_value_heads": 8, "tie_word_embeddings": False}
-    return LlamaConfig(**sizes, **kept, max_position_embeddings=131072)
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "tie_word_embeddings": hidden <= 2048}
+    return kind(**sizes, **heads_of, max_position_embeddings=131072 if kind is LlamaConfig else 32768)
 
 
 SIZES = {
-    "0.5B (Qwen2.5-0.5B)": qwen(896, 4864, 24, 14, 2),
-    "1.5B (Qwen2.5-1.5B)": qwen(1536, 8960, 28, 12, 2),
-    "3B (Qwen2.5-3B)": qwen(2048, 11008, 36, 16, 2),
-    "8B (Llama 3.1 8B)": llama(4096, 14336, 32, 32),
-    "14B (Qwen2.5-14B)": qwen(5120, 13824, 48, 40, 8, 152064),
-    "32B (Qwen2.5-32B)": qwen(5120, 27648, 64, 40, 8, 152064),
-    "70B (Llama 3.1 70B)": llama(8192, 28672, 80, 64),
+    "0.5B (Qwen2.5-0.5B)": model(Qwen2Config, 896, 4864, 24, 14, 2, 151936),
+    "1.5B (Qwen2.5-1.5B)": model(Qwen2Config, 1536, 8960, 28, 12, 2, 151936),
+    "3B (Qwen2.5-3B)": model(Qwen2Config, 2048, 11008, 36, 16, 2, 151936),
+    "8B (Llama 3.1 8B)": model(LlamaConfig, 4096, 14336, 32, 32, 8, 128256),
+    "14B (Qwen2.5-14B)": model(Qwen2Config, 5120, 13824, 48, 40, 8, 152064),
+    "32B (Qwen2.5-32B)": model(Qwen2Config, 5120, 27648, 64, 40, 8, 152064),
+    "70B (Llama 3.1 70B)": model(LlamaConfig, 8192, 28672, 80, 64, 8, 128256),
 }
+CHECKPOINTING: dict[str, Any] = {"gradient_checkpointing": True}
+ALL_WEIGHTS = CHECKPOINTING | {"use_peft": False, "autocast": "bfloat16"}
 WAYS: dict[str, dict[str, Any]] = {
     "LoRA": {},
-    "LoRA, checkpointing": {"gradient_checkpointing": True},
-    "LoRA, checkpointing, sampler elsewhere": {"gradient_checkpointing": True, "samplers": 1},
-    "LoRA on `nf4`, the same": {"gradient_checkpointing": True, "samplers": 1, "quantization": "nf4"},
-    "all weights, checkpointing": {"gradient_checkpointing": True, "use_peft": False, "autocast": "bfloat16"},
-    "the same with `optim.offload`": {
-        "gradient_checkpointing": True,
-        "use_peft": False,
-        "autocast": "bfloat16",
-        "offload": True,
-    },
+    "LoRA, checkpointing": CHECKPOINTING,
+    "LoRA, checkpointing, sampler elsewhere": CHECKPOINTING | {"samplers": 1},
+    "LoRA on `nf4`, the same": CHECKPOINTING | {"samplers": 1, "quantization": "nf4"},
+    "all weights, checkpointing": ALL_WEIGHTS,
+    "the same with `optim.offload`": ALL_WEIGHTS | {"offload": True},
 }
 
 
@@ -90,56 +73,37 @@ def cells(name: str, shapes: dict[bool, Shape], way: str) -> list[str]:
     return [name, way, *(f"{tokens:,}" if tokens >= 128 else "-" for tokens in rounded)]
 
 
+def shape_of(config: Any, use_peft: bool) -> Shape:
+    dtype = dtype_of(GRPOConfig(use_peft=use_peft))
+    return Shape.of(build_empty(config, dtype, r=16) if use_peft else build_empty(config, dtype))
+
+
 def what_fits() -> str:
     rows = [["model", "trained", *(f"{size} GB" for size in DEVICES)]]
     for name, config in SIZES.items():
-        shapes = {
-            use_peft: Shape.of(
-                build_empty(config, dtype_of(GRPOConfig(use_peft=use_peft)), **({"r": 16} if use_peft else {}))
-            )
-            for use_peft in (True, False)
-        }
+        shapes = {use_peft: shape_of(config, use_peft) for use_peft in (True, False)}
         rows += [cells(name, shapes, way) for way in WAYS]
     return drawn(rows, left=2)
 
 
-# ---------------------------------------------------------------------- models.md
-
-MODELS = {
-    "llama": "Llama 2 and 3, SmolLM2, TinyLlama",
-    "qwen2": "Qwen2, Qwen2.5",
-    "qwen3": "Qwen3",
-    "mistral": "Mistral 7B",
-    "gemma2": "Gemma 2",
-    "gemma3": "Gemma 3 270M and 1B",
-    "phi3": "Phi-3 4k, Phi-4",
-    "phi3_long": "Phi-3 128k, Phi-4-mini",
-    "granite": "Granite 3",
-    "smollm3": "SmolLM3",
-    "olmo2": "OLMo-2",
-    "glm": "GLM-4 9B of 2024",
-    "glm4": "GLM-4 0414",
-    "qwen3_moe": "Qwen3 30B-A3B and 235B-A22B",
-    "gpt_oss": "GPT-OSS",
-    "gpt2": "GPT-2",
-}
-
-
-def trainer(policy: Policy) -> str:
-    if policy.prefix_sharing_obstacle is not None:
-        return "own code, padded"
-    return "own code, shared" if policy.fused_obstacle is not None else "fused layers"
+MODELS = {"llama": "Llama 2 and 3, SmolLM2, TinyLlama", "qwen2": "Qwen2, Qwen2.5", "qwen3": "Qwen3"}
+MODELS |= {"mistral": "Mistral 7B", "gemma2": "Gemma 2", "gemma3": "Gemma 3 270M and 1B", "phi3": "Phi-3 4k, Phi-4"}
+MODELS |= {"phi3_long": "Phi-3 128k, Phi-4-mini", "granite": "Granite 3", "smollm3": "SmolLM3", "olmo2": "OLMo-2"}
+MODELS |= {"glm": "GLM-4 9B of 2024", "glm4": "GLM-4 0414", "qwen3_moe": "Qwen3 30B-A3B and 235B-A22B"}
+MODELS |= {"gpt_oss": "GPT-OSS", "gpt2": "GPT-2"}
 
 
 def row(family: str) -> list[str]:
     policy = Policy.load(tiny_model(family), tiny_tokenizer(), lora_r=4)
+    trainer = "own code, shared" if policy.fused_obstacle else "fused layers"
+    if policy.prefix_sharing_obstacle:
+        trainer = "own code, padded"
     engine = Engine(policy.model, dtype=torch.float32)
-    return [MODELS[family], f"`{type(tiny_model(family)).__name__}`", trainer(policy), engine.runner]
+    return [MODELS[family], f"`{type(tiny_model(family)).__name__}`", trainer, engine.runner]
 
 
 def what_serves() -> str:
-    rows = [["models", "class in transformers", "trainer", "sampler"], *map(row, EVERY_FAMILY)]
-    return drawn(rows)
+    return drawn([["models", "class in transformers", "trainer", "sampler"], *map(row, EVERY_FAMILY)])
 
 
 @pytest.mark.parametrize(("page", "table"), [("memory.md", what_fits), ("models.md", what_serves)])

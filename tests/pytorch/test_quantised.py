@@ -1,14 +1,12 @@
 """Frozen layers in 4 and 8 bits: what they stand for, what a policy computes with them, and who samples from it."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from learner_cases import make_batch
+from learner_cases import fill, make_batch
 from peft import LoraConfig
 from tiny_models import tiny_model, tiny_tokenizer
 from torch import Tensor, nn
@@ -20,14 +18,7 @@ from covey.errors import ConfigError, ModelError
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import EffectiveWeights
 from covey.pytorch.models.loading import load_model
-from covey.pytorch.models.quantised import (
-    dequantised,
-    held_bytes,
-    is_quantised,
-    plain_linear,
-    quantise,
-    quantised_layers,
-)
+from covey.pytorch.models.quantised import dequantised, is_quantised, plain_linear, quantise, quantised_layers
 from covey.pytorch.policy import Policy
 from covey.pytorch.rounding import truth_and_own, unexplained
 from covey.rollout.packing import pack_episodes
@@ -40,16 +31,8 @@ CPU = torch.device("cpu")
 IDS = torch.arange(4, 20)[None]
 
 
-def filled(policy: Policy) -> Policy:
-    generator = torch.Generator().manual_seed(1)
-    for parameter in policy.trainable_parameters():
-        parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return policy
-
-
 def policy_of(kind: str, family: str = "llama", dtype: str = "auto", **options: Any) -> Policy:
-    model = tiny_model(family)
-    return filled(Policy.load(model, tiny_tokenizer(), quantization=kind, dtype=dtype, lora_r=4, **options))
+    return fill(Policy.load(tiny_model(family), tiny_tokenizer(), quantization=kind, dtype=dtype, lora_r=4, **options))
 
 
 def with_plain_layers(policy: Policy, dtype: str = "float32", **options: Any) -> Policy:
@@ -62,11 +45,16 @@ def with_plain_layers(policy: Policy, dtype: str = "float32", **options: Any) ->
         if base is not None and is_quantised(base):
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, plain_linear(base))
-    return filled(Policy.load(model, tiny_tokenizer(), dtype=dtype, lora_r=4, fused_layers=False, **options))
+    return fill(Policy.load(model, tiny_tokenizer(), dtype=dtype, lora_r=4, fused_layers=False, **options))
+
+
+def quantised(layer: nn.Linear, kind: str) -> nn.Sequential:
+    model = nn.Sequential(layer)
+    quantise(model, kind, CPU, "a layer")
+    return model
 
 
 def scored(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probabilities of a batch, and the gradients of a linear function of them."""
     (pack,) = pack_episodes(make_batch().episodes)
     logp = policy.score(pack).logp
     policy.model.zero_grad()
@@ -77,55 +65,41 @@ def scored(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
 def error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
     """Length of the difference of two gradients, as a part of the second's."""
     assert found.keys() == truth.keys()
-    squares = [
-        sum(float(x.square().sum()) for x in each)
-        for each in ((found[name] - truth[name] for name in truth), truth.values())
-    ]
-    return (squares[0] / squares[1]) ** 0.5
-
-
-# ------------------------------------------------------------------------------------------ what a weight stands for
+    off = sum(float((found[name] - value).square().sum()) for name, value in truth.items())
+    return (off / sum(float(value.square().sum()) for value in truth.values())) ** 0.5
 
 
 def test_eight_bits_by_hand() -> None:
     """Each row is rounded to 127 steps of its largest number: 0.5 becomes 64 steps of 1/127, -0.002 none."""
-    linear = nn.Linear(2, 2, bias=False)
-    linear.weight.data = torch.tensor([[1.0, 0.5], [-0.5, -0.002]])
     expected = torch.tensor([[1.0, 64 / 127], [-0.5, -0.5 / 127]])
     for kind in ("int8", "torchao_int8"):
-        model = nn.Sequential(nn.Linear(2, 2, bias=False))
-        model[0].weight.data = linear.weight.data.clone()
-        quantise(model, kind, CPU, "two layers")
+        layer = nn.Linear(2, 2, bias=False)
+        layer.weight.data = torch.tensor([[1.0, 0.5], [-0.5, -0.002]])
         # bitsandbytes' -0.002 is 0.508 steps, torchao's scale is 1/127.5, as the 8 bits reach down to -128
-        torch.testing.assert_close(dequantised(model[0]), expected, atol=4.5e-3, rtol=0)
+        torch.testing.assert_close(dequantised(quantised(layer, kind)[0]), expected, atol=4.5e-3, rtol=0)
+
+
+def test_bytes_by_hand() -> None:
+    """64 x 64 numbers: 4 bits each, a scale of 8 bits for each 64, and one of 32 bits for 256 of those."""
+    four, eight, theirs = (quantised(nn.Linear(64, 64, bias=False), kind)[0] for kind in KINDS)
+    state, scales = four.weight.quant_state, eight.weight.SCB if eight.state.SCB is None else eight.state.SCB
+    assert (four.weight.nbytes, state.absmax.nbytes, state.state2.absmax.nbytes) == (2048, 64, 4)
+    assert (eight.weight.nbytes, scales.nbytes) == (4096, 4 * 64)
+    assert (theirs.weight.qdata.nbytes, theirs.weight.scale.nbytes) == (4096, 4 * 64)
 
 
 def test_four_bits_are_the_quantiles_of_the_paper() -> None:
     """Of a block of 64, every number becomes one of 16 values times the largest; -1, 0 and 1 are among them."""
-    model = nn.Sequential(nn.Linear(64, 64))
-    before = model[0].weight.data.clone()
-    bias = model[0].bias
-    quantise(model, "nf4", CPU, "a layer")
-    found = dequantised(model[0])
-    for row, original in zip(found, before, strict=True):  # a row is a block
+    layer = nn.Linear(64, 64)
+    before, bias = layer.weight.data.clone(), layer.bias
+    model = quantised(layer, "nf4")
+    for row, original in zip(dequantised(model[0]), before, strict=True):  # a row is a block
         values = torch.unique(row / row.abs().max())
         assert len(values) <= 16
         assert values.abs().max() == 1
         # the widest gap between neighbours of the 16 values is 0.30, so no number moves by more than half of it
         assert float((row - original).abs().max()) <= 0.17 * float(original.abs().max())
     assert torch.equal(model[0].bias, bias)
-
-
-def test_bytes_by_hand() -> None:
-    """64 x 64 numbers: 4 bits each, a scale of 8 bits for each 64, and one of 32 bits for 256 of those."""
-    for kind, expected in (("nf4", 2048 + 64 + 4), ("int8", 4096 + 4 * 64), ("torchao_int8", 4096 + 4 * 64)):
-        model = nn.Sequential(nn.Linear(64, 64, bias=False))
-        assert held_bytes(model) == 4 * 4096
-        quantise(model, kind, CPU, "a layer")
-        assert held_bytes(model) == expected, kind
-
-
-# ------------------------------------------------------------------------------------------ what a policy computes
 
 
 @pytest.mark.parametrize(
@@ -136,10 +110,8 @@ def test_bytes_by_hand() -> None:
 def test_a_policy_is_the_one_on_what_its_weights_stand_for(kind: str, family: str) -> None:
     policy = policy_of(kind, family)
     assert policy.prefix_sharing_obstacle is None
-    assert policy.fused_obstacle is not None
     assert policy.fused_obstacle.startswith("a layer of type")
-    head = policy.model.get_base_model().get_output_embeddings()
-    assert not is_quantised(head)
+    assert not is_quantised(policy.model.get_base_model().get_output_embeddings())
     assert len(list(quantised_layers(policy.model))) == 14
     (logp, grads), (plain, plain_grads) = scored(policy), scored(with_plain_layers(policy))
     torch.testing.assert_close(logp, plain, atol=2e-5, rtol=1e-4)
@@ -157,8 +129,7 @@ def test_a_bfloat16_base_has_float32_adapters_and_keeps_its_gradient_after_scori
     logp, found = scored(policy)
     assert logp.dtype == torch.float32
     # as far from float32 as the same policy on ordinary layers in bfloat16
-    wide, half = with_plain_layers(policy), with_plain_layers(policy, "bfloat16")
-    (_, truth), (_, own) = scored(wide), scored(half)
+    (_, truth), (_, own) = (scored(with_plain_layers(policy, dtype)) for dtype in ("float32", "bfloat16"))
     assert 0 < error(found, truth) < 2 * error(own, truth)
 
 
@@ -189,13 +160,10 @@ def test_the_probe_measures_against_the_dequantised_model_and_feels_another_base
     with torch.no_grad():
         truth, own = truth_and_own(policy.model, torch.bfloat16, compute)
         assert not unexplained(own, own, truth)
-        other = filled(Policy.load(tiny_model("llama"), tiny_tokenizer(), lora_r=4))
+        other = fill(Policy.load(tiny_model("llama"), tiny_tokenizer(), lora_r=4))
         unquantised = other.model(input_ids=IDS).logits[0].log_softmax(-1)
     assert unexplained(unquantised, own, truth)
     assert all("forward" not in vars(layer) for layer in quantised_layers(policy.model))
-
-
-# ------------------------------------------------------------------------------------------ who samples
 
 
 @pytest.mark.parametrize(("family", "runner"), [("llama", "fast"), ("phi3_long", "recompute")])
@@ -225,9 +193,6 @@ def test_correction_is_on_where_a_server_has_a_base_of_its_own() -> None:
     assert correction_mode(GRPOConfig(quantization="nf4", **server)) == "token_truncate"
 
 
-# ------------------------------------------------------------------------------------------ models from elsewhere
-
-
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_a_model_that_transformers_has_quantised_is_taken(tmp_path: Path, kind: str) -> None:
     tiny_model("llama", hidden_size=64).save_pretrained(tmp_path)
@@ -242,23 +207,20 @@ def test_a_model_that_transformers_has_quantised_is_taken(tmp_path: Path, kind: 
     model, used = load(), load().eval()
     with pytest.raises(ModelError, match=r"stays where and as it is; leave model.device and model.dtype at auto"):
         Policy.load(model, tiny_tokenizer(), dtype="bfloat16")
-    policy = filled(Policy.load(model, tiny_tokenizer(), lora_r=4))
+    policy = fill(Policy.load(model, tiny_tokenizer(), lora_r=4))
     own = tiny_model("llama", hidden_size=64)
-    ours = filled(Policy.load(own, tiny_tokenizer(), quantization=kind, lora_r=4))
-    (logp, grads), (expected, expected_grads) = scored(policy), scored(ours)
+    (logp, grads) = scored(policy)
+    expected, expected_grads = scored(fill(Policy.load(own, tiny_tokenizer(), quantization=kind, lora_r=4)))
     torch.testing.assert_close(logp, expected, atol=1e-4, rtol=1e-4)
     assert error(grads, expected_grads) < 1e-3
     assert Engine(policy.model, policy.tokenizer).runner == "fast"
     with torch.no_grad():
         used(input_ids=IDS)  # packs 4-bit layers, where the processor multiplies bfloat16, and rounds their scales
-    logp, grads = scored(filled(Policy.load(used, tiny_tokenizer(), lora_r=4)))
+    logp, grads = scored(fill(Policy.load(used, tiny_tokenizer(), lora_r=4)))
     torch.testing.assert_close(logp, expected, atol=0.1, rtol=0)
     assert error(grads, expected_grads) < 0.2  # without a gradient it would be 1
     with pytest.raises(ModelError, match="quantised weights cannot be trained themselves"):
         Policy.load(load(), tiny_tokenizer(), use_peft=False)
-
-
-# ------------------------------------------------------------------------------------------ refusals
 
 
 def test_what_cannot_be_is_refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,14 +228,15 @@ def test_what_cannot_be_is_refused_early(monkeypatch: pytest.MonkeyPatch) -> Non
         GRPOConfig(quantization="nf4", use_peft=False)
     with pytest.raises(ConfigError, match=r"quantization='nf4'.*enable_lora"):
         GRPOConfig(quantization="nf4", engine="vllm", llm_arguments={"enable_lora": True})
-    with pytest.raises(ModelError, match=r"GPT2LMHeadModel\) has no linear layers"):
-        load_model(tiny_model("gpt2"), tiny_tokenizer(), quantization="nf4")
     model = tiny_model("llama")
     load_model(model, tiny_tokenizer(), quantization="int8")
-    with pytest.raises(ModelError, match="is quantised already"):
-        load_model(model, tiny_tokenizer(), quantization="int8")
-    with pytest.raises(ModelError, match=r"leave model.device and model.dtype at auto"):
-        load_model(model, tiny_tokenizer(), dtype="bfloat16")
+    for what, options, words in (
+        (tiny_model("gpt2"), {"quantization": "nf4"}, r"GPT2LMHeadModel\) has no linear layers"),
+        (model, {"quantization": "int8"}, "is quantised already"),
+        (model, {"dtype": "bfloat16"}, "leave model.device and model.dtype at auto"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            load_model(what, tiny_tokenizer(), **options)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"bitsandbytes is not installed; run pip install 'covey\[quantization\]'"):
         load_model(model, tiny_tokenizer(), quantization="nf4")

@@ -1,12 +1,11 @@
 """The reference is the starting policy until its rule says otherwise, and never trains."""
 
-from __future__ import annotations
-
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from tiny_models import tiny_model, trained
 from torch import Tensor, nn
 
 from covey.errors import ConfigError, ModelError
@@ -20,63 +19,42 @@ def build(lora: bool) -> nn.Module:
     return attach_lora(tiny_model("llama"), r=2) if lora else tiny_model("llama")
 
 
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
 def take_a_step(model: nn.Module, amount: float = 0.1) -> None:
-    with torch.no_grad():
-        for parameter in trained(model).values():
-            parameter.add_(amount)
+    for parameter in trained(model).values():
+        parameter.data.add_(amount)
 
 
-def logits(model: nn.Module) -> Tensor:
-    with torch.no_grad():
+def logits(model: nn.Module, reference: Reference | None = None) -> Tensor:
+    with torch.no_grad(), reference.active() if reference else nullcontext():
         return model(TOKENS).logits  # type: ignore[no-any-return]
 
 
-def reference_logits(model: nn.Module, reference: Reference) -> Tensor:
-    with reference.active():
-        return model(TOKENS).logits  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("lora", [True, False])
-def test_it_stays_the_starting_policy(lora: bool) -> None:
+@pytest.mark.parametrize(("lora", "from_current"), [(True, False), (False, False), (True, True)])
+def test_it_stays_the_starting_policy(lora: bool, from_current: bool) -> None:
     model = build(lora)
+    if from_current:  # a starting adapter
+        take_a_step(model)
     start = logits(model)
-    reference = Reference(model)
-    assert reference.is_base_model == lora
+    reference = Reference(model, from_current=from_current)
+    assert reference.is_base_model == (lora and not from_current)
     take_a_step(model)
     after = logits(model)
     assert not torch.allclose(after, start)
-    assert torch.equal(reference_logits(model, reference), start)
+    assert torch.equal(logits(model, reference), start)
     assert torch.equal(logits(model), after)
     assert reference.after_step(1) is False
-    assert torch.equal(reference_logits(model, reference), start)
-
-
-def test_a_starting_adapter_is_what_it_holds_on_to() -> None:
-    model = build(True)
-    take_a_step(model)
-    start = logits(model)
-    reference = Reference(model, from_current=True)
-    take_a_step(model)
-    assert torch.equal(reference_logits(model, reference), start)
+    assert torch.equal(logits(model, reference), start)
 
 
 @pytest.mark.parametrize("lora", [True, False])
 def test_copy_every_two_steps(lora: bool) -> None:
     model = build(lora)
     reference = Reference(model, update="copy", every=2)
-    changes = []
     for step in (1, 2, 3, 4):
         take_a_step(model)
-        changes.append(reference.after_step(step))
-        if changes[-1]:
-            assert torch.equal(reference_logits(model, reference), logits(model))
-        else:
-            assert not torch.allclose(reference_logits(model, reference), logits(model))
-    assert changes == [False, True, False, True]
+        assert reference.after_step(step) == (step % 2 == 0)
+        own, old = logits(model), logits(model, reference)
+        assert torch.equal(own, old) if step % 2 == 0 else not torch.allclose(own, old)
 
 
 @pytest.mark.parametrize("lora", [True, False])
@@ -93,39 +71,32 @@ def test_the_moving_average_by_hand(lora: bool) -> None:
 
 
 def test_a_graph_built_before_is_walked_with_its_own_weights() -> None:
-    def gradients(use_reference_between: bool) -> dict[str, Tensor]:
+    found = []
+    for use_reference_between in (False, True):
         model = build(False)
         reference = Reference(model)
         take_a_step(model)
         loss = model(TOKENS).logits.square().mean()
         if use_reference_between:
-            reference_logits(model, reference)
+            logits(model, reference)
         loss.backward()
-        return {name: p.grad for name, p in trained(model).items() if p.grad is not None}
-
-    plain, between = gradients(False), gradients(True)
-    assert plain.keys() == between.keys()
-    assert all(torch.equal(plain[name], between[name]) for name in plain)
+        found.append({name: p.grad for name, p in trained(model).items()})
+    plain, between = found
+    assert all(torch.equal(grad, between[name]) for name, grad in plain.items())
 
 
-def test_no_gradients_inside_and_weights_return_after_an_error() -> None:
-    model = build(False)
+def test_no_gradients_inside_and_tied_weights_return_after_an_error() -> None:
+    model: Any = tiny_model("llama", tie_word_embeddings=True)
     reference = Reference(model)
     take_a_step(model)
     before = logits(model)
     with reference.active():
         assert not torch.is_grad_enabled()
+        assert model.lm_head.weight is model.model.embed_tokens.weight
     with pytest.raises(KeyError), reference.active():
         raise KeyError
     assert torch.is_grad_enabled()
     assert torch.equal(logits(model), before)
-
-
-def test_tied_embeddings_stay_tied() -> None:
-    model: Any = tiny_model("llama", tie_word_embeddings=True)
-    reference = Reference(model)
-    with reference.active():
-        assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
@@ -133,36 +104,31 @@ def test_tied_embeddings_stay_tied() -> None:
 @pytest.mark.parametrize("update", ["none", "copy", "ema"])
 def test_it_resumes_to_the_same_numbers(lora: bool, update: Any) -> None:
     model = build(lora)
-    reference = Reference(model, update=update, every=2)
+    reference, resumed = (Reference(model, update=update, every=2) for _ in range(2))
     for step in (1, 2, 3):
         take_a_step(model)
         reference.after_step(step)
-    resumed = Reference(model, update=update, every=2)
     resumed.load_state_dict(reference.state_dict())
     assert resumed.is_base_model == reference.is_base_model
     take_a_step(model)
     assert reference.after_step(4) == resumed.after_step(4)
-    assert torch.equal(reference_logits(model, reference), reference_logits(model, resumed))
+    assert torch.equal(logits(model, reference), logits(model, resumed))
 
 
-def test_a_state_of_another_model_is_refused() -> None:
+def test_what_is_wrong_is_named() -> None:
     reference = Reference(build(False))
-    state = reference.state_dict()
     with pytest.raises(ModelError, match="tensors missing"):
         reference.load_state_dict({})
-    name = next(iter(state))
+    state = reference.state_dict()
     with pytest.raises(ModelError, match="the model's is"):
-        reference.load_state_dict({**state, name: torch.zeros(1)})
-
-
-def test_bad_settings_are_named() -> None:
-    model = build(True)
-    with pytest.raises(ConfigError, match="update='sometimes'"):
-        Reference(model, update="sometimes")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="reference_update_steps=0"):
-        Reference(model, every=0)
-    with pytest.raises(ConfigError, match=r"reference_ema_decay=1\.0"):
-        Reference(model, ema_decay=1.0)
+        reference.load_state_dict({**state, next(iter(state)): torch.zeros(1)})
+    for settings, words in (
+        ({"update": "sometimes"}, "update='sometimes'"),
+        ({"every": 0}, "reference_update_steps=0"),
+        ({"ema_decay": 1.0}, r"reference_ema_decay=1\.0"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Reference(build(True), **settings)
 
 
 def test_a_run_without_a_reference_holds_no_copy() -> None:

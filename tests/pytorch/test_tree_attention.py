@@ -1,35 +1,25 @@
 """Attention over packed trees against dense attention with a mask from `leave`, in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from forests import assert_close, draw, expect, forest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_policy import fill, gradients
+from learner_cases import episode, fill
+from test_policy import assert_near, gradients
 from tiny_models import FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from torch import Tensor
 
 from covey.pytorch import Policy
-from covey.pytorch.attention import tree_parts
-from covey.pytorch.attention.tree_attention import (
-    LAYOUT_ARGUMENT,
-    NAME_PREFIX,
-    UnsupportedAttentionError,
-    tree_attention,
-)
+from covey.pytorch.attention import tree_attention, tree_parts
 from covey.pytorch.attention.tree_layout import ALONE, Rectangle, Rule, Run, TreeLayout, TreePath, similar_lengths
-from covey.rollout.packing import Branch, Pack, pack_episodes
+from covey.rollout.packing import Branch, Pack, leave_of, pack_episodes
 from covey.rollout.walking import Piece, pieces_of, walk
-from covey.types import Episode
 
 
 def find(branches: list[Branch], leaves: list[Tensor], grad: Tensor, rule: Rule, **options: Any) -> list[Tensor]:
-    """The same by parts."""
     q, k, v, *above = leaves
     past = (above[0], above[1]) if above else None
     layout = TreeLayout.of(branches, past=len(above[0]) if above else 0, **options)
@@ -38,31 +28,23 @@ def find(branches: list[Branch], leaves: list[Tensor], grad: Tensor, rule: Rule,
     return [out, lse, *grads, *(grad_past or ())]
 
 
+FORESTS = {
+    "seed": st.integers(0, 10**6),
+    "past": st.sampled_from([0, 5]),
+    "longest": st.sampled_from([3, 6, ALONE + 9]),
+    "rule": st.builds(Rule, st.just(0.7), st.sampled_from([None, None, 1, 3, 20]), st.sampled_from([None, None, 1.5])),
+    "shape": st.sampled_from([(4, 2, 3, 3), (2, 2, 3, 3), (4, 1, 3, 5)]),
+    "repeated": st.sampled_from([0, 16, 1000]),
+}
+
+
 @settings(deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    past=st.sampled_from([0, 5]),
-    longest=st.sampled_from([3, 6, ALONE + 9]),
-    window=st.sampled_from([None, None, 1, 3, 20]),
-    softcap=st.sampled_from([None, None, 1.5]),
-    shape=st.sampled_from([(4, 2, 3, 3), (2, 2, 3, 3), (4, 1, 3, 5)]),
-    repeated=st.sampled_from([0, 16, 1000]),
-)
-def test_random_forests(
-    seed: int,
-    past: int,
-    longest: int,
-    window: int | None,
-    softcap: float | None,
-    shape: tuple[int, int, int, int],
-    repeated: int,
-) -> None:
+@given(**FORESTS)
+def test_random_forests(seed: int, past: int, longest: int, rule: Rule, shape: Any, repeated: int) -> None:
     branches = forest(seed, past=past, longest=longest, depth=8 if longest < ALONE else 4)
     leaves, grad = draw(seed, branches, past, shape)
-    rule = Rule(0.7, window, softcap)
-    assert_close(
-        find(branches, leaves, grad, rule, repeated=repeated), expect(branches, leaves, grad, rule), tolerance=1e-9
-    )
+    found = find(branches, leaves, grad, rule, repeated=repeated)
+    assert_close(found, expect(branches, leaves, grad, rule), tolerance=1e-9)
 
 
 def test_three_tokens_by_hand() -> None:
@@ -70,12 +52,11 @@ def test_three_tokens_by_hand() -> None:
     branches = [Branch(0, 2, -1, 0), Branch(2, 1, 0, 1)]
     zeros, v = torch.zeros(3, 1, 1, dtype=torch.float64), torch.tensor([1.0, 3.0, 8.0], dtype=torch.float64)
     for repeated in (0, 1):
-        out, lse, _, _, grad_v = find(
-            branches, [zeros, zeros, v.view(3, 1, 1)], torch.ones_like(zeros), Rule(1.0), repeated=repeated
-        )
-        assert out.flatten().tolist() == pytest.approx([1, 2, 4.5])
-        assert lse.flatten().exp().tolist() == pytest.approx([1, 2, 2])
-        assert grad_v.flatten().tolist() == pytest.approx([2, 0.5, 0.5])
+        found = find(branches, [zeros, zeros, v.view(3, 1, 1)], zeros + 1, Rule(1.0), repeated=repeated)
+        out, lse, _, _, grad_v = (value.flatten() for value in found)
+        assert out.tolist() == pytest.approx([1, 2, 4.5])
+        assert lse.exp().tolist() == pytest.approx([1, 2, 2])
+        assert grad_v.tolist() == pytest.approx([2, 0.5, 0.5])
 
 
 def test_what_is_planned() -> None:
@@ -89,27 +70,24 @@ def test_what_is_planned() -> None:
     assert (across.queries, across.keys, across.query_position) == (slice(90, 138), slice(0, 40), 40)
     assert rectangle.take(torch.arange(138)).tolist() == [[40, 41, 90, 91, 92]]
     assert rectangle.take_gradient(torch.ones(138)).tolist() == [[0, 0, 1, 1, 1]]
-    assert across.keys_within(30) == slice(11, 40)
-    assert across.keys_within(1) == slice(40, 40)
+    assert (across.keys_within(30), across.keys_within(1)) == (slice(11, 40), slice(40, 40))
     assert layout.positions[[89, 90, 93, 137]].tolist() == [89, 42, 40, 84]
     assert layout.longest == 90
-    apart = TreeLayout.of(branches, repeated=0)
-    assert [(part.queries, part.keys) for part in apart.across] == [
-        (slice(90, 93), slice(0, 42)),
-        (slice(93, 138), slice(0, 40)),
-    ]
-    alone = TreeLayout.of([Branch(0, 3, -1, 0), Branch(3, 9, 0, 2)])
-    assert alone.across == []  # two tokens are repeated sooner than a call is made
+    apart = [(part.queries, part.keys) for part in TreeLayout.of(branches, repeated=0).across]
+    assert apart == [(slice(90, 93), slice(0, 42)), (slice(93, 138), slice(0, 40))]
+    # two tokens are repeated sooner than a call is made
+    assert TreeLayout.of([Branch(0, 3, -1, 0), Branch(3, 9, 0, 2)]).across == []
     (run,) = TreeLayout.of([Branch(start, 40, -1, 0) for start in (0, 40, 80)]).own
     assert run.take(torch.arange(120)).shape == (3, 40)
     with pytest.raises(ValueError, match="a trunk of 3 branches after 0 of 0 tokens"):
         TreeLayout.of(branches, trunk=True)
+    with pytest.raises(ValueError, match="5 tokens on a path of capacity 4"):
+        TreePath(4).write(0, 3, torch.zeros(2, 1, 1), torch.zeros(2, 1, 1))
 
 
 def test_rows_of_similar_length_share_a_rectangle_and_short_ones_are_not_worth_their_own() -> None:
-    assert similar_lengths([100, 300, 160, 90]) == [[1, 2], [0, 3]]
-    assert similar_lengths([16, 1, 7]) == [[0, 2, 1]]
-    assert similar_lengths([]) == []
+    for lengths, rectangles in (([100, 300, 160, 90], [[1, 2], [0, 3]]), ([16, 1, 7], [[0, 2, 1]]), ([], [])):
+        assert similar_lengths(lengths) == rectangles
 
 
 def test_products_in_chunks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +114,7 @@ def test_strides_that_kernels_do_not_read() -> None:
     branches = forest(2, longest=40, depth=3)
     leaves, grad = draw(2, branches)
     q, k, v = ((leaf.mT.contiguous().mT).requires_grad_() for leaf in leaves)
-    tree_attention(TreeLayout.of(branches), 0, q, k, v, Rule(0.5)).sum().backward()
+    tree_attention.tree_attention(TreeLayout.of(branches), 0, q, k, v, Rule(0.5)).sum().backward()
     found = [leaf.grad for leaf in (q, k, v) if leaf.grad is not None]
     assert_close(found, expect(branches, leaves, torch.ones_like(grad), Rule(0.5))[2:])
 
@@ -156,9 +134,6 @@ def test_rounding(dtype: torch.dtype, window: int | None) -> None:
         assert float((one - true).norm()) < 2 * float((other - true).norm())
 
 
-# ---------------------------------------------------------------------- in models
-
-
 def tree_pack() -> Pack:
     """A conversation of 5 turns of 7 tokens with two answers at each turn, and another of two rows."""
     rng = np.random.default_rng(0)
@@ -166,30 +141,19 @@ def tree_pack() -> Pack:
     rows = [turns, *(np.concatenate([turns[:at], rng.integers(4, VOCAB_SIZE, 4)]) for at in (7, 7, 14, 21, 22, 28, 34))]
     rows += [rng.integers(4, VOCAB_SIZE, 6)]
     rows += [np.concatenate([rows[-1][:3], rng.integers(4, VOCAB_SIZE, 9)])]
-    episodes = [Episode(r, np.arange(len(r)) > 2, np.zeros(len(r), np.float32), "", "stop", 0) for r in rows]
-    (pack,) = pack_episodes(episodes)
-    return pack
+    return pack_episodes([episode(ids, np.arange(len(ids)) > 2) for ids in rows])[0]
 
 
 def float64_policy(family: str, **options: Any) -> Policy:
     window = 64 if family == "gemma2" else 6  # in float64 its own code returns NaN for padding outside of the window
     model = tiny_model(family, sliding_window=window).double()
-    policy = Policy.load(model, tiny_tokenizer(), lora_r=4, **options)
-    fill(policy, 1)
-    return policy
+    return fill(Policy.load(model, tiny_tokenizer(), lora_r=4, **options))
 
 
 def assert_walk(policy: Policy, fused: bool) -> dict[str, Tensor]:
     """Forward down the tree, backward up again, with one path for all pieces, gives what one go gives: that."""
-    pack = tree_pack()
+    pack, hidden = tree_pack(), policy.held.fused.hidden if fused else policy.held.hidden_packed
     weights = torch.randn(len(pack.targets), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-    def hidden(tokens: Pack | Piece, layout: TreeLayout) -> Tensor:
-        if not fused:
-            return policy.held.hidden_packed(tokens, layout)
-        assert policy.held.fused is not None
-        return policy.held.fused.hidden(tokens, layout)
-
     whole = hidden(pack, TreeLayout.of(pack.branches))
     expected = gradients(policy, (whole * weights).sum())
     path, found, count = TreePath(pack.num_tokens), torch.zeros_like(whole), []
@@ -204,9 +168,7 @@ def assert_walk(policy: Policy, fused: bool) -> dict[str, Tensor]:
     walk(pieces_of(pack, 12), run, lambda piece, out: (out * weights[piece.scored]).sum().backward())
     assert len(count) > 5
     torch.testing.assert_close(found, whole.detach(), rtol=1e-12, atol=1e-12)
-    for name, parameter in policy.named_trainable_parameters():
-        assert parameter.grad is not None
-        assert float((parameter.grad - expected[name]).norm()) <= 1e-12 * float(expected[name].norm()), name
+    assert_near({name: parameter.grad for name, parameter in policy.named_trainable_parameters()}, expected)
     return {"hidden": whole.detach(), **expected}
 
 
@@ -215,12 +177,6 @@ def assert_walk(policy: Policy, fused: bool) -> dict[str, Tensor]:
 def test_a_walk_gives_what_one_go_gives(family: str, checkpoint: bool) -> None:
     fused = family == "fused"
     assert_walk(float64_policy("llama" if fused else family, gradient_checkpointing=checkpoint), fused)
-
-
-def test_a_path_says_when_it_is_too_short() -> None:
-    path = TreePath(4)
-    with pytest.raises(ValueError, match="5 tokens on a path of capacity 4"):
-        path.write(0, 3, torch.zeros(2, 1, 1), torch.zeros(2, 1, 1))
 
 
 def test_the_model_stays_usable_without_a_pack() -> None:
@@ -232,26 +188,96 @@ def test_the_model_stays_usable_without_a_pack() -> None:
         mask[0, :4] = 0
         with torch.no_grad():
             before = model(tokens, attention_mask=mask).logits
-            model.set_attn_implementation(NAME_PREFIX + model.config._attn_implementation)
+            model.set_attn_implementation(tree_attention.NAME_PREFIX + model.config._attn_implementation)
             after = model(tokens, attention_mask=mask).logits
         assert torch.equal(before[mask.bool()], after[mask.bool()])
 
 
 def test_attention_that_is_not_served_says_so() -> None:
     model = tiny_model("llama")
-    model.set_attn_implementation(NAME_PREFIX + "sdpa")
-    arguments = {
-        "input_ids": torch.arange(4, 8)[None],
-        "position_ids": torch.arange(4)[None],
-        "attention_mask": torch.zeros(1, 1, 1, 1),
-        LAYOUT_ARGUMENT: TreeLayout.of([Branch(0, 4, -1, 0)]),
-    }
-    with pytest.raises(UnsupportedAttentionError, match="not causal"):
-        model.base_model(**arguments, is_causal=False)
-    with pytest.raises(UnsupportedAttentionError, match="s_aux"):
-        model.base_model(**arguments, s_aux=torch.zeros(4))
-    for layer in model.base_model.layers:
-        layer.self_attn.attention_dropout = 0.1
-    model.train()
-    with pytest.raises(UnsupportedAttentionError, match=r"drops weights \(dropout=0.1\)"):
-        model.base_model(**arguments)
+    model.set_attn_implementation(tree_attention.NAME_PREFIX + "sdpa")
+    ids = torch.arange(4, 8)[None]
+    given = {"input_ids": ids, "position_ids": ids - 4, "attention_mask": torch.zeros(1, 1, 1, 1)}
+    given[tree_attention.LAYOUT_ARGUMENT] = TreeLayout.of([Branch(0, 4, -1, 0)])
+    for more, words in (
+        ({"is_causal": False}, "not causal"),
+        ({"s_aux": torch.zeros(4)}, "s_aux"),
+        ({}, r"drops weights \(dropout=0.1\)"),
+    ):
+        if not more:
+            model.train()
+            for layer in model.base_model.layers:
+                layer.self_attn.attention_dropout = 0.1
+        with pytest.raises(tree_attention.UnsupportedAttentionError, match=words):
+            model.base_model(**given, **more)
+
+
+def forest(seed: int, *, past: int = 0, longest: int = 6, depth: int = 8, ordered: bool = False) -> list[Branch]:
+    """Branches in the order of a pack: those that leave one follow it, the last to leave first.
+
+    `ordered`: those that leave the past too, as in packs and pieces of packs.
+    """
+    rng = np.random.default_rng(seed)
+    branches: list[Branch] = []
+
+    def grow(parent: int, at: int, deep: int) -> None:
+        number, length = len(branches), int(rng.choice([1, 2, longest, rng.integers(1, longest + 1)]))
+        branches.append(Branch(branches[-1].stop if branches else 0, length, parent, at))
+        if deep > 1:
+            for leaves in sorted(rng.integers(1, length + 1, rng.integers(0, 4)).tolist(), reverse=True):
+                grow(number, leaves, deep - rng.integers(1, 3))
+
+    ats = rng.integers(0, past + 1, rng.integers(1, 4)).tolist()
+    for at in sorted(ats, reverse=True) if ordered else ats:
+        grow(-1, at, depth)
+    return branches
+
+
+def draw(
+    seed: int, branches: list[Branch], past: int = 0, shape: tuple[int, int, int, int] = (4, 2, 3, 3)
+) -> tuple[list[Tensor], Tensor]:
+    """q, k, v, and the past's two if there is one; and a gradient of the output."""
+    heads, kv_heads, width, value_width = shape
+    generator, tokens = torch.Generator().manual_seed(seed), branches[-1].stop
+    sizes = [(tokens, heads, width), (tokens, kv_heads, width), (tokens, kv_heads, value_width)]
+    sizes += [(past, kv_heads, width), (past, kv_heads, value_width)] if past else []
+    sizes.append((tokens, heads, value_width))
+    *leaves, grad = (2 * torch.randn(size, dtype=torch.float64, generator=generator) for size in sizes)
+    return leaves, grad
+
+
+def dense(branches: list[Branch], leaves: list[Tensor], rule: Rule) -> tuple[Tensor, Tensor]:
+    """`[M, H, Dv]` and `[M, H]`: all scores at once, and what a query does not see is masked."""
+    q, k, v, *past = leaves
+    length, n = len(q), len(past[0]) if past else 0
+    before, position = torch.zeros(length, dtype=torch.int64), torch.zeros(length, dtype=torch.int64)
+    for branch in branches:
+        above = branches[branch.parent]
+        begin = branch.at + (int(position[above.start]) if branch.parent >= 0 else 0)
+        position[branch.start : branch.stop] = torch.arange(begin, begin + branch.length)
+        before[branch.start : branch.stop] = branch.at if branch.parent < 0 else before[above.start]
+    place, leave = torch.arange(length), torch.from_numpy(leave_of(branches, length))
+    seen = (place <= place[:, None]) & (place[:, None] < leave)
+    seen = torch.cat([torch.arange(n) < before[:, None], seen], dim=1)
+    if rule.window is not None:
+        seen &= position[:, None] - torch.cat([torch.arange(n), position]) < rule.window
+    if past:
+        k, v = torch.cat([past[0], k]), torch.cat([past[1], v])
+    repeats = q.shape[1] // k.shape[1]
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(repeats, 1)) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(repeats, 1)), scores.logsumexp(-1).T
+
+
+def expect(branches: list[Branch], leaves: list[Tensor], grad: Tensor, rule: Rule) -> list[Tensor]:
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    out, lse = dense(branches, leaves, rule)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-10) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)

@@ -1,18 +1,15 @@
 """Steps as trees: the same scores, losses, metrics and gradients as one sequence at a time, however they are packed.
 
-Everything runs in float64, but for norms and rotations in the models' own code, which are float32 in any case; what
-learners return is rounded to float32.
+All in float64, but for norms and rotations in the models' own code; what learners return is rounded to float32.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from learner_cases import grads_of, sampled_of
 from peft import LoraConfig
 from tiny_models import FAMILIES, tiny_model, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -27,14 +24,16 @@ from covey.types import Batch, Episode, Support
 TEMPERATURE = 0.8
 
 
-def learner_of(family: str = "llama", *, use_peft: bool = True, shared: bool = True, **options: Any) -> Learner:
-    model = tiny_model(family)
+def learner_of(
+    family: str = "llama", *, shared: bool = True, checkpointing: bool = False, fused_layers: bool = True,
+    use_peft: bool = True, model: Any = None, lora_config: Any = None, **options: Any,
+) -> Learner:  # fmt: skip
+    model = model or tiny_model(family)
     if family != "gemma2":  # whose own code returns NaN for padding in float64
         model = model.double()
     policy = Policy.load(
-        model, tiny_tokenizer(), lora_r=4, seed=3, use_peft=use_peft,
-        prefix_sharing=shared, gradient_checkpointing=options.pop("checkpointing", False),
-        fused_layers=options.pop("fused_layers", True),
+        model, tiny_tokenizer(), lora_r=4, seed=3, use_peft=use_peft, lora_config=lora_config,
+        prefix_sharing=shared, gradient_checkpointing=checkpointing, fused_layers=fused_layers,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -54,8 +53,7 @@ def tree_batch(seed: int, *, rows: int = 14, agents: bool = True, supports: bool
         before = [e for e in episodes if e.num_sampled > 1]
         if before and row % 3:
             other = before[rng.integers(len(before))]
-            first = int(np.argmax(other.sampled))
-            cut = int(rng.integers(first, len(other.token_ids) + 1))
+            cut = int(rng.integers(int(np.argmax(other.sampled)), len(other.token_ids) + 1))
             ids, sampled = other.token_ids[:cut], other.sampled[:cut]
         else:
             ids = np.concatenate([instructions, prompts[row % 3]])
@@ -71,20 +69,13 @@ def tree_batch(seed: int, *, rows: int = 14, agents: bool = True, supports: bool
             choices = [np.unique([*rng.integers(4, 97, 2), token]) for token in ids[sampled]]
             kept = Support(np.concatenate(choices), np.cumsum([0, *map(len, choices)]))
         episodes.append(Episode(ids, sampled, logprobs, "", "stop", 1, kept))
-    width = max(episode.num_sampled for episode in episodes)
-    exists = np.arange(width) < np.array([[episode.num_sampled] for episode in episodes])
-    old = np.zeros(exists.shape, np.float32)
-    for row, episode in enumerate(episodes):
-        old[row, : episode.num_sampled] = episode.logprobs[episode.sampled]
+    exists, old = sampled_of(episodes)
     advantages = np.where(exists, rng.normal(size=exists.shape), 0).astype(np.float32)
     masked = exists & (rng.random(exists.shape) < 0.15)
     return Batch(tuple(episodes), np.arange(rows) // 3, advantages, exists & ~masked, old, {"validity_mask": masked})
 
 
-@dataclass
-class Found:
-    gradients: Gradients
-    by_name: dict[str, torch.Tensor]
+Found = tuple[Gradients, dict[str, torch.Tensor]]
 
 
 def run(learner: Learner, batch: Batch, loss_type: str = "grpo", correction: Any = None, **options: Any) -> Found:
@@ -98,24 +89,19 @@ def run(learner: Learner, batch: Batch, loss_type: str = "grpo", correction: Any
         settings["selected"] = objective.select(logp, batch.old_logprobs, batch.advantages, batch.mask, entropy)
     found = learner.forward_backward(batch, rows, objective, **settings)
     np.testing.assert_allclose(found.logp, logp, rtol=0, atol=2e-6)
-    grads = {name: p.grad.clone() for name, p in learner.policy.named_trainable_parameters() if p.grad is not None}
-    return Found(found, grads)
+    return found, grads_of(learner.policy)
 
 
 def assert_same(ours: Found, theirs: Found) -> None:
-    mine, other = ours.gradients, theirs.gradients
+    (mine, grads), (other, expected) = ours, theirs
     np.testing.assert_array_equal(mine.scored, other.scored)
     for name in ("logp", "entropy", "kl"):
         if getattr(other, name) is not None:
             np.testing.assert_allclose(getattr(mine, name), getattr(other, name), rtol=1e-5, atol=1e-6)
-    assert mine.metrics.keys() == other.metrics.keys()
-    for name, value in other.metrics.items():
-        assert mine.metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
-    assert ours.by_name.keys() == theirs.by_name.keys()
-    largest = max(float(g.abs().max()) for g in theirs.by_name.values())
+    assert mine.metrics == pytest.approx(other.metrics, rel=1e-5, abs=1e-6)
+    largest = max(float(g.abs().max()) for g in expected.values())
     assert largest > 0
-    for name, grad in theirs.by_name.items():
-        torch.testing.assert_close(ours.by_name[name], grad, rtol=0, atol=1e-5 * largest)
+    torch.testing.assert_close(grads, expected, rtol=0, atol=1e-5 * largest)
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -137,13 +123,11 @@ OBJECTIVES |= {
 
 @cache
 def learner_in(way: str) -> Learner:
-    """The usual one, made once for all tests."""
     return learner_of(**WAYS[way])
 
 
 @pytest.fixture(scope="module")
 def alone() -> Learner:
-    """One sequence at a time, in packs of their own, through the model's own layers."""
     return learner_of(shared=False, tokens_per_micro_batch=1)
 
 
@@ -162,11 +146,9 @@ TELLING = ("grpo", "gspo", "kept exact", "corrected by sequence")
     ],
 )
 def test_every_objective_is_that_of_one_sequence_at_a_time(objective: str, way: str, alone: Learner) -> None:
-    batch = tree_batch(0)
-    ours = run(learner_in(way), batch, **OBJECTIVES[objective])
-    assert_same(ours, run(alone, batch, **OBJECTIVES[objective]))
-    tokens = ours.gradients.tokens
-    assert tokens is not None
+    ours = run(learner_in(way), tree_batch(0), **OBJECTIVES[objective])
+    assert_same(ours, run(alone, tree_batch(0), **OBJECTIVES[objective]))
+    tokens = ours[0].tokens
     assert (tokens.computed == tokens.unique) == (way != "cut")
     assert tokens.raw > 2 * tokens.unique
 
@@ -175,10 +157,9 @@ def test_every_objective_is_that_of_one_sequence_at_a_time(objective: str, way: 
 @pytest.mark.parametrize("use_peft", [True, pytest.param(False, marks=SLOW)], ids=["lora", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_with_windows_and_soft_caps(family: str, use_peft: bool, way: str) -> None:
-    batch = tree_batch(1)
-    ours = run(learner_of(family, use_peft=use_peft, **WAYS[way]), batch, "dapo", beta=0.1, kl_estimator="exact")
     one = learner_of(family, use_peft=use_peft, shared=False, tokens_per_micro_batch=1)
-    assert_same(ours, run(one, batch, "dapo", beta=0.1, kl_estimator="exact"))
+    learners = (learner_of(family, use_peft=use_peft, **WAYS[way]), one)
+    assert_same(*(run(each, tree_batch(1), "dapo", beta=0.1, kl_estimator="exact") for each in learners))
 
 
 @pytest.mark.parametrize("way", ["walked", *(pytest.param(way, marks=SLOW) for way in WAYS if way != "walked")])
@@ -192,11 +173,9 @@ def test_kept_supports(way: str, alone: Learner) -> None:
 @pytest.mark.parametrize("way", [pytest.param("whole", marks=SLOW), "walked"])
 @pytest.mark.parametrize("options", [{"checkpointing": True}, {"fused_layers": False}], ids=["checkpoints", "own code"])
 def test_slower_ways_give_the_same(options: dict[str, Any], way: str, alone: Learner) -> None:
-    batch = tree_batch(3)
-    both = options | WAYS[way]
-    assert_same(run(learner_of(**both), batch, beta=0.1), run(alone, batch, beta=0.1))
-    both = options | {"checkpointing": True, "fused_layers": False} | WAYS[way]
-    assert_same(run(learner_of(**both), batch, beta=0.1), run(alone, batch, beta=0.1))
+    expected = run(alone, tree_batch(3), beta=0.1)
+    for chosen in (options, {"checkpointing": True, "fused_layers": False}):
+        assert_same(run(learner_of(**chosen, **WAYS[way]), tree_batch(3), beta=0.1), expected)
 
 
 @pytest.mark.parametrize("seed", [4, 5, *(pytest.param(seed, marks=SLOW) for seed in range(6, 12))])
@@ -213,64 +192,43 @@ def test_trained_heads_where_a_trunk_scores_nothing(kind: str) -> None:
     options: dict[str, Any] = {"target_modules": ["q_proj", "k_proj", "v_proj", "lm_head"]}
     if kind == "copy":
         options = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
-    learners = []
+    found = []
     for shared, budget in ((True, 12), (False, 1)):
-        policy = Policy.load(
-            tiny_model("llama", tie_word_embeddings=False).double(), tiny_tokenizer(), prefix_sharing=shared,
-            lora_config=LoraConfig(r=2, **options), seed=3,
-        )  # fmt: skip
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for name, parameter in policy.named_trainable_parameters():
-                if "lora_B" in name:
-                    parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.05)
-        learners.append(Learner(policy, learning_rate=1e-2, tokens_per_micro_batch=budget))
-    batch = tree_batch(0)
-    assert_same(*(run(learner, batch, beta=0.1) for learner in learners))
+        model, config = tiny_model("llama", tie_word_embeddings=False), LoraConfig(r=2, **options)
+        learner = learner_of(model=model, lora_config=config, shared=shared, tokens_per_micro_batch=budget)
+        found.append(run(learner, tree_batch(0), beta=0.1))
+    assert_same(*found)
 
 
 def test_rotations_that_depend_on_the_length_share_nothing_and_run_row_by_row() -> None:
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10_000.0,
-        "factor": 4.0,
-        "short_factor": [1.0] * 4,
-        "long_factor": [1.5, 2.0, 3.0, 4.0],
-        "original_max_position_embeddings": 12,
-    }
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 12}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [1.5, 2.0, 3.0, 4.0]}
     config = LlamaConfig(**(tiny_model("llama").config.to_dict() | {"rope_parameters": rope}))
     torch.manual_seed(0)
     policy = Policy.load(LlamaForCausalLM(config), tiny_tokenizer(), lora_r=4, seed=3)
     assert policy.prefix_sharing_obstacle == "rope type 'longrope' depends on the sequence length"
     batch = tree_batch(0)
-    rows = np.arange(len(batch.episodes))
     assert max(len(episode.token_ids) for episode in batch.episodes) > 14
     for budget in (10_000, 16):
         learner = Learner(policy, learning_rate=1e-2, tokens_per_micro_batch=budget)
-        logp, _ = learner.scores(batch, rows, temperature=TEMPERATURE)
+        logp, _ = learner.scores(batch, np.arange(len(batch.episodes)), temperature=TEMPERATURE)
         for row, episode in enumerate(batch.episodes):
-            last = int(np.flatnonzero(episode.sampled)[-1])
-            with torch.no_grad():
-                logits = policy.model(torch.from_numpy(episode.token_ids[None, :last])).logits[0] / TEMPERATURE
             at = np.flatnonzero(episode.sampled)
+            with torch.no_grad():
+                logits = policy.model(torch.from_numpy(episode.token_ids[None, : at[-1]])).logits[0] / TEMPERATURE
             own = logits.log_softmax(-1)[torch.from_numpy(at - 1), torch.from_numpy(episode.token_ids[at])]
             np.testing.assert_allclose(logp[row, : len(at)], own.numpy(), rtol=0, atol=1e-5)
 
 
 def test_equal_completions_are_computed_once_and_counted_as_often_as_they_are(alone: Learner) -> None:
-    """Four equal rows with other advantages: the tokens of one, the gradient of four."""
     batch = tree_batch(0, rows=1)
-    episode = batch.episodes[0]
-    rows = 4
-    four = Batch(
-        (episode,) * rows,
-        np.zeros(rows, np.int64),
-        np.repeat(batch.advantages, rows, 0) * np.arange(1, rows + 1, dtype=np.float32)[:, None],
-        np.repeat(batch.mask | batch.excluded["validity_mask"], rows, 0),
-        np.repeat(batch.old_logprobs, rows, 0),
+    advantages, mask, old = (
+        np.repeat(x, 4, 0) for x in (batch.advantages, batch.mask | batch.excluded["validity_mask"], batch.old_logprobs)
     )
+    advantages *= np.arange(1, 5, dtype=np.float32)[:, None]
+    four = Batch(batch.episodes * 4, np.zeros(4, np.int64), advantages, mask, old)
     ours = run(learner_of(), four)
     assert_same(ours, run(alone, four))
-    tokens, one = ours.gradients.tokens, len(episode.token_ids[: np.flatnonzero(episode.sampled)[-1]])
-    assert tokens is not None
-    assert (tokens.raw, tokens.unique, tokens.computed) == (rows * one, one, one)
+    one = np.flatnonzero(batch.episodes[0].sampled)[-1]
+    tokens = ours[0].tokens
+    assert (tokens.raw, tokens.unique, tokens.computed) == (4 * one, one, one)

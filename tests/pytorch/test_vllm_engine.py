@@ -1,18 +1,16 @@
 """vLLM in this process, where it is installed (`make test-vllm`): it samples from what was published, and says so."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from engine_helpers import adapted, finish, plain_logprobs
-from peft import LoraConfig
-from tiny_models import VOCAB_SIZE, tiny_tokenizer
+from engine_helpers import assert_plain, finish, texts
+from tiny_models import VOCAB_SIZE, tiny_tokenizer, with_lora
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from covey import GRPOConfig, GRPOTrainer
@@ -40,38 +38,20 @@ def whole() -> Any:
         return LlamaForCausalLM(LlamaConfig(**sizes, **more, initializer_range=0.3)).eval()
 
 
-def with_lora() -> Any:
-    """The same with an adapter that changes it."""
-    model = adapted(whole(), LoraConfig(r=3, lora_alpha=7, target_modules="all-linear", task_type="CAUSAL_LM"))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                torch.nn.init.normal_(parameter, std=0.2)
-    return model.eval()
-
-
 def requests(seed: int = 0) -> list[Request]:
     return [Request(np.array(ids), (seed, place)) for place, ids in enumerate(PROMPTS)]
 
 
 def build(model: Any, **options: Any) -> VLLMEngine:
     chosen = VLLMConfig(llm_arguments={"enforce_eager": True, "max_model_len": 64, **options})
-    return VLLMEngine(
-        model,
-        tiny_tokenizer(),
-        folder=None,
-        dtype=torch.float32,
-        options=chosen,
-        kv_cache_bytes=64 << 20,
-        logprobs_mode="processed_logprobs",
-    )
+    more = {"folder": None, "kv_cache_bytes": 64 << 20, "logprobs_mode": "processed_logprobs"}
+    return VLLMEngine(model, tiny_tokenizer(), dtype=torch.float32, options=chosen, **more)
 
 
 @pytest.fixture(scope="module", params=["adapter", "merged", "whole"])
 def both(request: pytest.FixtureRequest) -> Iterator[tuple[Any, VLLMEngine]]:
     """A model and the vLLM that was made from it; each is changed and published by the tests."""
-    model = whole() if request.param == "whole" else with_lora()
+    model = whole() if request.param == "whole" else with_lora(whole())
     engine = build(model, enable_lora=request.param != "merged")
     engine.publish(weights_of(model, 0))
     yield model, engine
@@ -79,17 +59,10 @@ def both(request: pytest.FixtureRequest) -> Iterator[tuple[Any, VLLMEngine]]:
 
 
 def change(model: Any, seed: int) -> None:
-    """Other trainable numbers."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
-
-
-def check(model: Any, asked: list[Request], found: list[Any], temperature: float = 1.0) -> None:
-    for request, completion in zip(asked, found, strict=True):
-        expected = plain_logprobs(model, request, completion, temperature)
-        np.testing.assert_allclose(completion.logprobs, expected, atol=2e-4)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -101,20 +74,23 @@ def test_each_version_is_sampled_from_what_was_published(both: tuple[Any, VLLMEn
         engine.publish(weights_of(model, version))
         found = engine(requests(version), settings, policy_version=version)
         assert {completion.policy_version for completion in found} == {version}
-        check(model, requests(version), found, temperature)
+        assert_plain(model, requests(version), found, temperature, atol=2e-4)
     with pytest.raises(GenerationError, match="policy_version=3"):
         engine(requests(), settings, policy_version=3)
 
 
-def test_greedy_tokens_are_those_of_the_own_engine(both: tuple[Any, VLLMEngine]) -> None:
+def test_greedy_tokens_are_those_of_the_own_engine_and_end_where_they_are_to(both: tuple[Any, VLLMEngine]) -> None:
     model, engine = both
     engine.publish(weights_of(model, 8))
     own = Engine(model)
     own.publish(weights_of(model, 8))
     greedy = SamplingSettings(temperature=0, max_tokens=12)
     ours, theirs = (one(requests(), greedy, policy_version=8) for one in (own, engine))
-    assert [c.token_ids.tolist() for c in ours] == [c.token_ids.tolist() for c in theirs]
-    assert [c.finish_reason for c in ours] == [c.finish_reason for c in theirs]
+    assert texts(ours) == texts(theirs)
+    assert {(c.finish_reason, len(c.token_ids)) for c in (*ours, *theirs)} == {("length", 12)}
+    ends = tuple(int(c.token_ids[3]) for c in theirs)
+    stopped = engine(requests(), replace(greedy, eos_token_ids=ends), policy_version=8)
+    assert all(c.finish_reason == "stop" and c.token_ids[-1] in ends and len(c.token_ids) <= 4 for c in stopped)
 
 
 def test_a_call_repeats_and_leaves_torchs_generator_alone(both: tuple[Any, VLLMEngine]) -> None:
@@ -125,26 +101,11 @@ def test_a_call_repeats_and_leaves_torchs_generator_alone(both: tuple[Any, VLLME
     before = torch.get_rng_state()
     first, again, other = (engine(requests(seed), settings, policy_version=9) for seed in (1, 1, 2))
     assert torch.equal(before, torch.get_rng_state())
-    assert [c.token_ids.tolist() for c in first] == [c.token_ids.tolist() for c in again]
-    assert [c.token_ids.tolist() for c in first] != [c.token_ids.tolist() for c in other]
+    assert texts(first) == texts(again) != texts(other)
     assert len(set(map(bytes, (c.token_ids.tobytes() for c in first)))) > 1
 
 
-def test_ends(both: tuple[Any, VLLMEngine]) -> None:
-    model, engine = both
-    engine.publish(weights_of(model, 10))
-    free = engine(requests(), SamplingSettings(temperature=0, max_tokens=12), policy_version=10)
-    assert {c.finish_reason for c in free} == {"length"}
-    assert {len(c.token_ids) for c in free} == {12}
-    ends = tuple(int(c.token_ids[3]) for c in free)
-    greedy = SamplingSettings(temperature=0, max_tokens=12, eos_token_ids=ends)
-    stopped = engine(requests(), greedy, policy_version=10)
-    assert all(c.finish_reason == "stop" and int(c.token_ids[-1]) in ends for c in stopped)
-    assert all(len(c.token_ids) <= 4 for c in stopped)
-
-
 def test_turns(both: tuple[Any, VLLMEngine]) -> None:
-    """Three conversations of three turns: each turn's log-probabilities are those of the whole conversation."""
     model, engine = both
     engine.publish(weights_of(model, 11))
     settings = SamplingSettings(max_tokens=5)
@@ -155,7 +116,7 @@ def test_turns(both: tuple[Any, VLLMEngine]) -> None:
         answers = finish(session)
         for row, history in zip(rows, histories, strict=True):
             completion = answers[id(row)]
-            check(model, [Request(np.array(history), (0,))], [completion])
+            assert_plain(model, [Request(np.array(history), (0,))], [completion], atol=2e-4)
             history += completion.token_ids.tolist()
             assert row.history().tolist() == history
         for place, (row, history) in enumerate(zip(rows, histories, strict=True)):
@@ -183,17 +144,15 @@ def test_what_it_refuses(both: tuple[Any, VLLMEngine]) -> None:
 
 
 def test_an_adapter_that_vllm_holds_otherwise_is_not_sampled_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = with_lora()
+    model = with_lora(whole())
     engine = build(model, enable_lora=True)
     engine.publish(weights_of(model, 1))
     write = type(weights_of(model, 1).adapter).write
 
     def otherwise(self: Any, folder: Path) -> None:
-        other = with_lora()
+        other = with_lora(whole())
         change(other, 1)
-        adapter = weights_of(other, 1).adapter
-        assert adapter is not None
-        write(adapter, folder)
+        write(weights_of(other, 1).adapter, folder)
 
     monkeypatch.setattr(type(weights_of(model, 1).adapter), "write", otherwise)
     with pytest.raises(ModelError, match="with other numbers"):

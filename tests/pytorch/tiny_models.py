@@ -1,40 +1,20 @@
-"""Tiny models with random weights, one for each family that the PyTorch room must serve, and a tiny
-tokenizer.
+"""Tiny models with random weights, one for each family that the PyTorch room must serve, and a tiny tokenizer.
 
-Nothing is downloaded or saved. Weights are larger than the usual initialisation, so that attention patterns
-and log-probabilities depend visibly on the prefix: a test that compares two paths would notice one that
-ignores it.
+Weights are larger than the usual initialisation, so that what is computed depends visibly on the prefix: a test that
+compares two paths would notice one that ignores it.
 """
 
-from __future__ import annotations
-
 import string
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import transformers as hf
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    Glm4Config,
-    GlmConfig,
-    GPT2Config,
-    GptOssConfig,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    Phi3Config,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SmolLM3Config,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 PAD, START, END = "<pad>", "<|im_start|>", "<|im_end|>"
 UNKNOWN = "<unk>"
@@ -69,82 +49,49 @@ def tiny_model(
 ) -> PreTrainedModel:
     """A model of family `name` (see `EVERY_FAMILY`): float32, eval mode, 4 query heads over 2 key-value heads.
 
-    Args:
-        name: model family.
-        vocab_size: number of token ids.
-        seed: of the weights; equal arguments give equal weights.
-        num_layers: decoder layers. Gemma 2 and 3 and GPT-OSS alternate sliding and full layers, SmolLM3 layers without
-            and with rotation.
-        hidden_size: width; the head dimension is `hidden_size // 4`.
-        tie_word_embeddings: share input and output embeddings.
-        sliding_window: of Mistral, Phi-3, Gemma 2 and 3 and GPT-OSS, short enough for tiny prompts to exceed it.
-        max_position_embeddings: longest context.
+    Equal arguments give equal weights. Tiny prompts exceed `sliding_window`, which Mistral, Phi-3, Gemma 2 and 3 and
+    GPT-OSS have; the last three alternate sliding and full layers, SmolLM3 layers without and with rotation.
     """
-    shared = {
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": max_position_embeddings,
-        "tie_word_embeddings": tie_word_embeddings,
-        "pad_token_id": PAD_ID,
-        "bos_token_id": None,
-        "eos_token_id": END_ID,
-    }
+    shared = {"vocab_size": vocab_size, "hidden_size": hidden_size, "intermediate_size": 2 * hidden_size}
+    shared |= {"num_hidden_layers": num_layers, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shared |= {"max_position_embeddings": max_position_embeddings, "tie_word_embeddings": tie_word_embeddings}
+    shared |= {"pad_token_id": PAD_ID, "bos_token_id": None, "eos_token_id": END_ID}
     head_dim = {"head_dim": hidden_size // 4}
-    windows = {
-        "sliding_window": sliding_window,
-        "layer_types": ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(num_layers)],
-    }
+    kinds = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(num_layers)]
+    windows = {"sliding_window": sliding_window, "layer_types": kinds}
     gemma = {**head_dim, **windows, "query_pre_attn_scalar": hidden_size // 8}
     half_turned = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
+    long = half_turned | {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0]}
+    two_kinds = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    }
+    factors = {"embedding_multiplier": 1.7, "residual_multiplier": 0.6, "attention_multiplier": 0.5}
+    factors |= {"logits_scaling": 0.8}
     experts = {"num_experts_per_tok": 2, "output_router_logits": False}
     gpt2 = {"n_positions": max_position_embeddings, "n_embd": hidden_size, "n_layer": num_layers, "n_head": 4}
     kept = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings")
     configs: dict[str, Callable[[], PreTrainedConfig]] = {
-        "llama": lambda: LlamaConfig(**shared),
-        "qwen2": lambda: Qwen2Config(**shared),
-        "qwen3": lambda: Qwen3Config(**shared, **head_dim),
-        "mistral": lambda: MistralConfig(**shared, **head_dim, sliding_window=sliding_window),
-        "phi3": lambda: Phi3Config(**shared, rope_parameters=half_turned, sliding_window=sliding_window),
-        "phi3_long": lambda: Phi3Config(
-            **shared,
-            rope_parameters={
-                **half_turned,
-                "rope_type": "longrope",
-                "short_factor": [1.0, 1.5],
-                "long_factor": [2.0, 4.0],
-            },
-            original_max_position_embeddings=max_position_embeddings // 4,
+        "llama": lambda: hf.LlamaConfig(**shared),
+        "qwen2": lambda: hf.Qwen2Config(**shared),
+        "qwen3": lambda: hf.Qwen3Config(**shared, **head_dim),
+        "mistral": lambda: hf.MistralConfig(**shared, **head_dim, sliding_window=sliding_window),
+        "phi3": lambda: hf.Phi3Config(**shared, rope_parameters=half_turned, sliding_window=sliding_window),
+        "phi3_long": lambda: hf.Phi3Config(
+            **shared, rope_parameters=long, original_max_position_embeddings=max_position_embeddings // 4
         ),
-        "granite": lambda: GraniteConfig(
-            **shared,
-            embedding_multiplier=1.7,
-            residual_multiplier=0.6,
-            attention_multiplier=0.5,
-            logits_scaling=0.8,
-            attention_bias=True,
-        ),
-        "smollm3": lambda: SmolLM3Config(**shared, no_rope_layers=[(i + 1) % 2 for i in range(num_layers)]),
-        "olmo2": lambda: Olmo2Config(**shared),
-        "gemma2": lambda: Gemma2Config(**shared, **gemma, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
-        "gemma3": lambda: Gemma3TextConfig(
-            **shared,
-            **gemma,
-            rope_parameters={
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
-            },
-        ),
-        "glm": lambda: GlmConfig(**shared, **head_dim, rope_parameters=half_turned, attention_bias=True),
-        "glm4": lambda: Glm4Config(**shared, **head_dim, rope_parameters=half_turned),
-        "qwen3_moe": lambda: Qwen3MoeConfig(
+        "granite": lambda: hf.GraniteConfig(**shared, **factors, attention_bias=True),
+        "smollm3": lambda: hf.SmolLM3Config(**shared, no_rope_layers=[(i + 1) % 2 for i in range(num_layers)]),
+        "olmo2": lambda: hf.Olmo2Config(**shared),
+        "gemma2": lambda: hf.Gemma2Config(**shared, **gemma, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+        "gemma3": lambda: hf.Gemma3TextConfig(**shared, **gemma, rope_parameters=two_kinds),
+        "glm": lambda: hf.GlmConfig(**shared, **head_dim, rope_parameters=half_turned, attention_bias=True),
+        "glm4": lambda: hf.Glm4Config(**shared, **head_dim, rope_parameters=half_turned),
+        "qwen3_moe": lambda: hf.Qwen3MoeConfig(
             **shared, **head_dim, **experts, num_experts=4, moe_intermediate_size=hidden_size, norm_topk_prob=True
         ),
-        "gpt_oss": lambda: GptOssConfig(**shared, **head_dim, **windows, **experts, num_local_experts=4),
-        "gpt2": lambda: GPT2Config(**{name: shared[name] for name in kept}, **gpt2),
+        "gpt_oss": lambda: hf.GptOssConfig(**shared, **head_dim, **windows, **experts, num_local_experts=4),
+        "gpt2": lambda: hf.GPT2Config(**{name: shared[name] for name in kept}, **gpt2),
     }
     if name not in configs:
         raise ValueError(f"{name!r} is no tiny model; choose one of {', '.join(EVERY_FAMILY)}")
@@ -160,6 +107,38 @@ def tiny_model(
     return model.eval()
 
 
+def trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def adapted(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
+    """`get_peft_model` without a deprecation warning: PEFT asks transformers for an attribute's old name."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+        return get_peft_model(model, config)
+
+
+def with_lora(name: Any) -> PeftModel:
+    """A tiny model, by its name or made, with a LoRA adapter whose B is not zero."""
+    options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "fan_in_fan_out": name == "gpt2"}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = tiny_model(name) if isinstance(name, str) else name
+        model = adapted(model, LoraConfig(r=3, lora_alpha=7, **options))
+        for key, parameter in model.named_parameters():
+            if "lora_" in key:
+                torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+def without_interface(model: Any) -> Any:
+    class OtherAttention(type(model)):  # type: ignore[misc]
+        _supports_attention_backend = False
+
+    model.__class__ = OtherAttention
+    return model
+
+
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each character, ChatML markers, 97 ids in all; `<|im_end|>` ends a sequence."""
     characters = "\n" + "".join(c for c in string.printable if " " <= c <= "}" and c not in "`^")
@@ -169,13 +148,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(tokenizer_models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=UNKNOWN,
-        additional_special_tokens=[START],
-        clean_up_tokenization_spaces=False,
-    )
+    special = {"pad_token": PAD, "eos_token": END, "unk_token": UNKNOWN, "additional_special_tokens": [START]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special, clean_up_tokenization_spaces=False)
     tokenizer.chat_template = CHATML
     return tokenizer

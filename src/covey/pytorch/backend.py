@@ -44,16 +44,12 @@ class PyTorchBackend:
         """Load the policy, or wrap the model; what is drawn at random is drawn from `run.seed`."""
         chosen, algorithm = config.model, config.algorithm
         torch.manual_seed(config.run.seed)
+        loading = ("dtype", "device", "trust_remote_code", "quantization")
+        running = ("gradient_checkpointing", "prefix_sharing", "fused_layers")
         return Policy.load(
             chosen.model if model is None else model,
             tokenizer=tokenizer,
-            dtype=chosen.dtype,
-            device=chosen.device,
-            trust_remote_code=chosen.trust_remote_code,
-            quantization=chosen.quantization,
-            gradient_checkpointing=chosen.gradient_checkpointing,
-            prefix_sharing=chosen.prefix_sharing,
-            fused_layers=chosen.fused_layers,
+            **{name: getattr(chosen, name) for name in (*loading, *running)},
             lora_config=peft_config,
             **adapter_options(config),
             reference_update=algorithm.reference_update,

@@ -12,6 +12,7 @@ others they are a guess. `tests/pytorch/test_footprint.py` compares each formula
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -188,13 +189,9 @@ def phases(shape: Shape, chosen: Choices) -> dict[str, dict[str, float]]:
     if not chosen.offload:
         held |= {"AdamW's moments": moments} | reference
     starting = {"float32 of embeddings and of a layer": 4 * (ends + shape.inside / shape.layers)} if b < 4 else {}
-    learning = {
-        "gradients": trained,
-        "activations": activation_bytes(shape, chosen, tokens),
-        "head's chunk or a layer's backward": max(
-            head_bytes(shape, chosen, tokens), backward_bytes(shape, chosen, tokens)
-        ),
-    }
+    learning = {"gradients": trained, "activations": activation_bytes(shape, chosen, tokens)}
+    head_or_layer = max(head_bytes(shape, chosen, tokens), backward_bytes(shape, chosen, tokens))
+    learning["head's chunk or a layer's backward"] = head_or_layer
     if lora and chosen.weights not in DTYPE_BYTES:
         learning["a matrix dequantised"] = float(b * shape.width * shape.inner)
     if chosen.exact_sum:
@@ -222,7 +219,6 @@ def phases(shape: Shape, chosen: Choices) -> dict[str, dict[str, float]]:
 
 
 def kv_bytes(shape: Shape, dtype: str) -> int:
-    """Keys and values of a token."""
     return 2 * shape.layers * shape.keys * DTYPE_BYTES[dtype]
 
 
@@ -232,29 +228,18 @@ def peak_bytes(found: dict[str, dict[str, float]]) -> float:
 
 
 def empty_model(
-    source: str,
-    *,
-    dtype: str,
-    trust_remote_code: bool = False,
-    use_peft: bool = True,
-    adapter: str | None = None,
-    **lora: Any,
+    source: str, *, dtype: str, trust_remote_code: bool = False, use_peft: bool = True, adapter: Any = None, **lora: Any
 ) -> nn.Module:
     """The model that `Policy.load` would train, on torch's device "meta"; of its files only the configuration is read.
-
-    Raises:
-        ModelError: there is no such configuration, or no such model can be built.
+    `ModelError` where there is none, or no such model can be built.
     """
     folder, gguf_file = locate(source)
+    how: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {"trust_remote_code": trust_remote_code}
     if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
         raise ModelError(f"{adapter}: holds no adapter_config.json; give the folder of a saved PEFT adapter")
     try:
-        with quiet():
-            if gguf_file is None:
-                config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-            else:
-                with gguf_read_once():
-                    config = AutoConfig.from_pretrained(folder, gguf_file=gguf_file)
+        with quiet(), gguf_read_once() if gguf_file else nullcontext():
+            config = AutoConfig.from_pretrained(folder, **how)
             refuse_senses(config.to_dict(), source)
             if adapter is not None:
                 lora = {"config": PeftConfig.from_pretrained(adapter)}

@@ -1,14 +1,12 @@
 """All decoder layers of a model of Llama's shape with frozen weights and LoRA, as one differentiable function.
 
-Autograd would keep what each operation of a layer reads: about 10,100 numbers a token in each of SmolLM2's layers.
-Here a layer keeps what is dear to compute and computes the rest again:
+Autograd would keep what each operation reads. Here a layer keeps what is dear to compute, and computes the rest again:
 
     kept           x, [queries | keys | values] after rotation, attention's output, x after attention, [gate | up]
     made again     norms' outputs, act(gate) * up
 
-which is little more than half as much, and each gradient is written once, in place where it can be. What a norm inside
-the layer reads (queries and keys, or what attention and MLP return) is kept too. With `checkpoint` only x is kept and a
-layer's forward runs again before its backward.
+which is little more than half as much. What a norm inside the layer reads (queries and keys, or what attention and MLP
+return) is kept too. With `checkpoint` only x is kept and a layer's forward runs again before its backward.
 
 The backward, by the chain rule from a layer's last line to its first; d(.) is the gradient of the loss with respect to
 a value, F' the backward of F, and `*` is element by element:
@@ -26,18 +24,15 @@ a value, F' the backward of F, and `*` is element by element:
     y = w * s x,  s = (mean(x^2) + eps)^(-1/2)  h = w * d(y);  d(x) = s h - s^3 x mean(h x), as ds/dx = -s^3 x / dim
                                                                                  (a norm)
 
-Where a layer adds `f N(O(a))`, d(O(a)) = N'(f d(m)), and so for D. Which norms and factors there are, and how a layer
-attends, is described by `covey.pytorch.models.form`.
-
-Served: what can be described, with nothing trained but plain LoRA on the layers' linear maps. Anything else (dropout,
-DoRA, trained embeddings, full fine-tuning) goes through the model's own code.
+Where a layer adds `f N(O(a))`, d(O(a)) = N'(f d(m)), and so for D. Served is what `covey.pytorch.models.form` can
+describe, with nothing trained but plain LoRA on the layers' linear maps; all else goes through the model's own code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import torch
@@ -72,8 +67,7 @@ class Norm:
         """`1 / rms(x)` over the last dimension, kept, at least in float32."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
-        scale: Tensor = norm.square_().div_(x.shape[-1]).add_(self._eps).rsqrt_()
-        return scale
+        return cast(Tensor, norm.square_().div_(x.shape[-1]).add_(self._eps).rsqrt_())
 
     def apply(self, x: Tensor, scale: Tensor, weight: Tensor | None = None) -> Tensor:
         """`weight * x / rms(x)` of `x` `[..., dim]`, rounded where transformers rounds."""
@@ -97,13 +91,11 @@ class HeadNorms:
     """The norms of a layer's queries and keys, `[M, heads + kv_heads, dim]`: of each head, or of all heads together."""
 
     def __init__(self, form: LayerForm, layer: nn.Module) -> None:
-        assert form.head_norms is not None
         self._counts = [form.attention.heads, form.attention.kv_heads]
-        self._norms = [Norm(norm, layer) for norm in form.head_norms]
+        self._norms = [Norm(norm, layer) for norm in form.head_norms or ()]
         self._whole = form.whole_heads
 
     def apply(self, x: Tensor) -> Tensor:
-        """The queries and keys normed."""
         return self._of_each(lambda norm, part, weight: norm.apply(part, norm.scale(part), weight), x)
 
     def gradient(self, grad: Tensor, x: Tensor) -> Tensor:
@@ -135,9 +127,8 @@ class _Adapter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapters:
-    """The adapters of a projection during one pass, in its layers' dtype.
-
-    The tensors are detached when the pass begins, so that a later exchange of data does not reach its backward.
+    """The adapters of a projection during one pass, in its layers' dtype; detached when the pass begins, so that a
+    later exchange of data does not reach its backward.
     """
 
     a: Tensor  # [sum r, in]
@@ -160,17 +151,12 @@ class Projection:
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = list(layers)
-        bases = [_base(layer) for layer in layers]
-        biases = [base.bias for base in bases if base.bias is not None]
-        if biases and len(biases) < len(bases):
+        self._layers, self._bases = list(layers), [_base(layer) for layer in layers]
+        if len({base.bias is None for base in self._bases}) > 1:
             raise ModelError("some of the joined layers have a bias and some have none")
         self.parameters = [p for layer in layers for p in _adapter_parameters(layer)]
-        starts = [0]
-        for base in bases:
-            starts.append(starts[-1] + base.out_features)
-        self._columns = [slice(start, stop) for start, stop in pairwise(starts)]
-        self._bases = bases
+        ends = accumulate((base.out_features for base in self._bases), initial=0)
+        self._columns = [slice(start, stop) for start, stop in pairwise(ends)]
 
     def join(self) -> None:
         """Make the layers' weights views of one matrix. Until this is called nothing has been changed."""
@@ -188,7 +174,8 @@ class Projection:
 
     def can_run(self) -> bool:
         """Whether every layer is now exactly `base + scaling * B A`, or its base alone."""
-        return all(_is_plain(layer) for layer in self._layers)
+        adapted = [layer for layer in self._layers if isinstance(layer, LeanLoraLinear)]
+        return all(layer.disable_adapters or layer.plain_adapter() is not None for layer in adapted)
 
     def adapters(self) -> Adapters | None:
         """The adapters that are switched on, None where there are none."""
@@ -213,8 +200,8 @@ class Projection:
 
     def backward(
         self, grad: Tensor, x: Tensor, low: Tensor | None, adapters: Adapters | None, *, needs_input: bool = True
-    ) -> tuple[Tensor | None, list[Tensor]]:
-        """From `grad` `[M, out]` the gradient of `x`, if it is needed, and those of `parameters` in their order."""
+    ) -> tuple[Any, list[Tensor]]:
+        """From `grad` `[M, out]` the gradient of `x`, None if not needed, and those of `parameters` in their order."""
         grad_x = product(grad, self._weight) if needs_input else None
         if adapters is None or low is None:
             return grad_x, []
@@ -228,10 +215,11 @@ class Projection:
         if grad_x is not None:
             add_product(grad_x, grad_low, adapters.a)  # d(x) = d(y) W + l A
         grads_a = torch.split(product(grad_low.T, x), [adapter.rank for adapter in adapters.parts])
-        grads: list[Tensor] = []
-        for adapter, grad_a, grad_b in zip(adapters.parts, grads_a, grads_b, strict=True):
-            grads += [grad_a.to(adapter.dtypes[0]), grad_b]
-        return grad_x, grads
+        return grad_x, [
+            grad
+            for adapter, grad_a, grad_b in zip(adapters.parts, grads_a, grads_b, strict=True)
+            for grad in (grad_a.to(adapter.dtypes[0]), grad_b)
+        ]
 
 
 def _base(layer: Any) -> nn.Linear:
@@ -250,15 +238,9 @@ def _adapter_parameters(layer: Any) -> list[nn.Parameter]:
     return [layer.lora_A[name].weight, layer.lora_B[name].weight]
 
 
-def _is_plain(layer: Any) -> bool:
-    return not isinstance(layer, LeanLoraLinear) or layer.disable_adapters or layer.plain_adapter() is not None
-
-
 class FusedDecoder:
-    """The decoder of a causal language model.
-
-    Raises:
-        ModelError: the model is not served; the message says why. Then nothing has been changed.
+    """The decoder of a causal language model. One that is not served is left as it is, with a `ModelError` which says
+    why.
     """
 
     def __init__(self, model: Any, *, checkpoint: bool = False) -> None:
@@ -268,25 +250,22 @@ class FusedDecoder:
         if not isinstance(self._embedding, nn.Embedding):
             raise ModelError(f"an embedding of type {type(self._embedding).__name__}")
         self._multiplier = form.embedding_multiplier
-        self._layers = [
-            _Layer(module, layer, number)
-            for number, (module, layer) in enumerate(zip(decoder.layers, form.layers, strict=True))
-        ]
-        parameters = [p for layer in self._layers for p in layer.parameters]
-        strangers = {id(p) for p in model.parameters() if p.requires_grad} ^ {id(p) for p in parameters}
-        if strangers:
+        described = enumerate(zip(decoder.layers, form.layers, strict=True))
+        self._layers = [_Layer(module, layer, number) for number, (module, layer) in described]
+        self.parameters = [p for layer in self._layers for p in layer.parameters]
+        if {id(p) for p in model.parameters() if p.requires_grad} != {id(p) for p in self.parameters}:
             raise ModelError("something else than LoRA on the layers' linear maps is trained")
         self._norm = Norm(form.norm, decoder)
         self._device: torch.device = decoder.norm.weight.device
         self._rotaries = {name: Rotary(rotary, self._device) for name, rotary in form.rotaries.items()}
         self._checkpoint = checkpoint
-        self.parameters = parameters
-        for layer in self._layers:
-            layer.join()
+        self._projections = [projection for layer in self._layers for projection in layer.projections]
+        for projection in self._projections:
+            projection.join()
 
     def can_run(self) -> bool:
         """Whether the model, as it is now, is what these layers compute."""
-        return all(layer.can_run() for layer in self._layers)
+        return all(projection.can_run() for projection in self._projections)
 
     def hidden(self, pack: Pack | Piece, layout: TreeLayout | None = None) -> Tensor:
         """The hidden states `[U, d]` after the last norm that predict the pack's targets."""
@@ -296,43 +275,35 @@ class FusedDecoder:
 
 @dataclass(slots=True, eq=False)
 class _Activations:
-    """What one layer keeps of its forward."""
+    """What one layer keeps of its forward: tensors, None before it and where it has no such part."""
 
     x: Tensor  # [M, d]
     qkv_adapters: Adapters | None
     out_adapters: Adapters | None
     mlp_adapters: Adapters | None
     down_adapters: Adapters | None
-    scale: Tensor | None = None  # [M, 1] of the first norm
-    raw: Tensor | None = None  # [M, heads + kv_heads, dim] before query/key norms, where there are any
-    qkv: Tensor | None = None  # [M, width]
-    qkv_low: Tensor | None = None
-    attended: Tensor | None = None  # [M, heads * dim]
-    lse: Tensor | None = None  # [M, heads]
-    out_low: Tensor | None = None
-    attention_out: Tensor | None = None  # [M, d] before the norm on it, where there is one
-    middle: Tensor | None = None  # [M, d] after attention
-    middle_scale: Tensor | None = None
-    gate_up: Tensor | None = None  # [M, 2 f]
-    mlp_low: Tensor | None = None
-    mlp_out: Tensor | None = None  # [M, d] before the norm on it, where there is one
-    down_low: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Context:
-    """What all layers of a pass share."""
-
-    layout: TreeLayout
-    turns: Mapping[str | None, Turn]
+    scale: Any = None  # [M, 1] of the first norm
+    raw: Any = None  # [M, heads + kv_heads, dim] before query/key norms, where there are any
+    qkv: Any = None  # [M, width]
+    qkv_low: Any = None
+    attended: Any = None  # [M, heads * dim]
+    lse: Any = None  # [M, heads]
+    out_low: Any = None
+    attention_out: Any = None  # [M, d] before the norm on it, where there is one
+    middle: Any = None  # [M, d] after attention
+    middle_scale: Any = None
+    gate_up: Any = None  # [M, 2 f]
+    mlp_low: Any = None
+    mlp_out: Any = None  # [M, d] before the norm on it, where there is one
+    down_low: Any = None
 
 
 class _Layer:
     """One decoder layer: attention and gated MLP, each added to its input."""
 
     def __init__(self, layer: Any, form: LayerForm, number: int) -> None:
-        self._form, self._number = form, number
-        self._qkv, self._out, self._gate_up, self._down = self._projections = tuple(
+        self.form, self._number = form, number
+        self._qkv, self._out, self._gate_up, self._down = self.projections = tuple(
             Projection([layer.get_submodule(name) for name in names])
             for names in (form.qkv, (form.out,), form.gate_up, (form.down,))
         )
@@ -343,22 +314,13 @@ class _Layer:
         self._input_norm, self._attention_norm = norm(form.input_norm), norm(form.attention_norm)
         self._mlp_norm, self._output_norm = norm(form.mlp_norm), norm(form.output_norm)
         self._head_norms = None if form.head_norms is None else HeadNorms(form, layer)
-        self.parameters = [p for projection in self._projections for p in projection.parameters]
-
-    def join(self) -> None:
-        for projection in self._projections:
-            projection.join()
-
-    def can_run(self) -> bool:
-        return all(projection.can_run() for projection in self._projections)
+        self.parameters = [p for projection in self.projections for p in projection.parameters]
 
     def begin(self, x: Tensor) -> _Activations:
-        qkv, out, mlp, down = (projection.adapters() for projection in self._projections)
-        return _Activations(x, qkv, out, mlp, down)
+        return _Activations(x, *(projection.adapters() for projection in self.projections))
 
-    def forward(self, kept: _Activations, context: _Context) -> Tensor:
+    def forward(self, kept: _Activations, layout: TreeLayout, turn: Turn | None) -> Tensor:
         """`[M, d]` -> `[M, d]`; fills `kept`."""
-        attention = self._form.attention
         normed, kept.scale = _normed(self._input_norm, kept.x)
         qkv, kept.qkv_low = self._qkv.forward(normed, kept.qkv_adapters)
         turned = self._turned(qkv)
@@ -366,84 +328,66 @@ class _Layer:
         if self._head_norms is not None:
             kept.raw = qk.clone()
             qk = self._head_norms.apply(kept.raw)
-        turn = context.turns.get(self._form.rotary)
         if turn is not None:
             qk = turn.forward(qk)
         if qk is not turned:
             turned.copy_(qk)
-        kept.qkv = qkv
-        attended, kept.lse = tree_attention.forward(context.layout, self._number, *self._split(qkv), attention.rule)
+        kept.qkv, rule = qkv, self.form.attention.rule
+        attended, kept.lse = tree_attention.forward(layout, self._number, *self._split(qkv), rule)
         kept.attended = attended.flatten(1)
         out, kept.out_low = self._out.forward(kept.attended, kept.out_adapters)
         kept.middle, kept.attention_out = self._added(kept.x, out, self._attention_norm)
         normed, kept.middle_scale = _normed(self._mlp_norm, kept.middle)
         kept.gate_up, kept.mlp_low = self._gate_up.forward(normed, kept.mlp_adapters)
         gate, up = kept.gate_up.chunk(2, dim=1)
-        y, kept.down_low = self._down.forward(self._form.activation.forward(gate).mul_(up), kept.down_adapters)
+        y, kept.down_low = self._down.forward(self.form.activation.forward(gate).mul_(up), kept.down_adapters)
         y, kept.mlp_out = self._added(kept.middle, y, self._output_norm)
         return y
 
-    def backward(self, kept: _Activations, grad: Tensor, context: _Context, *, first: bool) -> list[Tensor]:
-        """Turn `grad` `[M, d]` of the layer's output into that of its input, in place; return those of `parameters`.
-
-        The `first` layer's input needs none.
+    def backward(self, kept: _Activations, grad: Tensor, layout: TreeLayout, turn: Turn | None) -> list[Tensor]:
+        """Turn `grad` `[M, d]` of the layer's output into that of its input, which the first layer does not need, in
+        place; return those of `parameters`.
         """
-        assert kept.gate_up is not None
-        assert kept.middle is not None
         gate, up = kept.gate_up.chunk(2, dim=1)
-        active = self._form.activation.forward(gate)
+        active = self.form.activation.forward(gate)
         grad_out = self._added_gradient(grad, kept.mlp_out, self._output_norm)
         # d(p) = D'(d(y)), with p = act(g) * u made again
         product, down_grads = self._down.backward(grad_out, active * up, kept.down_low, kept.down_adapters)
-        assert product is not None
         grad_gate_up = torch.empty_like(kept.gate_up)
         grad_gate, grad_up = grad_gate_up.chunk(2, dim=1)
         torch.mul(product, active, out=grad_up)  # d(u) = d(p) * act(g), and below d(g) = d(p) * u * act'(g)
-        self._form.activation.backward(product.mul_(up), gate, grad_input=grad_gate)
+        self.form.activation.backward(product.mul_(up), gate, grad_input=grad_gate)
         kept.gate_up = None
         del active, product, gate, up, grad_out
         normed, _ = _normed(self._mlp_norm, kept.middle, kept.middle_scale)
         grad_normed, mlp_grads = self._gate_up.backward(grad_gate_up, normed, kept.mlp_low, kept.mlp_adapters)
-        assert grad_normed is not None
         # d(m) = d(y) + N'(...): from here on `grad` is d(m)
         _add_normed_gradient(grad, grad_normed, self._mlp_norm, kept.middle, kept.middle_scale)
         del grad_gate_up, grad_gate, grad_up, normed, grad_normed
-        attention_grads = self._attention_backward(kept, grad, context, first=first)
-        return attention_grads + mlp_grads + down_grads
+        return self._attention_backward(kept, grad, layout, turn) + mlp_grads + down_grads
 
-    def _attention_backward(self, kept: _Activations, grad: Tensor, context: _Context, *, first: bool) -> list[Tensor]:
-        assert kept.attended is not None
-        assert kept.qkv is not None
-        assert kept.lse is not None
-        attention = self._form.attention
+    def _attention_backward(
+        self, kept: _Activations, grad: Tensor, layout: TreeLayout, turn: Turn | None
+    ) -> list[Tensor]:
+        attention = self.form.attention
         grad_out = self._added_gradient(grad, kept.attention_out, self._attention_norm)
         grad_attended, out_grads = self._out.backward(grad_out, kept.attended, kept.out_low, kept.out_adapters)
-        assert grad_attended is not None
         grad_qkv = torch.empty_like(kept.qkv)
-        by_heads = (len(grad_attended), attention.heads, attention.dim)
-        tree_attention.backward(
-            context.layout,
-            self._number,
-            grad_attended.view(by_heads),
-            *self._split(kept.qkv),
-            kept.attended.view(by_heads),
-            kept.lse,
-            attention.rule,
-            self._split(grad_qkv),
-        )
+        grad_heads, out = (x.view(-1, attention.heads, attention.dim) for x in (grad_attended, kept.attended))
+        known = *self._split(kept.qkv), out, kept.lse, attention.rule
+        tree_attention.backward(layout, self._number, grad_heads, *known, self._split(grad_qkv))
         turned = self._turned(grad_qkv)
         grad_qk: Tensor = turned
-        turn = context.turns.get(self._form.rotary)
         if turn is not None:
             grad_qk = turn.backward(grad_qk)  # R^-1
         if self._head_norms is not None:
-            assert kept.raw is not None
             grad_qk = self._head_norms.gradient(grad_qk, kept.raw)
         if grad_qk is not turned:
             turned.copy_(grad_qk)
         normed, _ = _normed(self._input_norm, kept.x, kept.scale)
+        needed = self._number > 0
         grad_normed, qkv_grads = self._qkv.backward(
-            grad_qkv, normed, kept.qkv_low, kept.qkv_adapters, needs_input=not first
+            grad_qkv, normed, kept.qkv_low, kept.qkv_adapters, needs_input=needed
         )
         if grad_normed is not None:  # d(x) = d(m) + N'(...)
             _add_normed_gradient(grad, grad_normed, self._input_norm, kept.x, kept.scale)
@@ -451,14 +395,14 @@ class _Layer:
 
     def _split(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows `[M, width]` of queries, keys and values -> views `[M, heads, dim]` of the three."""
-        attention = self._form.attention
+        attention = self.form.attention
         sizes = [attention.heads, attention.kv_heads, attention.kv_heads]
         q, k, v = torch.split(rows.view(len(rows), -1, attention.dim), sizes, dim=1)
         return q, k, v
 
     def _turned(self, rows: Tensor) -> Tensor:
         """A view `[M, heads + kv_heads, dim]` of their queries and keys, which are normed and turned."""
-        attention = self._form.attention
+        attention = self.form.attention
         return rows.view(len(rows), -1, attention.dim)[:, : attention.heads + attention.kv_heads]
 
     def _added(self, x: Tensor, out: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor | None]:
@@ -466,16 +410,12 @@ class _Layer:
         raw = None if norm is None else out
         if norm is not None:
             out = norm.apply(out, norm.scale(out))
-        return torch.add(x, out, alpha=self._form.factor, out=out), raw
+        return torch.add(x, out, alpha=self.form.factor, out=out), raw
 
-    def _added_gradient(self, grad: Tensor, raw: Tensor | None, norm: Norm | None) -> Tensor:
+    def _added_gradient(self, grad: Tensor, raw: Any, norm: Norm | None) -> Tensor:
         """The gradient of `_added`'s `out`; `grad`, that of the sum, stays as it is."""
-        if self._form.factor != 1:
-            grad = grad * self._form.factor
-        if norm is None:
-            return grad
-        assert raw is not None
-        return norm.gradient(grad.clone(), raw, norm.scale(raw)).to(raw.dtype)
+        grad = grad if self.form.factor == 1 else grad * self.form.factor
+        return grad if norm is None else norm.gradient(grad.clone(), raw, norm.scale(raw)).to(raw.dtype)
 
 
 class _Decode(torch.autograd.Function):
@@ -489,19 +429,18 @@ class _Decode(torch.autograd.Function):
         x = decoder._embedding(_to(pack.token_ids, device))
         if decoder._multiplier != 1:
             x = x * decoder._multiplier
-        positions = _to(pack.position_ids, device)
-        context = _Context(layout, {name: rotary(positions, x.dtype) for name, rotary in decoder._rotaries.items()})
-        layers = []
+        positions, layers = _to(pack.position_ids, device), []
+        turns: dict[str | None, Turn] = {name: turn(positions, x.dtype) for name, turn in decoder._rotaries.items()}
         for layer in decoder._layers:
             kept = layer.begin(x)
-            x = layer.forward(kept, context)
+            x = layer.forward(kept, layout, turns.get(layer.form.rotary))
             if keep:
                 layers.append(layer.begin(kept.x) if decoder._checkpoint else kept)
         index = _to(pack.score_at, device)
         picked = x.index_select(0, index)
         normed, scale = _normed(decoder._norm, picked)
         if keep:
-            ctx.decoder, ctx.context, ctx.layers = decoder, context, layers
+            ctx.decoder, ctx.layout, ctx.turns, ctx.layers = decoder, layout, turns, layers
             ctx.index, ctx.last, ctx.scale, ctx.rows = index, picked, scale, len(x)
         return normed
 
@@ -517,13 +456,12 @@ class _Decode(torch.autograd.Function):
         grad_x = picked.new_zeros(ctx.rows, picked.shape[1])
         # where sequences part, a row is picked once for each; on CPU the sum's order is that of the index
         grad_x.index_add_(0, ctx.index, picked)
-        found: list[list[Tensor]] = []
-        for number in reversed(range(len(layers))):
-            layer, kept = decoder._layers[number], layers.pop()
+        grads: list[Tensor] = []
+        for layer in reversed(decoder._layers):
+            kept, turn = layers.pop(), ctx.turns.get(layer.form.rotary)
             if kept.gate_up is None:
-                layer.forward(kept, ctx.context)
-            found.append(layer.backward(kept, grad_x, ctx.context, first=number == 0))
-        grads: Iterator[Tensor] = (g for of_layer in reversed(found) for g in of_layer)
+                layer.forward(kept, ctx.layout, turn)
+            grads = layer.backward(kept, grad_x, ctx.layout, turn) + grads
         return None, None, None, None, *grads
 
 
@@ -539,10 +477,6 @@ def _normed(norm: Norm | None, x: Tensor, scale: Tensor | None = None) -> tuple[
     return norm.apply(x, scale), scale
 
 
-def _add_normed_gradient(into: Tensor, grad: Tensor, norm: Norm | None, x: Tensor, scale: Tensor | None) -> None:
+def _add_normed_gradient(into: Tensor, grad: Tensor, norm: Norm | None, x: Tensor, scale: Any) -> None:
     """Add what the gradient of `N(x)` makes of `x`; `grad` may be overwritten."""
-    if norm is None:
-        into.add_(grad)
-    else:
-        assert scale is not None
-        into.add_(norm.gradient(grad, x, scale))
+    into.add_(grad if norm is None else norm.gradient(grad, x, scale))

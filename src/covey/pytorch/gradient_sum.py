@@ -28,7 +28,6 @@ class GradientSum:
     """The gradient of one step, put together from its packs."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        """Begin at nothing."""
         self._parameters = parameters
 
     def differentiate(self, loss: Tensor) -> Sequence[Tensor | None]:
@@ -50,11 +49,9 @@ class Share(Protocol):
 
     def map(self, work: Work[Result], packs: Sequence[Pack]) -> Iterable[Result]:
         """The results of `work` on all packs, in their order, whoever ran them."""
-        ...
 
     def sum(self, parameters: Sequence[Tensor], packs: int, *, side_by_side: bool) -> GradientSum:
         """An empty sum for a step of so many packs."""
-        ...
 
 
 class Alone:
@@ -63,11 +60,9 @@ class Alone:
     alone = True
 
     def map(self, work: Work[Result], packs: Sequence[Pack]) -> Iterable[Result]:
-        """See `Share.map`."""
         return work(packs)
 
     def sum(self, parameters: Sequence[Tensor], packs: int, *, side_by_side: bool) -> GradientSum:
-        """See `Share.sum`."""
         return FloatSum(parameters, side_by_side=side_by_side)
 
 
@@ -77,7 +72,6 @@ class AloneInFixedPoint(Alone):
     alone = False
 
     def sum(self, parameters: Sequence[Tensor], packs: int, *, side_by_side: bool) -> GradientSum:
-        """See `Share.sum`."""
         return ExactSum(parameters, packs)
 
 
@@ -90,14 +84,12 @@ class FloatSum(GradientSum):
         self._side_by_side = side_by_side
 
     def differentiate(self, loss: Tensor) -> Sequence[Tensor | None]:
-        """See `GradientSum.differentiate`."""
         if self._side_by_side:
             return super().differentiate(loss)
         torch.autograd.backward(loss)
         return ()
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
-        """See `GradientSum.add`."""
         for parameter, grad in zip(self._parameters if grads else (), grads, strict=True):
             if grad is not None:
                 grad = grad.contiguous()  # the fused AdamW reads memory in order, whatever the strides say
@@ -105,15 +97,13 @@ class FloatSum(GradientSum):
 
 
 class ExactSum(GradientSum):
-    """Adds in fixed point: the same bits in any order and any partition.
-
-    A number that is not finite, or too large for the range, makes the whole gradient not finite: no step is taken.
+    """Adds in fixed point: the same bits in any order and any partition. A number that is not finite, or too large for
+    the range, makes the whole gradient not finite: no step is taken.
     """
 
     def __init__(
         self, parameters: Sequence[Tensor], packs: int, reduce: Callable[[Tensor], None] = lambda total: None
     ) -> None:
-        """Begin at nothing."""
         super().__init__(parameters)
         self._largest = _LIMIT / max(packs, 1)
         self._reduce = reduce
@@ -123,7 +113,6 @@ class ExactSum(GradientSum):
         self._total = torch.zeros(self._ends[-1] + len(parameters) + 1, dtype=torch.int64, device=device)
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
-        """See `GradientSum.add`."""
         for number, grad in enumerate(grads):
             if grad is None:
                 continue
@@ -135,7 +124,6 @@ class ExactSum(GradientSum):
             self._total[-1] += not inside
 
     def finish(self) -> None:
-        """See `GradientSum.finish`."""
         self._reduce(self._total)
         broken = bool(self._total[-1])
         for number, parameter in enumerate(self._parameters):

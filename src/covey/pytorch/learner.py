@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from covey.algorithms import Correction, LossTerms, Objective, add_metrics
 from covey.errors import ConfigError, ModelError
-from covey.pytorch.attention.tree_layout import Paths
+from covey.pytorch.attention.tree_layout import Paths, TreePath
 from covey.pytorch.gradient_sum import Alone, Share
 from covey.pytorch.logprobs import ExactKL, TokenScores
 from covey.pytorch.optimizers import LossScale, make_optimizer, optimizer_tensors, restore_optimizer, step_in_slices
@@ -70,33 +70,22 @@ class Learner:
     ) -> None:
         """Take the policy and AdamW's settings; `optimizer` is a name of `covey.pytorch.optimizers`.
 
-        `side_by_side=False` never runs two packs at once: for a learner beside which something else computes. That
-        fills the gaps already, and its results would depend on the number of threads that lanes set for all.
-        `loss_scale` keeps small gradients within the range of float16; the optimiser sees them divided by it.
-        `share` says which packs of a step are this process's, and adds up with others; all, unless there are others.
+        `side_by_side=False` never runs two packs at once: for a learner beside which something else computes, whose
+        results would depend on the number of threads that lanes set for all. `share` says which packs of a step are
+        this process's, and adds up with others; all, unless there are others.
         """
-        self.policy = policy
-        self._side_by_side = side_by_side
-        self.loss_scale = loss_scale
-        self._share: Share = share or Alone()
-        self.max_grad_norm = max_grad_norm
-        self.tokens_per_micro_batch = tokens_per_micro_batch
-        self.steps = 0
+        self.policy, self.loss_scale = policy, loss_scale
+        self._side_by_side, self._share = side_by_side, share or Alone()
+        self.max_grad_norm, self.tokens_per_micro_batch, self.steps = max_grad_norm, tokens_per_micro_batch, 0
         groups = policy.parameter_groups(learning_rate, embedding_lr, weight_decay)
         self.optimizer = make_optimizer(optimizer, groups, betas=betas, epsilon=epsilon, device=policy.device)
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
-        self._base_rate = learning_rate
-        self._scheduler: Any = None
-        self._host = policy.host
+        self._base_rate, self._scheduler, self._host = learning_rate, cast(Any, None), policy.host
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> None:
-        """Step with another optimiser, over (some of) the policy's trainable parameters, in place of AdamW.
-
-        Each of its groups keeps its own learning rate, multiplied by the run's schedule; a PyTorch `scheduler` of it
-        is stepped after each step in place of that.
-
-        Raises:
-            ConfigError: it has parameters that are not trained here.
+        """Step with another optimiser, over (some of) the policy's trainable parameters, in place of AdamW. Its groups
+        keep their own learning rates, multiplied by the run's schedule, or a PyTorch `scheduler` of it is stepped after
+        each step. `ConfigError` for parameters that are not trained here.
         """
         own = {id(parameter) for parameter in self.policy.trainable_parameters()}
         strangers = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
@@ -109,8 +98,6 @@ class Learner:
             log.warning("optim.offload: the moments of an optimizer of your own stay on the device")
         self.optimizer, self._scheduler, self._host = optimizer, scheduler, None
         self._base_rates = [group["lr"] for group in optimizer.param_groups]
-
-    # ------------------------------------------------------------------ log-probabilities
 
     @torch.no_grad()
     def scores(
@@ -127,11 +114,11 @@ class Learner:
         @torch.no_grad()
         def score(pack: Pack) -> NDArray[np.float32]:
             if self._is_walked(pack):
-                found = self._walk(pack, batch.episodes, partial(walk_scores, pack=pack), temperature, entropy=entropy)
-                return _numbers(found)
+                scores = partial(walk_scores, pack=pack)
+                return _numbers(self._walk(pack, batch.episodes, scores, temperature, entropy=entropy))
             supports = pack.support(batch.episodes)
-            one = self.policy.score(pack, temperature=temperature, entropy=entropy, supports=supports)
-            return _numbers(torch.stack([one.logp] if one.entropy is None else [one.logp, one.entropy]))
+            found = self.policy.score(pack, temperature=temperature, entropy=entropy, supports=supports).known()
+            return _numbers(torch.stack(found))
 
         def run() -> tuple[FloatNT, FloatNT | None]:
             wholes = np.zeros((1 + entropy, *batch.mask.shape), np.float32)
@@ -144,8 +131,6 @@ class Learner:
             return wholes[0], wholes[1] if entropy else None
 
         return self._within_memory(run)
-
-    # ------------------------------------------------------------------ gradients
 
     def forward_backward(
         self,
@@ -182,33 +167,9 @@ class Learner:
         those to it (decoupled PPO, arXiv 2110.00641). Without, the old policy is the one that sampled.
         """
         exact = cast(ExactKL | None, objective.vocabulary_kl)
-        scoring: dict[str, Any] = {
-            "entropy": True,
-            "entropy_grad": objective.differentiates_entropy,
-            "exact_kl": exact,
-        }
-        loss = StepLoss(
-            batch,
-            objective,
-            *loss_weights(batch, objective, max_completion_length),
-            self.policy.device,
-            reference,
-            trainer_old,
-            correction,
-            selected,
-            entropy_coef,
-        )
-
-        def run() -> Gradients:
-            self.policy.train()
-            try:
-                return accumulate()
-            except BaseException:
-                self.optimizer.zero_grad(set_to_none=True)
-                raise
-            finally:
-                self.policy.eval()
-
+        scoring: dict[str, Any] = {"entropy": True, "entropy_grad": objective.differentiates_entropy, "exact_kl": exact}
+        weights, device = loss_weights(batch, objective, max_completion_length), self.policy.device
+        loss = StepLoss(batch, objective, *weights, device, reference, trainer_old, correction, selected, entropy_coef)
         parameters, scale = self.policy.trainable_parameters(), self._scale
 
         def accumulate() -> Gradients:
@@ -225,9 +186,7 @@ class Learner:
                 supports = pack.support(batch.episodes)
                 found = self.policy.score(pack, temperature=temperature, supports=supports, **scoring)
                 terms = loss.of(pack, found.logp, found.entropy, found.exact_kl)
-                known = [found.logp, cast(torch.Tensor, found.entropy)]
-                known += [] if found.exact_kl is None else [found.exact_kl]
-                own = torch.stack([each.detach() for each in known])
+                own = torch.stack([each.detach() for each in found.known()])
                 return own, [terms], total.differentiate(terms.loss * scale)
 
             def add(packs: Sequence[Pack]) -> Iterator[tuple[NDArray[np.float32], dict[str, float]]]:
@@ -246,6 +205,16 @@ class Learner:
             tokens = count_tokens(batch.episodes, rows, sum(map(self._size, packs)))
             return Gradients(_added(parts), logp, scored, uncertainty, kl, tokens)
 
+        def run() -> Gradients:
+            self.policy.train()
+            try:
+                return accumulate()
+            except BaseException:
+                self.optimizer.zero_grad(set_to_none=True)
+                raise
+            finally:
+                self.policy.eval()
+
         return self._within_memory(run)
 
     def gradient(self) -> dict[str, NDArray[np.float32]]:
@@ -258,8 +227,7 @@ class Learner:
 
     def optim_step(self, learning_rate: float) -> float:
         """Clip the gradient, take one AdamW step, drop the gradient; groups with a rate of their own keep their ratio.
-
-        Returns the gradient's norm before clipping. When it is not finite, no step is taken, and `loss_scale` is
+        Returns the gradient's norm before clipping: where it is not finite no step is taken, and `loss_scale` is
         halved.
         """
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -286,8 +254,6 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
-    # ------------------------------------------------------------------ saving
-
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """What a resumed run needs: trained weights, reference, the optimiser's moments, and the loss scale."""
         moments = optimizer_tensors(self.optimizer, self.policy.named_trainable_parameters())
@@ -298,10 +264,8 @@ class Learner:
         }
 
     def restore(self, tensors: Mapping[str, Mapping[str, torch.Tensor]], steps: int) -> None:
-        """Take back what `tensors` returned after so many optimiser steps.
-
-        Raises:
-            ModelError, CheckpointError: it is of another model or other adapter settings.
+        """Take back what `tensors` returned after so many steps; `ModelError` or `CheckpointError` for another model or
+        other adapter settings.
         """
         self.policy.load_state_dict(tensors["policy"])
         self.policy.reference.load_state_dict(tensors["reference"])
@@ -310,8 +274,6 @@ class Learner:
         if self.loss_scale is not None:
             self.loss_scale.restore(tensors["optimizer"])
         self.steps = steps
-
-    # ------------------------------------------------------------------ parts
 
     @property
     def _scale(self) -> float:
@@ -353,7 +315,8 @@ class Learner:
     ) -> Kept:
         """Walk a pack's pieces, each scored on the path that it hangs on."""
         pieces, support = pieces_of(pack, self.tokens_per_micro_batch), pack.support(episodes)
-        paths = Paths(int(pack.position_ids.max()) + 1)
+        capacity = int(pack.position_ids.max()) + 1
+        paths = Paths(TreePath(capacity), TreePath(capacity))
 
         def score(piece: Piece) -> TokenScores:
             own = None if support is None else support.take(piece.scored)
@@ -362,7 +325,6 @@ class Learner:
         return walk(pieces, score=score)
 
     def _within_memory(self, run: Callable[[], Kept]) -> Kept:
-        """Run; on out-of-memory halve the token budget and run again from the start."""
         return within_memory(run, self._halve)
 
     def _halve(self, error: BaseException) -> None:
@@ -372,11 +334,8 @@ class Learner:
                 "model or shorter completions, or set model.gradient_checkpointing to true"
             ) from error
         self.tokens_per_micro_batch //= 2
-        log.warning(
-            "out of memory (%s): the step is computed again with tokens_per_micro_batch=%d; its loss is the same",
-            str(error).splitlines()[0],
-            self.tokens_per_micro_batch,
-        )
+        said = "out of memory (%s): the step is computed again with tokens_per_micro_batch=%d; its loss is the same"
+        log.warning(said, str(error).splitlines()[0], self.tokens_per_micro_batch)
 
 
 def _numbers(values: torch.Tensor) -> NDArray[np.float32]:

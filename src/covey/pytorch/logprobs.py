@@ -1,9 +1,7 @@
-"""Hidden states -> log-probabilities, entropies and exact KL divergences, in chunks: `[S, V]` is never stored
-whole.
+"""Hidden states -> log-probabilities, entropies and exact KL divergences, in chunks: `[S, V]` is never stored whole.
 
-The vocabulary makes logits the largest tensor of a training step: 10,000 tokens x 150,000 ids x 4 bytes are 6
-GB, and autograd would keep several of them. Here a chunk of rows exists at a time, and the backward is
-written by hand.
+Logits are the largest tensor of a training step: 10,000 tokens x 150,000 ids x 4 bytes are 6 GB, and autograd would
+keep several. Here a chunk of rows exists at a time, and the backward is written by hand.
 
 Let `l = scale (h W' + b)`, `a = cap tanh(l / cap)` (or `a = l`), `z = a / T`, and `p = softmax(z)`. For each
 row, every output o is a scalar function of z, with `r = do/dz`:
@@ -58,10 +56,9 @@ class Head:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Head:
-        """The output head of a causal LM with the model's own factors on the logits.
-
-        `final_logit_softcapping` (Gemma 2), `logit_scale` (Cohere, a factor) and `logits_scaling` (Granite, a divisor)
-        are known; `Policy` checks the result against the model's own logits.
+        """The output head of a causal LM with the model's own factors on the logits: `final_logit_softcapping` (Gemma
+        2), `logit_scale` (Cohere, a factor) and `logits_scaling` (Granite, a divisor); `Policy` compares the result
+        with the model's own logits.
         """
         module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if module is None:
@@ -117,6 +114,10 @@ class TokenScores:
     logp: Tensor
     entropy: Tensor | None = None
     exact_kl: Tensor | None = None
+
+    def known(self) -> list[Tensor]:
+        """Those that were asked for."""
+        return [value for value in (self.logp, self.entropy, self.exact_kl) if value is not None]
 
 
 def score_tokens(
@@ -202,10 +203,10 @@ class _Job:
         for start in range(0, len(self.targets), self.rows):
             yield start, min(start + self.rows, len(self.targets))
 
-    def buffers(self, hidden: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def buffers(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Two `[rows, V]`, used again and again: on a CPU fresh pages can cost as much as computing on them."""
-        shape = min(self.rows, len(hidden)), width
-        return hidden.new_empty(shape, dtype=dtype), hidden.new_empty(shape, dtype=dtype)
+        one = hidden.new_empty(min(self.rows, len(hidden)), width, dtype=_wide_dtype(hidden.dtype))
+        return one, torch.empty_like(one)
 
     def reference_logq(self, start: int, stop: int) -> Tensor | None:
         """`[c, V]` log-probabilities of the reference under the same temperature and support."""
@@ -220,45 +221,43 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class _Chunk:
-    """One chunk of rows: `logp_v` and `p` are `[c, V]`, the rest `[c]`."""
+    """One chunk of rows: `logp_v` and `p` are `[c, V]`, the rest `[c]`; what nothing asks for is None."""
 
     targets: Tensor
     logp_v: Tensor
-    p: Tensor | None  # None until something needs it
-    slope: Tensor | None  # f, [c, V]; None = 1
     logp: Tensor
-    entropy: Tensor | None = None
-    difference: Tensor | None = None  # log p - log q, [c, V]
-    kl: Tensor | None = None
-    ratio: Tensor | None = None  # 1 / (q + eps) / V, [c, V]
-    weight: Tensor | None = None
+    slope: Tensor | None  # f, [c, V]; None = 1
+    p: Any = None
+    entropy: Any = None
+    difference: Any = None  # log p - log q, [c, V]
+    kl: Any = None
+    ratio: Any = None  # 1 / (q + eps) / V, [c, V]
+    weight: Any = None
 
     def value(self) -> Tensor | None:
         """The divergence as it is returned."""
-        return self.kl if self.weight is None or self.kl is None else self.kl * self.weight
+        return cast(Tensor | None, self.kl if self.weight is None else self.kl * self.weight)
 
     def scale_by_slope(self, r: Tensor) -> Tensor:
         return r if self.slope is None else r.mul_(self.slope)
 
+    def gradient(self, name: str) -> Tensor:
+        """`f r` of an output; the negative of the log-probability's."""
+        return {"kl": self.kl_gradient, "entropy": self.entropy_gradient, "logp": self.logp_gradient}[name]()
+
     def logp_gradient(self) -> Tensor:
         """`f (p - 1[y])`, i.e. the *negative* of r f; destroys p."""
-        assert self.p is not None
         self.p.scatter_add_(1, self.targets[:, None], self.p.new_full((len(self.targets), 1), -1.0))
         return self.scale_by_slope(self.p)
 
     def entropy_gradient(self) -> Tensor:
         """`f r` of the entropy; destroys logp_v."""
-        assert self.p is not None
-        assert self.entropy is not None
         return self.scale_by_slope(self.logp_v.add_(self.entropy[:, None]).mul_(self.p).neg_())
 
     def kl_gradient(self) -> Tensor:
         """`f r` of the divergence."""
-        assert self.p is not None
-        assert self.difference is not None
-        assert self.kl is not None
         r = (self.difference - self.kl[:, None]).mul_(self.p)
-        if self.ratio is not None and self.weight is not None:
+        if self.ratio is not None:
             r.mul_(self.weight[:, None])
             r.add_((self.ratio - self.weight[:, None]).mul_(self.p).mul_(self.kl[:, None]))
         return self.scale_by_slope(r)
@@ -282,15 +281,13 @@ def _compute(
     if job.kept is not None:
         job.kept.exclude(z, start, targets)
     logp_v = torch.log_softmax(z, dim=-1, out=buffers[1][: len(h)])
-    chunk = _Chunk(targets, logp_v, None, slope, logp_v.gather(1, targets[:, None])[:, 0].clone())
+    chunk = _Chunk(targets, logp_v, logp_v.gather(1, targets[:, None])[:, 0].clone(), slope)
     if need_p or job.entropy or job.reference is not None:
         chunk.p = torch.exp(logp_v, out=z)
     if job.entropy:
-        assert chunk.p is not None
         chunk.entropy = -_row_dot(chunk.p, logp_v)
     logq = job.reference_logq(start, start + len(h))
     if logq is not None and job.reference is not None:
-        assert chunk.p is not None
         if job.reference.kind == "exact_weighted":
             chunk.ratio = logq.exp().add_(_WEIGHT_EPS).reciprocal_().div_(logq.shape[1])
             chunk.weight = _row_dot(chunk.p, chunk.ratio)
@@ -308,20 +305,16 @@ class _Score(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         train_head = grad_enabled and (weight.requires_grad or (bias is not None and bias.requires_grad))
         direct = grad_enabled and hidden.requires_grad and not train_head
-        dtype = _wide_dtype(hidden.dtype)
-        logp = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
+        logp = torch.empty(len(hidden), dtype=_wide_dtype(hidden.dtype), device=hidden.device)
         entropy = torch.empty_like(logp) if job.entropy else logp.new_empty(0)
         kl = torch.empty_like(logp) if job.reference is not None else logp.new_empty(0)
         factor = job.head.scale / job.temperature
-        wanted = ["logp"]
-        if job.entropy and job.entropy_grad:
-            wanted.append("entropy")
-        if job.reference is not None:
-            wanted.append("kl")
-        # In the hidden state's own precision: they are gradients of it.
+        asked = {"logp": True, "entropy": job.entropy and job.entropy_grad, "kl": job.reference is not None}
+        wanted = [name for name, is_asked in asked.items() if is_asked]
+        # in the hidden state's own precision: they are gradients of it
         vectors = {name: torch.empty_like(hidden) for name in wanted} if direct else {}
         operand, wide_bias = _operand(weight), None if bias is None else _wide(bias.detach())
-        buffers = job.buffers(hidden, len(weight), dtype)
+        buffers = job.buffers(hidden, len(weight))
         for start, stop in job.chunks():
             chunk = _compute(hidden[start:stop], operand, wide_bias, job, start, buffers, direct)
             logp[start:stop] = chunk.logp
@@ -330,20 +323,16 @@ class _Score(torch.autograd.Function):
             value = chunk.value()
             if value is not None:
                 kl[start:stop] = value
-            # In this order: the entropy's destroys logp_v, which the divergence's reads, and logp's destroys p.
-            if "kl" in vectors:
-                _product_rounded(vectors["kl"][start:stop], chunk.kl_gradient(), operand.T, factor)
-            if "entropy" in vectors:
-                _product_rounded(vectors["entropy"][start:stop], chunk.entropy_gradient(), operand.T, factor)
-            if "logp" in vectors:
-                _product_rounded(vectors["logp"][start:stop], chunk.logp_gradient(), operand.T, -factor)
+            for name in reversed(vectors):  # the entropy's destroys logp_v, which the divergence's reads; logp's p
+                sign = -1 if name == "logp" else 1
+                _product_rounded(vectors[name][start:stop], chunk.gradient(name), operand.T, sign * factor)
         ctx.job, ctx.wanted, ctx.direct, ctx.dtype = job, wanted, direct, hidden.dtype
         if direct:
             ctx.save_for_backward(*(vectors[name] for name in wanted))
         elif train_head:
             ctx.save_for_backward(hidden, weight, *(() if bias is None else (bias,)))
         ctx.mark_non_differentiable(  # one call: a second one would undo the first
-            *(() if job.entropy and job.entropy_grad else (entropy,)), *(() if job.reference else (kl,))
+            *(value for name, value in (("entropy", entropy), ("kl", kl)) if not asked[name])
         )
         return logp, entropy, kl
 
@@ -363,8 +352,7 @@ class _Score(torch.autograd.Function):
 
     @staticmethod
     def _backward_with_head(ctx: Any, grads: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        hidden, weight, *rest = ctx.saved_tensors
-        bias: Tensor | None = rest[0] if rest else None
+        hidden, weight, bias = (*ctx.saved_tensors, None)[:3]
         job: _Job = ctx.job
         factor = job.head.scale / job.temperature
         dtype = _wide_dtype(hidden.dtype)
@@ -373,19 +361,14 @@ class _Score(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=dtype) if need_weight else None
         d_bias = torch.zeros_like(bias, dtype=dtype) if need_bias and bias is not None else None
         operand, wide_bias = _operand(weight), None if bias is None else _wide(bias)
-        buffers = job.buffers(hidden, len(weight), dtype)
+        buffers = job.buffers(hidden, len(weight))
         for start, stop in job.chunks():
             h = hidden[start:stop]
             chunk = _compute(h, operand, wide_bias, job, start, buffers, True)
-            rest_of_r: Tensor | None = None
-            if "kl" in ctx.wanted:
-                rest_of_r = chunk.kl_gradient().mul_(grads["kl"][start:stop, None])
-            if "entropy" in ctx.wanted:
-                part = chunk.entropy_gradient().mul_(grads["entropy"][start:stop, None])
-                rest_of_r = part if rest_of_r is None else rest_of_r.add_(part)
-            r = chunk.logp_gradient().mul_(grads["logp"][start:stop, None]).neg_()
-            if rest_of_r is not None:
-                r.add_(rest_of_r)
+            *rest, r = (chunk.gradient(name).mul_(grads[name][start:stop, None]) for name in reversed(ctx.wanted))
+            r.neg_()
+            if rest:
+                r.add_(rest[0] if len(rest) == 1 else rest[0].add_(rest[1]))
             if d_hidden is not None:
                 _product_into(d_hidden[start:stop], r, operand.T, factor)
             if d_weight is not None:

@@ -8,15 +8,14 @@ scale.
 bitsandbytes keeps parameters of fewer than 4,096 numbers in 32 bits. Its 8-bit AdamW runs on CPUs too, which have no
 paged memory: there the last two are the same.
 
-AdamW's moments are twice what is trained and are read once a step. With `optim.offload` they wait in the host's memory,
-as a reference's weights do, and come over slice by slice while the step is taken, so that the device never holds more
-of them than a slice:
+With `optim.offload` AdamW's moments wait in the host's memory, as a reference's weights do, and come over slice by
+slice while the step is taken, so that the device never holds more of them than a slice:
 
     for each slice of the parameters     host -> device, the optimiser's step on these alone, device -> host
 
 AdamW treats each number by itself, so the slices give the bits of the undivided step. A slice is as many parameters as
-`SLICE_BYTES` hold, and one at the least: a large embedding is a slice of its own. Copies go through pinned memory, in
-the order of the device's stream. Not measured on a GPU.
+`SLICE_BYTES` hold, and one at the least. Copies go through pinned memory, in the order of the device's stream. Not
+measured on a GPU.
 """
 
 from __future__ import annotations
@@ -38,11 +37,7 @@ _SMALLEST, _BLOCK = 4096, 256
 
 
 def require_package(name: str) -> None:
-    """Refuse an optimiser whose package is missing.
-
-    Raises:
-        ConfigError: it says what to install.
-    """
+    """Refuse an optimiser whose package is missing, with a `ConfigError` that says what to install."""
     if name != "adamw" and importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(
             f"optim.optimizer={name!r}: bitsandbytes is not installed; run pip install 'covey[quantization]', or set "
@@ -53,10 +48,8 @@ def require_package(name: str) -> None:
 def make_optimizer(
     name: str, groups: list[dict[str, Any]], *, betas: tuple[float, float], epsilon: float, device: torch.device
 ) -> torch.optim.Optimizer:
-    """AdamW in one of its forms, over groups of parameters with "lr" and "weight_decay".
-
-    Raises:
-        ConfigError: bitsandbytes is not installed, or has no kernels for the device.
+    """AdamW in one of its forms, over groups of parameters with "lr" and "weight_decay"; `ConfigError` where
+    bitsandbytes is missing, or has no kernels for the device.
     """
     if name == "adamw":
         # Fused on CPU too: one pass over each parameter in place of a dozen, with the same numbers on every run.
@@ -78,16 +71,6 @@ def make_optimizer(
     return made
 
 
-def moment_bytes(name: str, parameters: Iterable[torch.nn.Parameter]) -> int:
-    """Bytes of the two moments."""
-    total = 0
-    for parameter in parameters:
-        eight = name != "adamw" and parameter.numel() >= _SMALLEST
-        plain = 2 * parameter.numel() * (parameter.element_size() if name == "adamw" else 4)
-        total += 2 * (parameter.numel() + 4 * -(-parameter.numel() // _BLOCK)) if eight else plain
-    return total
-
-
 _TABLES = ("qmap1", "qmap2")
 """What bitsandbytes' 8 bits stand for: the same in every run, and made by the optimiser itself."""
 _ADVICE = "resume with the model, adapter and optimizer settings that the run was started with"
@@ -96,10 +79,8 @@ _ADVICE = "resume with the model, adapter and optimizer settings that the run wa
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]
 ) -> dict[str, torch.Tensor]:
-    """Flatten an optimizer's moments to `"<parameter name>/<moment>"` -> tensor (`exp_avg`, `exp_avg_sq`,
-    `step`, ...; of bitsandbytes' `state1`, `absmax1`, ...).
-
-    Parameters without state yet are left out.
+    """An optimizer's moments as `"<parameter name>/<moment>"` -> tensor (`exp_avg`, `exp_avg_sq`, `step`; of
+    bitsandbytes' `state1`, `absmax1`, ...), without parameters that have none yet.
     """
     return {
         f"{name}/{key}": torch.as_tensor(value)
@@ -116,14 +97,9 @@ def restore_optimizer(
     host: HostMemory | None = None,
 ) -> None:
     """Put the moments from `optimizer_tensors` back, in their own dtype, on each parameter's device or, where they wait
-    in the host's memory, there.
-
-    Written by hand because `Optimizer.load_state_dict` casts moments to the parameter's dtype, which is not
-    exact.
-
-    Raises:
-        CheckpointError: a moment belongs to a parameter that is not trained here, has another shape, or is another
-            optimiser's.
+    in the host's memory, there. (`Optimizer.load_state_dict` casts moments to the parameter's dtype, which is not
+    exact.) `CheckpointError` for a moment of a parameter that is not trained here, of another shape, or another
+    optimiser's.
     """
     parameters = dict(named_parameters)
     saved: dict[str, dict[str, torch.Tensor]] = {}
@@ -138,6 +114,7 @@ def restore_optimizer(
     makes_its_own = hasattr(optimizer, "init_state")
     if not makes_its_own and any("state1" in moments for moments in saved.values()):
         raise CheckpointError(f"the checkpoint's moments are those of bitsandbytes' optimizers; {_ADVICE}")
+    captured = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
     restored: dict[torch.Tensor, dict[str, Any]] = {}
     for name, moments in saved.items():
         parameter = parameters[name]
@@ -151,9 +128,8 @@ def restore_optimizer(
                     f"{tuple(parameter.shape)} here; {_ADVICE}"
                 )
             # Adam keeps its step counter on the CPU unless it runs captured in a CUDA graph.
-            device = torch.device("cpu") if key == "step" and not _captured(optimizer) else parameter.device
-            waits = None if tensor.ndim == 0 else host
-            placed = tensor.to(device, copy=True) if waits is None else waits.keep(tensor)
+            device = torch.device("cpu") if key == "step" and not captured else parameter.device
+            placed = host.keep(tensor) if host is not None and tensor.ndim else tensor.to(device, copy=True)
             restored.setdefault(parameter, {})[key] = placed
     kinds = {frozenset(moments) for moments in restored.values()}
     if len(kinds) > 1 and not makes_its_own:
@@ -181,23 +157,13 @@ def _filled(
     wanted = {key: torch.as_tensor(value).shape for key, value in state.items() if key not in _TABLES}
     found = {key: tensor.shape for key, tensor in moments.items()}
     if wanted != found:
-        raise CheckpointError(
-            f"the checkpoint has {_listed(found)} for parameter {name}, the optimizer {_listed(wanted)}; {_ADVICE}"
+        theirs, ours = (
+            ", ".join(f"{key} {tuple(shape)}" for key, shape in sorted(shapes.items())) for shapes in (found, wanted)
         )
+        raise CheckpointError(f"the checkpoint has {theirs} for parameter {name}, the optimizer {ours}; {_ADVICE}")
     for key, tensor in moments.items():
-        if isinstance(state[key], torch.Tensor):
-            state[key].copy_(tensor)
-        else:
-            state[key] = tensor.item()
+        state[key] = state[key].copy_(tensor) if isinstance(state[key], torch.Tensor) else tensor.item()
     return state
-
-
-def _listed(shapes: Mapping[str, torch.Size]) -> str:
-    return ", ".join(f"{key} {tuple(shape)}" for key, shape in sorted(shapes.items()))
-
-
-def _captured(optimizer: torch.optim.Optimizer) -> bool:
-    return any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
 
 
 SLICE_BYTES = 256 << 20
@@ -217,7 +183,6 @@ class HostMemory:
         return into.copy_(tensor.detach(), non_blocking=True)
 
     def bring(self, held: Tensor) -> Tensor:
-        """A copy on the device."""
         return held.to(self._device, non_blocking=True, copy=True)
 
     def settle(self) -> None:
@@ -227,9 +192,8 @@ class HostMemory:
 
 
 def step_in_slices(optimizer: torch.optim.Optimizer, host: HostMemory) -> None:
-    """One step of an optimiser that treats each parameter by itself, with its moments in the host's memory.
-
-    Moments that the step makes, the first time, end there too. Counters, which are single numbers, stay where they are.
+    """One step of an optimiser that treats each parameter by itself, moments in the host's memory, also those that it
+    makes. Counters, which are single numbers, stay where they are.
     """
     groups = [(group, group["params"]) for group in optimizer.param_groups]
     try:
@@ -280,11 +244,9 @@ _PREFIX = "loss_scale/"
 
 class LossScale:
     """What keeps small gradients within float16, whose smallest number is 6e-8 and whose largest is 65,504: losses are
-    multiplied by it, and gradients divided by it before they are clipped.
-
-    The rule is that of `torch.amp.GradScaler`: a gradient that overflows takes no step and halves the factor; 2,000
-    steps without one double it. It is written out because gradients come from other processes and from `autograd.grad`
-    too, which that class cannot follow.
+    multiplied by it, and gradients divided by it before they are clipped. The rule is that of `torch.amp.GradScaler`,
+    which cannot follow gradients of other processes and of `autograd.grad`: one that overflows takes no step and halves
+    the factor; 2,000 steps without one double it.
     """
 
     def __init__(self) -> None:
@@ -299,7 +261,6 @@ class LossScale:
             self.value, self.good_steps = self.value * _GROWTH, 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What a resumed run needs."""
         numbers = {"value": self.value, "good_steps": float(self.good_steps)}
         return {f"{_PREFIX}{name}": torch.tensor(number, dtype=torch.float64) for name, number in numbers.items()}
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ Score = Callable[[Piece], TokenScores]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLoss:
-    """What the losses of a step's packs are made from; see `Learner.forward_backward` for what is not said here."""
+    """What the losses of a step's packs are made from; see `Learner.forward_backward`."""
 
     batch: Batch
     objective: Objective
@@ -47,30 +48,19 @@ class StepLoss:
     entropy_coef: float | None = None
 
     def of(
-        self,
-        pack: Pack,
-        logp: torch.Tensor,
-        entropy: torch.Tensor | None = None,
-        exact_kl: torch.Tensor | None = None,
-        rows: IntArray | None = None,
+        self, pack: Pack, logp: Tensor, entropy: Tensor | None, exact_kl: Tensor | None, rows: IntArray | None = None
     ) -> LossTerms:
-        """The loss of a pack's rows (None = all) and its metrics; those of several parts of a step add up to the
-        step's.
-
-        `logp`, `entropy` and `exact_kl` are `[U]` of the pack's distinct targets: each enters the loss of every row
-        that has it.
+        """The loss of a pack's rows (None = all) and its metrics, which add up over the parts of a step. `logp`,
+        `entropy` and `exact_kl` are `[U]` of its distinct targets: each enters the loss of every row that has it.
         """
         view = _RowView(pack, rows, self.device)
-        current = view.scatter(logp)
-        mask = view.of(self.batch.mask)
+        current, mask = view.scatter(logp), view.of(self.batch.mask)
         old = sampler = view.of(self.batch.old_logprobs)
-        kl_weights = None if self.kl_weights is None else view.of(self.kl_weights)
-        bonus, factor = entropy_weights(self.batch, self.objective), None
+        kl_weights, factor = view.of(self.kl_weights), None
         if self.correction is not None:
-            trainer = current.detach() if self.trainer_old is None else view.of(self.trainer_old)
+            old = current.detach() if self.trainer_old is None else view.of(self.trainer_old)
             counted = mask if kl_weights is None else mask | (kl_weights > 0)
-            factor = mismatch_correction(trainer, sampler, counted, *astuple(self.correction))
-            old = trainer
+            factor = mismatch_correction(old, sampler, counted, *astuple(self.correction))
         return policy_loss(
             current,
             old,
@@ -78,15 +68,15 @@ class StepLoss:
             mask,
             view.of(self.weights),
             self.objective,
-            ref=None if self.reference is None else view.of(self.reference),
+            ref=view.of(self.reference),
             kl=None if exact_kl is None else view.scatter(exact_kl),
             entropy=None if entropy is None else view.scatter(entropy),
             correction=factor,
             kl_weights=kl_weights,
             sampler=sampler,
-            selected=None if self.selected is None else view.of(self.selected),
+            selected=view.of(self.selected),
             entropy_coef=self.entropy_coef,
-            entropy_weights=None if bonus is None else view.of(bonus),
+            entropy_weights=view.of(entropy_weights(self.batch, self.objective)),
         )
 
 
@@ -112,12 +102,11 @@ class _RowView:
         empty = values.new_zeros(len(self._rows) * self._width)
         return empty.index_copy(0, self._index, values[self._pair]).view(len(self._rows), self._width)
 
-    def of(self, values_NT: NDArray[np.generic]) -> torch.Tensor:
-        """The rows of a batch array, as a tensor `[n, T]`."""
+    def of(self, values_NT: NDArray[Any] | None) -> Any:
+        """The rows of a batch array, as a tensor `[n, T]`; None for None."""
+        if values_NT is None:
+            return None
         return torch.from_numpy(np.ascontiguousarray(values_NT[self._rows, : self._width])).to(self._device)
-
-
-# ---------------------------------------------------------------------- walks
 
 
 @torch.no_grad()
@@ -132,13 +121,9 @@ def walk_gradient(
     pieces: Sequence[Piece], pack: Pack, score: Score, loss: StepLoss, scale: float
 ) -> tuple[Tensor, list[LossTerms]]:
     """Add the gradient of `scale` times a pack's loss to the parameters' `grad`; `score` finds entropies always.
-
-    Returns:
-        As `walk_scores`, and the terms of the pieces in which rows end.
+    Returns what `walk_scores` does, and the terms of the pieces in which rows end.
     """
-    values: list[Tensor] = []
-    slopes: list[Tensor] = []
-    terms: list[LossTerms] = []
+    values, slopes, terms = list[Tensor](), list[Tensor](), list[LossTerms]()
 
     def forward(piece: Piece) -> TokenScores:
         found = score(piece)
@@ -157,22 +142,17 @@ def walk_gradient(
 
     def backward(piece: Piece, found: TokenScores) -> None:
         index = torch.from_numpy(piece.scored).to(loss.device)
-        known = [pair for pair in zip(_known(found), slopes, strict=True) if pair[0].requires_grad]
+        known = [pair for pair in zip(found.known(), slopes, strict=True) if pair[0].requires_grad]
         torch.autograd.backward([value for value, _ in known], [slope[index] for _, slope in known])
 
     walk(pieces, forward, backward)
     return torch.stack(values), terms
 
 
-def _known(found: TokenScores) -> list[Tensor]:
-    return [value for value in (found.logp, found.entropy, found.exact_kl) if value is not None]
-
-
 def _note(values: list[Tensor], pack: Pack, piece: Piece, found: TokenScores) -> None:
     """Put a piece's scores in their places among the pack's."""
-    known = _known(found)
     if not values:
-        values.extend(value.new_zeros(len(pack.targets)) for value in known)
+        values.extend(value.new_zeros(len(pack.targets)) for value in found.known())
     index = torch.from_numpy(piece.scored).to(found.logp.device)
-    for whole, value in zip(values, known, strict=True):
+    for whole, value in zip(values, found.known(), strict=True):
         whole[index] = value.detach()

@@ -18,9 +18,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from covey.errors import ModelError
@@ -58,10 +58,8 @@ class PackedModel:
         gradient_checkpointing: bool = False,
         autocast: str = "none",
     ) -> None:
-        """Take a loaded model whose `requires_grad` flags say what is trained.
-
-        Raises:
-            ModelError: nothing is trainable, or the model's log-probabilities cannot be reproduced from its parts.
+        """Take a loaded model whose `requires_grad` flags say what is trained. `ModelError` where nothing is, or its
+        log-probabilities cannot be reproduced from its parts.
         """
         self.loaded, self.checkpoints = loaded, gradient_checkpointing
         self._set_model(loaded.model)
@@ -70,11 +68,11 @@ class PackedModel:
         self._autocast: torch.dtype | None = None  # what probes compare is the model in its own precision
         expected = Expected(self.lm)
         check_scores(loaded.source, self.lm, lambda pack: self._probe(self._hidden_padded(pack)), expected)
-        self.rows_apart = rope_by_length(self.lm) is not None
+        by_length = rope_by_length(self.lm)
+        self.rows_apart = by_length is not None
         self.prefix_sharing_obstacle: str | None = "model.prefix_sharing is off"
         if prefix_sharing:
-            found = rope_by_length(self.lm) or dropout_obstacle(self.model)
-            found = found or find_obstacle(self.lm, self.probe_packed, expected)
+            found = by_length or dropout_obstacle(self.model) or find_obstacle(self.lm, self.probe_packed, expected)
             self.prefix_sharing_obstacle = found
             if found is not None:
                 logger.warning("%s: tokens are not shared when scoring, which is slower: %s", loaded.source, found)
@@ -104,11 +102,9 @@ class PackedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the model runs."""
         return self.lm.device
 
     def head(self) -> Head:
-        """The output head as it is now."""
         return Head.of(self.lm)
 
     def hidden(self, pack: Pack | Piece, path: TreePath | None = None) -> Tensor:
@@ -141,23 +137,18 @@ class PackedModel:
         return cast(Tensor, out[0][0]).index_select(0, torch.from_numpy(pack.score_at).to(device))
 
     def _hidden_padded(self, pack: Pack) -> Tensor:
-        sequences = pack.sequences()
-        longest = max(map(len, sequences))
-        tokens = np.full((len(sequences), longest), cast(int, self.loaded.tokenizer.pad_token_id), dtype=np.int64)
-        mask = np.zeros((len(sequences), longest), dtype=np.int64)
-        for n, sequence in enumerate(sequences):
-            tokens[n, : len(sequence)], mask[n, : len(sequence)] = sequence, 1
-        device = self.device
+        sequences, device = [torch.from_numpy(sequence) for sequence in pack.sequences()], self.device
+        pad = cast(int, self.loaded.tokenizer.pad_token_id)
+        tokens = pad_sequence(sequences, batch_first=True, padding_value=pad).to(device)
+        longest, places = tokens.shape[1], torch.arange(tokens.shape[1], device=device)
         out = self.transformer(
-            input_ids=torch.from_numpy(tokens).to(device),
-            attention_mask=torch.from_numpy(mask).to(device),
-            position_ids=torch.arange(longest, device=device).expand(len(sequences), -1),
+            input_ids=tokens,
+            attention_mask=(places < torch.tensor([[len(s)] for s in sequences], device=device)).long(),
+            position_ids=places.expand(len(sequences), -1),
             use_cache=False,
         )
         at = pack.row[pack.first] * longest + pack.position_ids[pack.score_at]
         return cast(Tensor, out[0]).flatten(0, 1).index_select(0, torch.from_numpy(at).to(device))
-
-    # ------------------------------------------------------------------ probes
 
     def _fuse(self, expected: Expected) -> str | None:
         """Use the fused layers if they score as the model does; else say why not."""
@@ -183,8 +174,6 @@ class PackedModel:
 
     def _probe(self, hidden: Tensor) -> Tensor:
         return self.head().logits(hidden).log_softmax(-1)
-
-    # ------------------------------------------------------------------ modes
 
     def train(self) -> None:
         """Switch LoRA dropout on, if the adapter has any; the rest of the model stays as when sampling."""
@@ -221,8 +210,7 @@ class PackedModel:
             )
         by_name = "activation_checkpointing_enable"  # transformers before 5.23 has it under its former name alone
         getattr(self.lm, by_name, self.lm.gradient_checkpointing_enable)({"use_reentrant": False})
-        # Only reentrant checkpoints need inputs that require gradients; here they would cost a backward pass
-        # through the first layer's input.
+        # only reentrant checkpoints need inputs that require gradients, which cost a backward through the first layer
         self.lm.disable_input_require_grads()  # type: ignore[no-untyped-call]
         for layer in layers:
             layer.training = True

@@ -7,6 +7,7 @@ import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import cache
 from typing import TypeVar
 
@@ -15,18 +16,14 @@ import torch
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_M_ARENA_MAX = -8
-"""Of glibc's `mallopt`."""
-
 
 def map_in_threads(work: Callable[[Item], Result], items: Iterable[Item], lanes: int) -> Iterator[Result]:
     """`map(work, items)` with at most `lanes` items under way side by side, each with its share of the CPU's threads.
 
-    A forward and backward pass alternates between large products, which keep every core busy, and many small
-    operations, which keep one. Two passes side by side fill each other's gaps: on two cores that is 7 % faster than one
-    after the other in packs of twice the size, which take the same memory. Each piece computes the same numbers
-    whatever runs beside it, and results come back in order, so that a run can be repeated bit for bit (on the same
-    number of threads).
+    Large products keep every core busy, the many small operations between them one: passes side by side fill each
+    other's gaps, which on two cores is 7 % faster than one after the other in packs of twice the size. Each piece
+    computes the same numbers whatever runs beside it, and results come back in order, so that a run can be repeated
+    bit for bit (on the same number of threads).
 
     Gradient mode is torch's default inside `work`, whatever the caller's is. An exception in `work` is raised here,
     when whatever else was under way has ended.
@@ -37,8 +34,7 @@ def map_in_threads(work: Callable[[Item], Result], items: Iterable[Item], lanes:
     threads = torch.get_num_threads()
     share = max(threads // lanes, 1)
     pool = _pool(lanes, share)
-    # the setting is this thread's, but also that of a library which all threads share
-    torch.set_num_threads(share)
+    torch.set_num_threads(share)  # this thread's, but also that of a library which all threads share
     futures = deque(pool.submit(work, item) for item in items)
     try:
         while futures:
@@ -52,28 +48,18 @@ def map_in_threads(work: Callable[[Item], Result], items: Iterable[Item], lanes:
 
 @cache
 def _pool(lanes: int, share: int) -> ThreadPoolExecutor:
-    """Kept, because each new thread would touch new memory."""
-    _share_one_heap()
-    return ThreadPoolExecutor(lanes, thread_name_prefix="covey-lane", initializer=lambda: torch.set_num_threads(share))
-
-
-def _share_one_heap() -> None:
-    """Let all threads allocate from one heap, where the C library is glibc.
-
-    By default each thread gets a heap of its own, and what one has freed the other cannot use: 0.7 GB more at the peak.
+    """Kept, because each new thread would touch new memory. With glibc all allocate from one heap: by default each has
+    its own, and what one has freed the other cannot use, which is 0.7 GB more at the peak.
     """
-    try:
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-    except (OSError, AttributeError):
-        return
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX
+    return ThreadPoolExecutor(lanes, thread_name_prefix="covey-lane", initializer=lambda: torch.set_num_threads(share))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """True when an error says that memory ran out, in one of the ways in which libraries say it."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    text = str(error)
-    return "out of memory" in text or "can't allocate memory" in text or "not enough memory" in text
+    said = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in said)
 
 
 def within_memory(run: Callable[[], Result], shrink: Callable[[BaseException], None]) -> Result:

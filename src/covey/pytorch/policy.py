@@ -96,28 +96,17 @@ class Policy:
     ) -> Policy:
         """Load a model, attach what is to be trained, and make a policy of it. The names are the config's.
 
-        Args:
-            model: see `load_model`, as the five that follow.
-            tokenizer: see there.
-            dtype: see there.
-            device: see there.
-            trust_remote_code: see there.
-            quantization: see there; only adapters are trained on such a model.
-            use_peft: train a LoRA adapter; False trains all weights.
-            lora_r: rank.
-            lora_alpha: scaling is `lora_alpha / lora_r`.
-            lora_dropout: on the adapter's input while training.
-            lora_target_modules: "all-linear" or module names.
-            lora_config: a PEFT config that replaces the four above.
-            adapter: folder of a PEFT adapter to start from; the reference then holds on to it.
-            seed: of a fresh adapter.
-            reference_update: see `Reference`, as the four that follow.
-            reference_update_steps: see there.
-            reference_ema_decay: see there.
-            reference_from_current: see there; None = where the model comes with an adapter.
-            needs_reference: see there.
-            offload: keep moments and reference of a GPU's policy in the host's memory.
-            how: of `PackedModel`: prefix_sharing, fused_layers, gradient_checkpointing, autocast.
+        The first six are those of `load_model`; on a quantised model only adapters are trained.
+
+            use_peft                train a LoRA adapter; False trains all weights
+            lora_...                rank, alpha (scaling is alpha / r), dropout on the adapter's input while training,
+                                    "all-linear" or names of modules; `lora_config`, PEFT's, in place of all four
+            adapter                 folder of a PEFT adapter to start from; the reference then holds on to it
+            seed                    of a fresh adapter
+            reference_...           those of `Reference`, as `needs_reference`; `reference_from_current` None = where
+                                    the model comes with an adapter
+            offload                 keep moments and reference of a GPU's policy in the host's memory
+            how                     of `PackedModel`: prefix_sharing, fused_layers, gradient_checkpointing, autocast
 
         Raises:
             ModelError: see `load_model`, `attach_lora`, `attach_adapter` and `PackedModel`.
@@ -128,25 +117,12 @@ class Policy:
                 "the model is quantised, and quantised weights cannot be trained themselves; train an adapter "
                 "(model.use_peft=true; in covey.trl pass peft_config), or load the model without quantization"
             )
-        loaded = load_model(
-            model,
-            tokenizer,
-            dtype=trained_dtype(dtype, all_weights=not use_peft and adapter is None),
-            device=device,
-            trust_remote_code=trust_remote_code,
-            quantization=quantization,
-        )
-        trained = attach(
-            loaded.model,
-            use_peft=use_peft,
-            adapter=adapter,
-            lora_r=lora_r,
-            lora_alpha=lora_alpha,
-            lora_dropout=lora_dropout,
-            lora_target_modules=lora_target_modules,
-            lora_config=lora_config,
-            seed=seed,
-        )
+        held_as: dict[str, Any] = {"device": device, "quantization": quantization}
+        dtype = trained_dtype(dtype, all_weights=not use_peft and adapter is None)
+        loaded = load_model(model, tokenizer, dtype=dtype, trust_remote_code=trust_remote_code, **held_as)
+        lora: dict[str, Any] = {"lora_r": lora_r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
+        lora |= {"lora_target_modules": lora_target_modules, "lora_config": lora_config, "seed": seed}
+        trained = attach(loaded.model, use_peft=use_peft, adapter=adapter, **lora)
         held = PackedModel(replace(loaded, model=trained), **how)
         if offload and held.device.type == "cpu":
             logger.warning("optim.offload has no effect: the model is in the host's memory already")
@@ -154,20 +130,12 @@ class Policy:
         if reference_from_current is None:
             # A model that came with an adapter starts from it, so that is what the KL term must hold on to.
             reference_from_current = adapter is not None or isinstance(loaded.model, PeftModel)
-        reference = Reference(
-            trained,
-            update=reference_update,
-            every=reference_update_steps,
-            ema_decay=reference_ema_decay,
-            from_current=reference_from_current,
-            needed=needs_reference,
-            host=host,
-        )
-        return cls(held, reference, host)
+        rule: dict[str, Any] = {"update": reference_update, "every": reference_update_steps}
+        rule |= {"ema_decay": reference_ema_decay, "from_current": reference_from_current, "needed": needs_reference}
+        return cls(held, Reference(trained, host=host, **rule), host)
 
     @property
     def device(self) -> torch.device:
-        """Where the model runs."""
         return self.held.device
 
     @property
@@ -255,10 +223,8 @@ class Policy:
     def parameter_groups(
         self, learning_rate: float, embedding_lr: float | None = None, weight_decay: float = 0.0
     ) -> list[dict[str, Any]]:
-        """Up to four groups for a PyTorch optimizer, with "params", "lr", "weight_decay" and "name".
-
-        `embedding_lr` is that of trained input and output embeddings. Norms and biases (one-dimensional parameters) do
-        not decay.
+        """Up to four groups for a PyTorch optimizer, with "params", "lr", "weight_decay" and "name". `embedding_lr` is
+        that of trained embeddings and heads; norms and biases (one-dimensional) do not decay.
         """
         embeddings = {
             id(parameter)
@@ -278,15 +244,12 @@ class Policy:
         return list(groups.values())
 
     def train(self) -> None:
-        """See `PackedModel.train`."""
         self.held.train()
 
     def eval(self) -> None:
-        """See `PackedModel.eval`."""
         self.held.eval()
 
     def plain(self) -> AbstractContextManager[nn.Module]:
-        """See `PackedModel.plain`."""
         return self.held.plain()
 
     def weights(self, version: int) -> Weights:
@@ -298,11 +261,7 @@ class Policy:
         return {name: p.detach().clone() for name, p in self.named_trainable_parameters()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ModelError: names or shapes differ; nothing was changed.
-        """
+        """Restore what `state_dict` returned; other names or shapes change nothing: `ModelError`."""
         own = dict(self.named_trainable_parameters())
         check_fits({name: p.shape for name, p in own.items()}, state, f"{self.source}: the saved policy")
         with torch.no_grad():

@@ -82,8 +82,7 @@ def prefers_onednn() -> bool:
 
 _KEPT_KERNELS = "64"
 """Compiled for a number of rows and a matrix in 0.3 ms, and held with up to 3 MB: torch and oneDNN would each keep
-1,024 of them, 0.7 GB after 150 packs of different sizes.
-"""
+1,024 of them, 0.7 GB after 150 packs of different sizes."""
 _CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 """torch's own and oneDNN's; read when the first one is compiled."""
 

@@ -7,12 +7,12 @@ Three states, told apart by the snapshot:
                             tensors take the place of the current ones for a moment
     full fine-tuning        a frozen copy of the trained weights, or another model's, used in the same way
 
-Taking the place means exchanging `parameter.data` pointers: nothing is copied, tied weights stay tied, and a
-graph that was built before and is walked backward after sees its own tensors. With `optim.offload` a snapshot lies in
-the host's memory, and copies of it take the place, which are given up after; current weights stay where they are.
+Taking the place means exchanging `parameter.data` pointers: nothing is copied, tied weights stay tied, and a graph that
+was built before and is walked backward after sees its own tensors. With `optim.offload` a snapshot lies in the host's
+memory, and copies of it take the place.
 
-The exponential moving average is over the trainable tensors. For LoRA that is over A and B separately, whose
-product is not the average of the products; with the usual decays of 0.9 and more the difference is small.
+The exponential moving average is over the trainable tensors: for LoRA over A and B separately, whose product is not the
+average of the products; with the usual decays of 0.9 and more the difference is small.
 """
 
 from __future__ import annotations
@@ -55,11 +55,7 @@ class Reference:
         needed: bool = True,
         host: HostMemory | None = None,
     ) -> None:
-        """Make a reference that equals the policy as it is now.
-
-        Raises:
-            ConfigError: a value is out of range.
-        """
+        """Make a reference that equals the policy as it is now; `ConfigError` where a value is out of range."""
         if update not in ("none", "copy", "ema"):
             raise ConfigError(f"update={update!r}: is no rule for a reference; use none, copy or ema")
         if every < 1:
@@ -136,11 +132,7 @@ class Reference:
                 yield name, self._snapshot.get(name, parameter.detach())
 
     def get_parameter(self, name: str) -> Tensor:
-        """One of them.
-
-        Raises:
-            KeyError: there is none of that name.
-        """
+        """One of them; `KeyError` where there is none of that name."""
         return dict(self.named_parameters())[name]
 
     @contextmanager
@@ -181,11 +173,7 @@ class Reference:
         return {name: value.clone() for name, value in held.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ModelError: the tensors are not those of this model's trainable parameters; nothing was changed.
-        """
+        """Restore what `state_dict` returned; others than this model's trained tensors change nothing: `ModelError`."""
         own = self._trainable()
         if not state and (isinstance(self._model, PeftModel) or not self._needed):
             self._snapshot = self._snapshot if self._is_base_of_another else {}

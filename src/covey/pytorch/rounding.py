@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from covey.errors import ModelError
-from covey.pytorch.models.quantised import dequantised, quantised_layers
+from covey.pytorch.models.quantised import dequantised_product, quantised_layers
 
 _TIMES_OWN = (3.0, 8.0)
 """Largest error, as a multiple of the model's own: on average, and at the worst position."""
@@ -61,17 +60,17 @@ def computing_in(model: nn.Module, dtype: torch.dtype, *, dequantise: bool = Fal
             if parameter in held:
                 parameter.data = held.pop(parameter)
 
-    layers = [list(m.parameters()) for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    inside = {parameter for layer in layers for parameter in layer}
+    inside: set[nn.Parameter] = set()
     hooks: list[Any] = []
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             own = list(module.parameters())
+            inside.update(own)
             hooks.append(module.register_forward_pre_hook(lambda *_, own=own: convert(own)))
             hooks.append(module.register_forward_hook(lambda *_, own=own: put_back(own)))
     try:
         for layer in packed if dequantise else ():
-            layer.forward = partial(_plain, layer)  # type: ignore[method-assign]
+            layer.forward = partial(dequantised_product, layer)  # type: ignore[method-assign]
         convert([parameter for parameter in model.parameters() if parameter not in inside])
         yield
     finally:
@@ -80,11 +79,6 @@ def computing_in(model: nn.Module, dtype: torch.dtype, *, dequantise: bool = Fal
         for hook in hooks:
             hook.remove()
         put_back(list(held))
-
-
-def _plain(layer: nn.Linear, x: Tensor) -> Tensor:
-    bias = None if layer.bias is None else layer.bias.to(x.dtype)
-    return functional.linear(x, dequantised(layer, x.dtype), bias)
 
 
 def truth_and_own(model: nn.Module, dtype: torch.dtype, compute: Callable[[torch.dtype], Tensor]) -> tuple[Tensor, ...]:
@@ -101,13 +95,9 @@ def truth_and_own(model: nn.Module, dtype: torch.dtype, compute: Callable[[torch
 
 
 def unexplained(found: Tensor, own: Tensor, truth: Tensor) -> str:
-    """Why rounding alone cannot make `found` out of the model, or "" where it can.
-
-    `[n, V]` log-probabilities: computed in another way; by the model's own code in the same precision; and by it in
-    float32 or wider.
-
-    Raises:
-        ModelError: the model's own log-probabilities are not finite.
+    """Why rounding alone cannot make `found` out of the model, or "". `[n, V]` log-probabilities: computed in another
+    way; by the model's own code in the same precision; and by it in float32 or wider. `ModelError` where the model's
+    own are not finite.
     """
     theirs, its_own = _errors(found, truth), _errors(own, truth)
     if not torch.isfinite(its_own).all():

@@ -51,13 +51,10 @@ def check_scores(source: str, model: PreTrainedModel, score: Callable[[Pack], Te
 def find_obstacle(
     model: PreTrainedModel, score_packed: Callable[[Pack, TreeLayout], Tensor], expected: Expected | None = None
 ) -> str | None:
-    """Switch a model to packed attention if it then scores as before; else why it cannot share prompts.
-
-    `score_packed` finds a pack's log-probabilities `[U, V]` through packed attention; `expected` are the model's own.
+    """Switch a model to packed attention if it then scores as before; else why it cannot share prompts. `score_packed`
+    finds a pack's log-probabilities `[U, V]` so; `expected` are the model's own.
     """
-    before = model.config._attn_implementation
-    if before.startswith(NAME_PREFIX):
-        before = before.removeprefix(NAME_PREFIX)
+    before = model.config._attn_implementation.removeprefix(NAME_PREFIX)
     if before not in PLAIN_IMPLEMENTATIONS:
         return f"its attention implementation is {before}; sdpa and eager are served"
     config = model.config.get_text_config()
@@ -78,31 +75,19 @@ def find_obstacle(
         reason = f"{type(error).__name__}: {error}"
     if reason:
         model.set_attn_implementation(before)
-        return reason
-    return None
+    return reason or None
 
 
 def probe_pack(model: PreTrainedModel) -> Pack:
-    """Two prompts with six and two continuations: 37 tokens.
-
-    Of the first prompt's, two are equal, one parts from them after its first token and one inside. Of the second's, one
-    has foreign tokens inside.
+    """Two prompts with six and two continuations, 37 tokens. Of the first's, two are equal, one parts from them after
+    its first token and one inside; one of the second's has foreign tokens inside.
     """
     rng = np.random.default_rng(0)
     vocab_size = int(model.config.get_text_config().vocab_size)
     prefixes = [rng.integers(0, vocab_size, 6), rng.integers(0, vocab_size, 4)]
-    episodes = []
-    first = rng.integers(0, vocab_size, 5)
-    for prefix, shared, length in (
-        (0, 5, 0),
-        (0, 5, 0),
-        (0, 1, 3),
-        (0, 3, 4),
-        (0, 0, 2),
-        (0, 0, 4),
-        (1, 0, 1),
-        (1, 0, 7),
-    ):
+    first, episodes = rng.integers(0, vocab_size, 5), []
+    rows = ((0, 5, 0), (0, 5, 0), (0, 1, 3), (0, 3, 4), (0, 0, 2), (0, 0, 4), (1, 0, 1), (1, 0, 7))
+    for prefix, shared, length in rows:
         token_ids = np.concatenate([prefixes[prefix], first[:shared], rng.integers(0, vocab_size, length)])
         sampled = np.arange(len(token_ids)) >= len(prefixes[prefix])
         if length == 7:
@@ -114,10 +99,8 @@ def probe_pack(model: PreTrainedModel) -> Pack:
 @torch.no_grad()
 def _plain(model: PreTrainedModel, pack: Pack, dtype: torch.dtype) -> Tensor:
     """`[U, V]` log-probabilities, in a precision, from the model's own logits, a sequence at a time."""
-    found = [
-        model(input_ids=torch.from_numpy(tokens).to(model.device)[None], use_cache=False).logits[0]
-        for tokens in pack.sequences()
-    ]
+    sequences = [torch.from_numpy(tokens).to(model.device)[None] for tokens in pack.sequences()]
+    found = [model(input_ids=ids, use_cache=False).logits[0] for ids in sequences]
     at = zip(pack.row[pack.first], pack.position_ids[pack.score_at], strict=True)
     return torch.stack([found[row][position] for row, position in at]).to(dtype).log_softmax(-1)
 
@@ -125,11 +108,7 @@ def _plain(model: PreTrainedModel, pack: Pack, dtype: torch.dtype) -> Tensor:
 def missing_windows(config: Any, seen: Sequence[int | None]) -> str:
     """Sliding windows longer than a probe cannot be felt, so they must be `seen` to reach each layer's attention."""
     kinds = getattr(config, "layer_types", None)
-    if kinds:
-        told = [kind == "sliding_attention" for kind in kinds]
-    else:
-        told = [bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)]
-        told *= len(seen)
-    if [window is not None for window in seen] != told:
-        return "its sliding windows do not reach the attention function"
-    return ""
+    everywhere = bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)
+    told = [kind == "sliding_attention" for kind in kinds] if kinds else [everywhere] * len(seen)
+    found = [window is not None for window in seen]
+    return "" if found == told else "its sliding windows do not reach the attention function"

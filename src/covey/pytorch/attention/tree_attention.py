@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,10 +41,8 @@ class UnsupportedAttentionError(ModelError):
 
 
 def rule_of(module: nn.Module, query: Tensor, scaling: float | None, asked: Mapping[str, Any]) -> Rule:
-    """What a layer asks of transformers' attention interface, by the interface's keyword arguments.
-
-    Raises:
-        UnsupportedAttentionError: it is more than what is computed here.
+    """What a layer asks of transformers' attention interface, by its keyword arguments; more than is computed here
+    raises `UnsupportedAttentionError`.
     """
     for name in ("s_aux", "position_bias", "cache", "head_mask"):
         if asked.get(name) is not None:
@@ -56,10 +54,8 @@ def rule_of(module: nn.Module, query: Tensor, scaling: float | None, asked: Mapp
 
 
 def forward(layout: TreeLayout, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Attention of one layer over a pack, without autograd: `tree_parts.forward`'s values.
-
-    The past is read from the layout's path, and a trunk is written to it. The log-sum-exp is empty where the pack is
-    taken at once: that backward needs none.
+    """Attention of one layer over a pack, without autograd: `tree_parts.forward`'s values. The past is read from the
+    layout's path, and a trunk is written to it. The log-sum-exp is empty where a kernel takes the pack at once.
     """
     past = None
     if layout.path is not None:
@@ -154,10 +150,8 @@ def _attention_forward(
             scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         else:
             replaced = ALL_ATTENTION_FUNCTIONS[plain]
-        result: tuple[Tensor, Tensor | None] = replaced(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
-        return result
+        kwargs |= {"scaling": scaling, "dropout": dropout}
+        return cast(tuple[Tensor, Tensor | None], replaced(module, query, key, value, attention_mask, **kwargs))
     rule = rule_of(module, query, scaling, kwargs)
     if dropout > 0:
         raise UnsupportedAttentionError(f"its attention drops weights (dropout={dropout})")

@@ -27,14 +27,13 @@ code. That holds because of how they are given:
     the scale and the soft cap are constants of the compiled function
                     so that they are in the kernel, not read by it
 
-Compiled code that does not serve any more, by whatever guard, raises at the limit of compilations: without `fullgraph`
-PyTorch would from there on write out all scores, silently.
+Compiled code that does not serve any more raises at the limit of compilations: without `fullgraph` PyTorch would from
+there on write out all scores, silently.
 
-**Probed** on an accelerator before it is used. It serves where on a small pack with a past its output and its gradients
-of queries, keys, values and the past are those of the parts in float64, up to what rounding explains: on average over
-the tokens three times the error that the parts have in the model's precision, and eight times at the worst token, plus
-some units of rounding. What is tried is what will run: the device, the precision, numbers and widths of heads, scale,
-soft cap, and whether there is a window. A compiler's mistake with any of these is found here, and then the console says
+**Probed** on an accelerator before it is used, with the device, precision, heads, scale, soft cap and kind of window
+that will run. It serves where on a small pack with a past its output and its gradients are those of the parts in
+float64, up to what rounding explains: on average over the tokens three times the error that the parts have in the
+model's precision, and eight times at the worst token, plus some units of rounding. Where it does not, the console says
 so and why, and attention goes part by part (`tree_parts`).
 """
 
@@ -44,7 +43,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -108,21 +107,17 @@ class Mask:
 
     def dense(self) -> Flags:
         """`[L, S]` the mask itself, to compare with."""
-        found: Flags = sees(
-            np.arange(len(self.since))[:, None], self.since[:, None], self.first, self.leave, self.position
-        )
-        return found
+        queries = np.arange(len(self.since))[:, None]
+        return cast(Flags, sees(queries, self.since[:, None], self.first, self.leave, self.position))
 
     def blocks(self) -> tuple[Flags, Flags]:
         """`[L / block, S / block]` which blocks are partial, and which are full."""
         some = np.stack([self._seen_by(start) for start in range(0, len(self.since), self.block)])
         begin = np.arange(0, len(self.since), self.block)[:, None]
-        first, leave, position, since = (
-            x.reshape(-1, self.block) for x in (self.first, self.leave, self.position, self.since)
-        )
+        lists = (self.first, self.leave, self.position, self.since)
+        first, leave, position, since = (x.reshape(-1, self.block) for x in lists)
         full: Flags = sees(begin, since.max(1)[:, None], first.max(1), leave.min(1) - self.block + 1, position.min(1))
-        partial: Flags = some & ~full
-        return partial, full
+        return some & ~full, full
 
     def _seen_by(self, start: int) -> Flags:
         """`[S / block]` of which blocks of keys the block of queries from `start` on sees any."""
@@ -133,8 +128,7 @@ class Mask:
         found = np.zeros(len(self.first), np.bool_)
         found[:own] = sees(start, lowest[last], first, leave, position)
         found[own] = True  # a token sees itself
-        blocks: Flags = np.logical_or.reduce(found.reshape(-1, self.block), axis=1)
-        return blocks
+        return cast(Flags, found.reshape(-1, self.block).any(axis=1))
 
 
 def _filled(tokens: int, block: int, least: int) -> int:
@@ -199,7 +193,6 @@ class Lists(NamedTuple):
 
     @classmethod
     def of(cls, mask: Mask, device: torch.device | str = "cpu") -> Lists:
-        """Those of a mask."""
         partial, full = mask.blocks()
         arrays: list[NDArray[Any]] = [np.stack([mask.first, mask.leave, mask.position]), mask.since]
         for flags in (partial, full, partial.T, full.T):
@@ -224,22 +217,14 @@ class Lists(NamedTuple):
 
 
 @cache
-def _compiled(scale: float, softcap: float | None, backend: Any) -> Callable[..., Tensor]:
-    def bend(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        assert softcap is not None
+def _compiled(scale: float, softcap: Any, backend: Any) -> Callable[..., Tensor]:
+    def bend(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Any:
         return softcap * torch.tanh(score / softcap)
 
     def run(q: Tensor, k: Tensor, v: Tensor, lists: Lists) -> Tensor:
-        out: Tensor = flex_attention(
-            q,
-            k,
-            v,
-            score_mod=None if softcap is None else bend,
-            block_mask=lists.block_mask(),
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-            kernel_options={"BACKEND": "TRITON"},
-        )
+        score_mod, grouped = None if softcap is None else bend, q.shape[1] != k.shape[1]
+        how: dict[str, Any] = {"scale": scale, "enable_gqa": grouped, "kernel_options": {"BACKEND": "TRITON"}}
+        out: Tensor = flex_attention(q, k, v, score_mod, lists.block_mask(), **how)
         return out
 
     # not dynamic but for what is marked: a second scale would become a symbol too, which the kernel does not take
@@ -254,9 +239,6 @@ def _lists(layout: TreeLayout, window: int | None) -> Lists:
         found = Lists.of(Mask.of(layout.branches, layout.past, window, BLOCK), layout.positions.device)
         layout.plans[window] = found
     return found
-
-
-# ---------------------------------------------------------------------- the probe
 
 
 class Kernel(NamedTuple):
@@ -315,10 +297,13 @@ def obstacle(kernel: Kernel, case: Case) -> str:
     """Why a kernel does not serve, or ""."""
     layout = TreeLayout.of(PROBE, case.device, past=_PAST)
     *rows, grad = draw(case)
+    q, k, v, *past = rows
     try:
         # nobody who keeps count of what autograd saves, as checkpointing does, is to see these
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-            found = _by_kernel(kernel, layout, rows, grad, case.rule)
+            with torch.no_grad():
+                out = kernel.attend(layout, q, k, v, tuple(past), case.rule)
+            found = out, *kernel.differentiate(layout, grad, q, k, v, tuple(past), case.rule)
     except Exception as error:  # whatever a compiler does on a device that it does not know
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
@@ -347,26 +332,13 @@ def draw(case: Case) -> list[Tensor]:
     """Queries, keys, values, the past's two, and a gradient of the output, such that a soft cap bends the scores."""
     tokens, wide, narrow = PROBE[-1].stop, case.width, case.value_width
     spread = (max(2.0, (case.rule.softcap or 0) / 4) / (case.rule.scale * wide**0.5)) ** 0.5
-    sizes = (
-        ((tokens, case.heads, wide), spread),
-        ((tokens, case.kv_heads, wide), spread),
-        ((tokens, case.kv_heads, narrow), 1.0),
-        ((_PAST, case.kv_heads, wide), spread),
-        ((_PAST, case.kv_heads, narrow), 1.0),
-        ((tokens, case.heads, narrow), 1.0),
-    )
+    heads, kv_heads = case.heads, case.kv_heads
+    sizes = [(tokens, heads, wide), (tokens, kv_heads, wide), (tokens, kv_heads, narrow)]
+    sizes += [(_PAST, kv_heads, wide), (_PAST, kv_heads, narrow), (tokens, heads, narrow)]
+    factors = (spread, spread, 1.0, spread, 1.0, 1.0)
     generator = torch.Generator().manual_seed(0)  # its own: the run's draws do not depend on where it runs
-    return [(torch.randn(size, generator=generator) * factor).to(case.device, case.dtype) for size, factor in sizes]
-
-
-def _by_kernel(
-    kernel: Kernel, layout: TreeLayout, rows: Sequence[Tensor], grad: Tensor, rule: Rule
-) -> tuple[Tensor, ...]:
-    q, k, v, *above = rows
-    past = above[0], above[1]
-    with torch.no_grad():
-        out = kernel.attend(layout, q, k, v, past, rule)
-    return out, *kernel.differentiate(layout, grad, q, k, v, past, rule)
+    drawn = (torch.randn(size, generator=generator) * factor for size, factor in zip(sizes, factors, strict=True))
+    return [x.to(case.device, case.dtype) for x in drawn]
 
 
 @torch.no_grad()

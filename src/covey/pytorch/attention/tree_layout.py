@@ -1,6 +1,6 @@
 """Which kernel calls compute the attention of a pack: a forest of branches, planned once for all layers.
 
-Two kinds of parts, see `covey.pytorch.attention.tree_parts`:
+Two kinds of parts (`covey.pytorch.attention.tree_parts`):
 
     own       each branch over itself, causal. A branch is a slice of the pack; short ones lie side by side in a
               rectangle, padded at the end with their last token again, so that no query there sees a key that this
@@ -72,18 +72,13 @@ class TreePath:
         return held.keys[:stop], held.values[:stop]
 
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
-        """Keep the keys and values `[m, Hkv, D]` of the tokens from `start` on.
-
-        Raises:
-            ValueError: they do not fit.
-        """
+        """Keep the keys and values `[m, Hkv, D]` of the tokens from `start` on; `ValueError` where they do not fit."""
         stop = start + len(keys)
         if stop > self.capacity:
             raise ValueError(f"{stop} tokens on a path of capacity {self.capacity}: make it as long as the longest one")
         if layer not in self._layers:
-            self._layers[layer] = _Layer(
-                keys.new_empty(self.capacity, *keys.shape[1:]), values.new_empty(self.capacity, *values.shape[1:])
-            )
+            room = [x.new_empty(self.capacity, *x.shape[1:]) for x in (keys, values)]
+            self._layers[layer] = _Layer(room[0], room[1])
         held = self._layers[layer]
         held.keys[start:stop], held.values[start:stop] = keys, values
 
@@ -97,11 +92,11 @@ class TreePath:
         return keys[start:stop], values[start:stop]
 
 
-class Paths:
+class Paths(NamedTuple):
     """The paths of one walk: the policy's, and its reference's where both are run."""
 
-    def __init__(self, capacity: int) -> None:
-        self.own, self.reference = TreePath(capacity), TreePath(capacity)
+    own: TreePath
+    reference: TreePath
 
 
 class Run:
@@ -115,7 +110,6 @@ class Run:
         return values[self.rows].view(*self._shape, *values.shape[1:])
 
     def take_gradient(self, grad: Tensor) -> Tensor:
-        """The same."""
         return self.take(grad)
 
     def put(self, values: Tensor, into: Tensor) -> None:
@@ -228,16 +222,8 @@ class TreeLayout:
             )
         positions = positions_of(branches)
         across, before = _cut(branches, positions, repeated)
-        return cls(
-            branches=tuple(branches),
-            positions=torch.from_numpy(positions).to(device),
-            longest=int(positions.max()) + 1,
-            own=_own(branches, before, device),
-            across=across,
-            past=past,
-            path=path,
-            trunk=trunk,
-        )
+        own, places = _own(branches, before, device), torch.from_numpy(positions).to(device)
+        return cls(tuple(branches), places, int(positions.max()) + 1, own, across, past, path, trunk)
 
     def felt(self, rule: Rule) -> Rule:
         """A rule without a window that no sequence of the pack is longer than."""
@@ -245,10 +231,8 @@ class TreeLayout:
 
 
 def _own(branches: Sequence[Branch], before: Sequence[IntArray], device: torch.device | str) -> list[Run | Rectangle]:
-    small: list[int] = []
-    alone: list[int] = []
-    for number, branch in enumerate(branches):
-        (small if len(before[number]) or branch.length < ALONE else alone).append(number)
+    small = [n for n, branch in enumerate(branches) if len(before[n]) or branch.length < ALONE]
+    alone = sorted({*range(len(branches))} - {*small})
     rows = [np.concatenate([before[n], np.arange(branches[n].start, branches[n].stop)]) for n in small]
     own: list[Run | Rectangle] = []
     for group in similar_lengths([len(row) for row in rows]):
@@ -268,10 +252,8 @@ def _own(branches: Sequence[Branch], before: Sequence[IntArray], device: torch.d
 
 
 def similar_lengths(lens: Sequence[int], ratio: float = 2.0, enough: int = 16) -> list[list[int]]:
-    """Indices grouped so that in a group the longest is at most `ratio` times the shortest, or at most `enough`.
-
-    Fewer rectangles mean fewer kernel calls, similar lengths mean less padding; short rows are not worth a call of
-    their own.
+    """Indices grouped so that in a group the longest is at most `ratio` times the shortest, or at most `enough`: few
+    rectangles mean few kernel calls, similar lengths little padding.
     """
     order = sorted(range(len(lens)), key=lambda i: (-lens[i], i))
     groups: list[list[int]] = []
@@ -314,15 +296,9 @@ def _cut(branches: Sequence[Branch], positions: IntArray, repeated: int) -> tupl
             if run and (number < 0 or cuts[number] != cuts[run[0]]):
                 cut, begin = cuts[run[0]], 0 if parent < 0 else branches[parent].start
                 if cut:
-                    across.append(
-                        Across(
-                            queries=slice(branches[run[0]].start, ends[run[-1]]),
-                            keys=slice(begin, begin + cut),
-                            from_past=parent < 0,
-                            query_position=min(first[n] for n in run),
-                            key_position=0 if parent < 0 else first[parent],
-                        )
-                    )
+                    queries, keys = slice(branches[run[0]].start, ends[run[-1]]), slice(begin, begin + cut)
+                    lowest, place = min(first[n] for n in run), 0 if parent < 0 else first[parent]
+                    across.append(Across(queries, keys, parent < 0, lowest, place))
                 run = []
             run.append(number)
     before: list[IntArray] = []

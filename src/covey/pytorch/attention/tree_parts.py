@@ -140,9 +140,6 @@ def _positions(layout: TreeLayout, across: Across, keys: slice) -> tuple[Tensor,
     return layout.positions[None, across.queries], own[None]
 
 
-# ---------------------------------------------------------------------- kernels
-
-
 def kernel_for(q: Tensor, v: Tensor, rule: Rule) -> Flash | Explicit:
     """The kernel that serves these: attention of queries over some of their keys, and its backward from the merged
     softmax.
@@ -163,7 +160,6 @@ class Flash:
         self._scale = rule.scale
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, at: Positions, *, causal: bool) -> tuple[Tensor, Tensor]:
-        """Outputs and log-sum-exps."""
         assert _FORWARD is not None
         out, lse = _FORWARD(*(x.transpose(1, 2) for x in (q, k, v)), 0.0, causal, scale=self._scale)
         return out.transpose(1, 2), lse.transpose(1, 2)
@@ -185,7 +181,6 @@ class Explicit:
         self._scale, self._window, self._softcap = rule
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, at: Positions, *, causal: bool) -> tuple[Tensor, Tensor]:
-        """Outputs and log-sum-exps."""
         out, wide = q.new_empty(*q.shape[:3], v.shape[3]), torch.promote_types(q.dtype, torch.float32)
         lse = q.new_empty(q.shape[:3], dtype=wide)
         keys, values = k.transpose(1, 2).to(wide), v.transpose(1, 2).to(wide)

@@ -42,7 +42,6 @@ class Attention(Protocol):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """Query `[M, heads, key_dim]`, key and value `[M, kv_heads, dim]` -> `[M, heads, value_dim]`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

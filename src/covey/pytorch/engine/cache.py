@@ -91,7 +91,6 @@ class KVCache:
 
     @property
     def allocated_bytes(self) -> int:
-        """Memory that is held now, in bytes."""
         return sum(segment.size for segment in self._segments) * self.bytes_per_token
 
     def open(self, slots: int, slot_tokens: int, block_tokens: int, limit: int | None = None) -> None:
@@ -121,22 +120,31 @@ class KVCache:
                 keys.zero_()
                 values.zero_()
 
-    def clear_slot(self, slot: int) -> None:
-        """Overwrite one slot with zeros."""
-        self.clear_block(Block(slot * self.slot_tokens, self.slot_tokens))
+    def slot(self, number: int) -> Block:
+        """The block that a slot is."""
+        return Block(number * self.slot_tokens, self.slot_tokens)
 
     def clear_block(self, block: Block) -> None:
-        """Overwrite one block with zeros."""
         for store in self._stores(block):
             store.zero_()
 
     def slot_tensors(self, layer: int) -> tuple[Tensor, Tensor]:
         """All slots: keys `[slots, kv_heads, slot_tokens, key_dim]`, and values."""
-        return self._view(layer, 0, self.slots, self.slot_tokens)
+        return self.block_tensors(layer, 0, self.slots, self.slot_tokens)
 
     def block_tensors(self, layer: int, start: int, count: int, capacity: int) -> tuple[Tensor, Tensor]:
         """`count` neighbouring blocks: keys `[count, kv_heads, capacity, key_dim]`, and values."""
-        return self._view(layer, start, count, capacity)
+        segment = self._segment(start)
+        assert segment is not None
+        shape, place = self._place[layer]
+        first = (start - segment.base) * shape.kv_heads
+        last = first + count * capacity * shape.kv_heads
+        dims = (shape.key_dim, shape.value_dim)
+        keys, values = (
+            store[place, first * dim : last * dim].view(count, shape.kv_heads, capacity, -1)
+            for store, dim in zip(segment.stores[shape], dims, strict=True)
+        )
+        return keys, values
 
     def neighbours(self, one: Block, other: Block) -> bool:
         """Whether two blocks, one right before the other, are parts of one tensor."""
@@ -175,14 +183,6 @@ class KVCache:
         if tokens > 0:
             for here, there in zip(self._stores(source), self._stores(target), strict=True):
                 there[:, :, to : to + tokens] = here[:, :, first : first + tokens]
-
-    def copy_slot(self, slot: int, target: Block, to: int, tokens: int) -> None:
-        """Copy the first `tokens` of a slot into a block at `to`, in all layers."""
-        self.copy(Block(slot * self.slot_tokens, self.slot_tokens), 0, target, to, tokens)
-
-    def move_slot(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first `tokens` of one slot over another, in all layers."""
-        self.copy_slot(source, Block(target * self.slot_tokens, self.slot_tokens), 0, tokens)
 
     def _grow(self, capacity: int) -> bool:
         """One more segment, for a block of `capacity`; in place of segments that are free if need be."""
@@ -224,33 +224,15 @@ class KVCache:
                 last = first + block.capacity * shape.kv_heads * dim
                 yield store[:, first:last].view(-1, shape.kv_heads, block.capacity, dim)
 
-    def _view(self, layer: int, start: int, count: int, tokens: int) -> tuple[Tensor, Tensor]:
-        segment = self._segment(start)
-        assert segment is not None
-        shape, place = self._place[layer]
-        keys, values = segment.stores[shape]
-        heads = shape.kv_heads
-        first = (start - segment.base) * heads
-        last = first + count * tokens * heads
-        return (
-            keys[place, first * shape.key_dim : last * shape.key_dim].view(count, heads, tokens, -1),
-            values[place, first * shape.value_dim : last * shape.value_dim].view(count, heads, tokens, -1),
-        )
-
 
 def lay_out_for_queue(cache: KVCache, waiting: Iterable[Row], max_rows: int) -> list[Row]:
-    """The most rows for which any stretch of the queue fits, prompts and all, even if prompts share nothing.
-
-    Raises:
-        GenerationError: not even one completion fits.
+    """The most rows for which any stretch of the queue fits, prompts and all, even if prompts share nothing; a
+    `GenerationError` where not even one does.
     """
-    waiting = list(waiting)
     order: dict[bytes, int] = {}
-    keys = [row.prompt_ids.tobytes() for row in waiting]
-    for place, key in enumerate(keys):
-        order.setdefault(key, place)
-    ranked = sorted(zip(waiting, keys, strict=True), key=lambda one: (-_capacity(one[0]), order[one[1]]))
-    in_turn, prompts = [row for row, _ in ranked], [order[key] for _, key in ranked]
+    numbered = [(row, order.setdefault(row.prompt_ids.tobytes(), len(order))) for row in waiting]
+    ranked = sorted(numbered, key=lambda one: (-_capacity(one[0]), one[1]))
+    in_turn, prompts = [row for row, _ in ranked], [prompt for _, prompt in ranked]
     slot_tokens = max(1, max(row.limit for row in in_turn) - 1)  # the last token is never fed back
 
     def needed(rows: int) -> int:
@@ -266,10 +248,8 @@ def lay_out_for_queue(cache: KVCache, waiting: Iterable[Row], max_rows: int) -> 
 
 
 def lay_out_for_conversations(cache: KVCache, rows: int, turn_tokens: int, longest: int) -> None:
-    """Slots for `rows` turns; fewer where half of the `longest` conversation would not fit beside each.
-
-    Raises:
-        GenerationError: not even one conversation fits.
+    """Slots for `rows` turns, fewer where half of the `longest` conversation would not fit beside each; a
+    `GenerationError` where not even one conversation fits.
     """
     slot_tokens, capacity = max(1, turn_tokens - 1), cache.capacity
     if slot_tokens + longest > capacity:
@@ -279,10 +259,8 @@ def lay_out_for_conversations(cache: KVCache, rows: int, turn_tokens: int, longe
 
 
 def lay_out_for_clients(cache: KVCache, rows: int, own_tokens: int) -> None:
-    """`rows` completions of `own_tokens`, in three fifths of the cache at most; the rest is for what came before them.
-
-    Raises:
-        GenerationError: not even one completion fits.
+    """`rows` completions of `own_tokens` in three fifths of the cache at most, since the rest is for what came before
+    them; a `GenerationError` where not even one fits.
     """
     slot_tokens, capacity = max(1, own_tokens - 1), cache.capacity
     rows = min(rows, 3 * capacity // 5 // slot_tokens)
@@ -294,9 +272,7 @@ def lay_out_for_clients(cache: KVCache, rows: int, own_tokens: int) -> None:
 def _too_small(cache: KVCache, slot_tokens: int, prompt: int, needed: int, what: str = "completion") -> GenerationError:
     size = cache.bytes_per_token
     after = f" after a prompt of {prompt}" if prompt else ", its prompt included,"
-    fix = "sampling.max_completion_length"
-    if what == "conversation":
-        fix = "environment.max_conversation_tokens"
+    fix = "environment.max_conversation_tokens" if what == "conversation" else "sampling.max_completion_length"
     gigabytes = needed * size / 2**30 * 1.006  # three digits of it are never less than what is needed
     return GenerationError(
         f"kv_cache_bytes={cache.budget_bytes}: one {what} of {slot_tokens + 1} tokens{after} needs "

@@ -7,8 +7,7 @@ token-steps once, and means that an unusual model runs slowly rather than wrongl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,23 +26,33 @@ from covey.pytorch.rounding import truth_and_own, unexplained, wide
 _PROMPTS = (7, 4, 6)
 _MORE = 3
 _Build = Callable[[nn.Module, torch.dtype, torch.device], Runner]
-_KINDS: dict[str, _Build] = {
-    "fast": FastRunner,
-    "general": AttentionRunner,
-    "recompute": RecomputeRunner,
-}
+_KINDS: dict[str, _Build] = {"fast": FastRunner, "general": AttentionRunner, "recompute": RecomputeRunner}
 
 
-def choose_runner(model: nn.Module, dtype: torch.dtype, device: torch.device) -> tuple[Runner, str]:
+def choose_runner(
+    model: nn.Module, dtype: torch.dtype, device: torch.device, named: str | None = None
+) -> tuple[Runner, str]:
     """The first runner that reproduces the model, loaded, and why those before it were passed over, "" if none was.
+
+    A runner that is `named` is not compared with anything and not loaded.
 
     Raises:
         ModelError: none does, or the model's own logits are not finite.
     """
-    weights = EffectiveWeights(model)
-    sequences = _probe_sequences(model)
-    with _evaluating(model):
+    if named:
+        return _KINDS[named](model, dtype, device), ""
+    weights, modes = EffectiveWeights(model), [(module, module.training) for module in model.modules()]
+    config: Any = bare_model(model).config
+    vocab = getattr(config.get_text_config(), "vocab_size", 0) or 2
+    # high ids are rarely special tokens, which some models treat apart (padding)
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(vocab // 2, vocab, size=n + _MORE) for n in _PROMPTS]
+    try:
+        model.eval()
         truth, own = truth_and_own(model, dtype, partial(_reference, model, sequences))
+    finally:
+        for module, mode in modes:
+            module.training = mode
     refusals: list[str] = []
     for name, build in _KINDS.items():
         try:
@@ -64,11 +73,6 @@ def choose_runner(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
     )
 
 
-def build_runner(name: str, model: nn.Module, dtype: torch.dtype, device: torch.device) -> Runner:
-    """The runner of this name, not compared with anything and not loaded."""
-    return _KINDS[name](model, dtype, device)
-
-
 def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
     """True on a processor that multiplies numbers of this half precision as float32, one conversion after another."""
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
@@ -78,30 +82,18 @@ def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
     return asked is not None and not asked()
 
 
-def _probe_sequences(model: nn.Module) -> list[Any]:
-    config: Any = bare_model(model).config
-    vocab = getattr(config.get_text_config(), "vocab_size", 0) or 2
-    # high ids are rarely special tokens, which some models treat apart (padding)
-    rng = np.random.default_rng(0)
-    return [rng.integers(vocab // 2, vocab, size=n + _MORE) for n in _PROMPTS]
-
-
 @torch.no_grad()
 def _reference(model: nn.Module, sequences: list[Any], dtype: torch.dtype) -> Tensor:
     """`[n, V]` log-probabilities, in a precision, of the model's own code, where generation looks."""
     device = next(model.parameters()).device
-    out = []
-    for ids, length in zip(sequences, _PROMPTS, strict=True):
-        logits = model(input_ids=torch.from_numpy(ids)[None].to(device), use_cache=False).logits
-        out.append(logits[0, length - 1 :].to(dtype).log_softmax(-1))
-    return torch.cat(out)
+    logits = [model(input_ids=torch.from_numpy(ids)[None].to(device), use_cache=False).logits[0] for ids in sequences]
+    return torch.cat([one[n - 1 :].to(dtype).log_softmax(-1) for one, n in zip(logits, _PROMPTS, strict=True)])
 
 
 def _run(runner: Runner, sequences: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """The same from a runner."""
-    tokens = sum(block_capacity(n) for n in _PROMPTS)
     cache = KVCache(runner.layer_shapes, 1 << 62, dtype, device)
-    cache.open(len(_PROMPTS), _MORE, tokens)
+    cache.open(len(_PROMPTS), _MORE, sum(map(block_capacity, _PROMPTS)))
     blocks = [b for b in map(cache.allocate, _PROMPTS) if b is not None]
     paths = [(Span(block, n),) for block, n in zip(blocks, _PROMPTS, strict=True)]
     prompts = [ids[:n] for ids, n in zip(sequences, _PROMPTS, strict=True)]
@@ -131,15 +123,3 @@ def _run(runner: Runner, sequences: list[Any], dtype: torch.dtype, device: torch
         logits.append(runner.forward(step))
     found = torch.cat([torch.stack([step[i] for step in logits]) for i in range(len(_PROMPTS))])
     return found.to(wide(dtype)).log_softmax(-1)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off, then every module's mode as it was."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

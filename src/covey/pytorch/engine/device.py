@@ -18,12 +18,7 @@ from torch import Tensor
 
 from covey.errors import GenerationError
 from covey.pytorch.engine.attention import BlockCopy, DecodeAttention, Piece, PrefillAttention, Span
-from covey.pytorch.engine.cache import (
-    KVCache,
-    lay_out_for_clients,
-    lay_out_for_conversations,
-    lay_out_for_queue,
-)
+from covey.pytorch.engine.cache import KVCache, lay_out_for_clients, lay_out_for_conversations, lay_out_for_queue
 from covey.pytorch.engine.runner import Runner, Step
 from covey.pytorch.engine.sampling import draw_tokens
 from covey.pytorch.engine.tree import Branch, Tree
@@ -36,14 +31,11 @@ _PATIENCE = 4
 
 
 class TorchDevice(Device):
-    """Slots and held tokens of one session; a `covey.rollout.turns.Device`. A row's `place` is its `Branch`.
-
-    Without `reserve` or `reserve_to_serve` the cache is laid out for the rows that are in the queue at first.
+    """Slots and held tokens of one session. A row's `place` is its `Branch`. Without `reserve` or `reserve_to_serve`
+    the cache is laid out for the rows that are in the queue at first.
     """
 
-    def __init__(
-        self, runner: Runner, cache: KVCache, *, max_rows: int, context_length: int, device: torch.device
-    ) -> None:
+    def __init__(self, runner: Runner, cache: KVCache, max_rows: int, context_length: int, device: torch.device):
         super().__init__(context_length)
         self._runner, self._cache, self._max_rows, self._device = runner, cache, max_rows, device
         self._tree = Tree(cache)
@@ -55,7 +47,6 @@ class TorchDevice(Device):
 
     @property
     def slots(self) -> int:
-        """Most rows that run at once."""
         return self._cache.slots
 
     def reserve(self, rows: int, own_tokens: int, turn_tokens: int, longest_prompt: int) -> None:
@@ -72,8 +63,6 @@ class TorchDevice(Device):
         self._laid_out = self._serves = True
         self._opened = self._cache.opened
 
-    # ------------------------------------------------------------------ what the scheduler asks
-
     def fits(self, prompt: int) -> bool:
         """Whether the memory beside the slots holds a prompt of so many tokens."""
         return prompt <= self._cache.limit
@@ -88,9 +77,8 @@ class TorchDevice(Device):
         return self._admit(queue)
 
     def extend(self, resuming: list[Row]) -> Iterator[Drawn]:
-        """Prefill what was said to parked rows, draw the first token of each one's answer.
-
-        A pass over a few of them costs nearly as much as one over many: they wait for each other a little.
+        """Prefill what was said to parked rows, draw the first token of each answer. A pass over a few costs nearly as
+        much as one over many: they wait for each other a little.
         """
         if len(resuming) < len(self._rows) and self._patience > 0:
             self._patience -= bool(resuming)
@@ -100,7 +88,6 @@ class TorchDevice(Device):
 
     @torch.inference_mode()
     def decode(self, waiting: int) -> Iterator[Drawn]:
-        """One more token for each row."""
         if not self._rows:
             return
         self._check_ours()
@@ -128,7 +115,7 @@ class TorchDevice(Device):
         """What kept rows, or clients', have sampled is held; all slots are filled from the end."""
         for row in rows:
             if row.error is not None:
-                self._cache.clear_slot(self._rows.index(row))
+                self._cache.clear_block(self._cache.slot(self._rows.index(row)))
                 self._tree.discard(row.place)
             elif row.keep or self._serves:
                 self._hold(row)
@@ -141,7 +128,7 @@ class TorchDevice(Device):
             row.finish_reason = row.finish_reason or "length"
             self._compact()
         elif row.place is not None:
-            self._tree.unpark(row.place)
+            row.place.parked -= 1
             row.place = None
 
     def renew(self, queue: Sequence[Row]) -> None:
@@ -152,8 +139,6 @@ class TorchDevice(Device):
         """Overwrite the cache, and forget what it held."""
         self._tree.renew()
         self._cache.clear()
-
-    # ------------------------------------------------------------------ rows that join
 
     @torch.inference_mode()
     def _admit(self, waiting: deque[Row] | list[Row]) -> Iterator[Drawn]:
@@ -171,7 +156,7 @@ class TorchDevice(Device):
                 if taken is None:
                     break
                 if row.place is not None:
-                    self._tree.unpark(row.place)
+                    row.place.parked -= 1
                 row.place, new = taken
                 tokens += new
                 self.stats.reused_tokens += len(history) - new
@@ -215,15 +200,12 @@ class TorchDevice(Device):
             ends = {id(row.place) for row in rows}
             asked = [place for place, branch in enumerate(new) if id(branch) in ends]
             self.stats.prefill_tokens += int(missing.sum())
+            pieces = [Piece(_spans(branch), int(count)) for branch, count in zip(new, missing, strict=True)]
             step = Step(
                 token_ids=self._tensor(np.concatenate([branch.token_ids[branch.filled :] for branch in new])),
                 positions=self._tensor(np.concatenate([np.arange(b.at + b.filled, b.end) for b in new])),
                 last=self._tensor((np.cumsum(missing) - 1)[asked]),
-                attention=PrefillAttention(
-                    self._cache,
-                    [Piece(_spans(branch), int(count)) for branch, count in zip(new, missing, strict=True)],
-                    copies,
-                ),
+                attention=PrefillAttention(self._cache, pieces, copies),
                 histories=lambda: [new[place].tokens() for place in asked],
             )
             logits = self._runner.forward(step)
@@ -246,14 +228,12 @@ class TorchDevice(Device):
         support = None if draw.support is None else [[ids] for ids in draw.support]
         return Drawn(rows, draw.token_ids[:, None], draw.logprobs[:, None], support)
 
-    # ------------------------------------------------------------------ rows that leave
-
     def _hold(self, row: Row) -> None:
         """Copy what is in a row's slot to the tree: all that it sampled but the last token, which was not run."""
         said = np.array(row.own[row.turn : row.held], dtype=np.int64)
         row.place, first = self._tree.append(row.place, said)
-        count = row.place.length - first
-        self._cache.copy_slot(self._rows.index(row), row.place.block, first, count)
+        slot = self._cache.slot(self._rows.index(row))
+        self._cache.copy(slot, 0, row.place.block, first, row.place.length - first)
 
     def _compact(self) -> None:
         """Rows whose turn is over leave; their slots are filled from the end."""
@@ -264,7 +244,8 @@ class TorchDevice(Device):
                 continue
             moved = self._rows.pop()
             if moved is not row:
-                self._cache.move_slot(len(self._rows), place, moved.held - moved.turn)
+                here, there = (self._cache.slot(number) for number in (len(self._rows), place))
+                self._cache.copy(here, 0, there, 0, moved.held - moved.turn)
                 self._rows[place] = moved
             if row.keep:
                 self._tree.park(row.place)

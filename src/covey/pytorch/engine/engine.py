@@ -20,7 +20,7 @@ from torch import nn
 
 from covey.errors import GenerationError, ModelError
 from covey.pytorch.engine.cache import KVCache
-from covey.pytorch.engine.choose import build_runner, choose_runner, is_emulated
+from covey.pytorch.engine.choose import choose_runner, is_emulated
 from covey.pytorch.engine.device import TorchDevice
 from covey.pytorch.engine.merge import bare_model
 from covey.pytorch.passes import within_memory
@@ -69,16 +69,10 @@ class Engine:
         parameter = next(p for p in model.parameters() if p.is_floating_point())
         self._device = torch.device(device) if device is not None else parameter.device
         self._dtype = dtype or parameter.dtype
-        self._tokenizer = tokenizer
-        self._max_batch_size = max_batch_size
+        self._tokenizer, self._max_batch_size = tokenizer, max_batch_size
         self.context_length = _context_length(model, context_length)
         self._session: Session[TorchDevice] | None = None
-        self._version = NO_VERSION
-        self._runner, why = (
-            (build_runner(runner, model, self._dtype, self._device), "")
-            if runner
-            else choose_runner(model, self._dtype, self._device)
-        )
+        self._runner, why = choose_runner(model, self._dtype, self._device, runner)
         if why:
             _LOG.warning("sampling with the %s runner, which is slower than the fast one: %s", self._runner.name, why)
         if is_emulated(self._dtype, self._device):
@@ -88,7 +82,6 @@ class Engine:
 
     @property
     def last_stats(self) -> GenerationStats:
-        """Of the latest call or session."""
         return GenerationStats() if self._session is None else self._session.stats()
 
     @property
@@ -98,7 +91,7 @@ class Engine:
 
     @property
     def max_batch_size(self) -> int:
-        """Most completions in the decode batch; fewer than were asked for once memory has run out."""
+        """Fewer than were asked for once memory has run out."""
         return self._max_batch_size
 
     @property
@@ -107,11 +100,8 @@ class Engine:
         return self._runner.name
 
     def publish(self, weights: Weights) -> None:
-        """Take weights, adapters merged, in place of those held.
-
-        Args:
-            weights: of the model that the engine was built from, or one of equal shape, as PyTorch tensors. Their
-                version must be asked for in the calls that follow.
+        """Take weights, adapters merged, in place of those held: of the model that the engine was built from, or one of
+        equal shape, as PyTorch tensors. Their version must be asked for in the calls that follow.
         """
         self._version = NO_VERSION  # until all of it has arrived: a broken copy must not be sampled from
         self._runner.load(weights.tensors())
@@ -137,11 +127,9 @@ class Engine:
     ) -> list[Completion]:
         """Sample one completion for each request, in order; see `covey.types.Generator`.
 
-        `max_tokens` is cut to what the context leaves (finish reason "length"). With `keep_support` and
-        nothing cut off (`SamplingSettings.cuts`) a completion's `support` is None: it is the whole
-        vocabulary.
-
-        When memory runs out all are sampled again, half as many at a time, from the same random streams.
+        `max_tokens` is cut to what the context leaves (finish reason "length"). With `keep_support` and nothing cut off
+        (`SamplingSettings.cuts`) a completion's `support` is None. When memory runs out all are sampled again, half as
+        many at a time, from the same random streams.
 
         Raises:
             GenerationError: other weights than `policy_version` are held, a prompt is empty or does not fit
@@ -151,8 +139,7 @@ class Engine:
 
         def sample() -> list[Completion]:
             session = self._open(settings, policy_version)
-            rows = [session.start(request) for request in requests]
-            return session.run(rows, progress)
+            return session.run([session.start(request) for request in requests], progress)
 
         return within_memory(sample, self._halve)
 
@@ -167,12 +154,7 @@ class Engine:
     ) -> tuple[list[Completion], NDArray[np.float64]]:
         """As a call, and how likely each prompt is continued by each of some sequences; it is computed once for both.
 
-        Args:
-            requests: as of a call.
-            settings: of what is sampled.
-            policy_version: as of a call.
-            continuations: C of them, each of one token or more.
-            progress: called with (finished, total) completions and continuations.
+        There are C continuations, each of one token or more; `progress` counts them too.
 
         Returns:
             The completions, and `[n, C]` log-probabilities at temperature 1 with nothing cut off, summed over the
@@ -236,14 +218,9 @@ class Engine:
         """Sample single completions that come and go. Prompts and completions are held while there is memory, so that
         a later prompt which begins with them is not computed again.
 
-        Args:
-            settings: for completions that bring none of their own.
-            policy_version: must be that of the weights held.
-            rows: most completions at once; fewer if they would need more than three fifths of the cache.
-            own_tokens: longest completion.
-
-        Raises:
-            GenerationError: other weights are held, or not even one completion fits the cache.
+        `settings` are for completions that bring none of their own, `own_tokens` is the longest completion, and `rows`
+        most at once; fewer if they would need more than three fifths of the cache. `GenerationError` where other
+        weights are held, or not even one completion fits.
         """
         session = self._open(settings, policy_version)
         session.device.reserve_to_serve(min(rows, self._max_batch_size), own_tokens)
@@ -259,21 +236,12 @@ class Engine:
         self._max_batch_size = rows // 2
         self._session = None  # which holds what was computed
         self._cache.give_back()
-        _LOG.warning(
-            "out of memory (%s): the completions are sampled again, at most %d at a time",
-            str(error).splitlines()[0],
-            self._max_batch_size,
-        )
+        said = "out of memory (%s): the completions are sampled again, at most %d at a time"
+        _LOG.warning(said, str(error).splitlines()[0], self._max_batch_size)
 
     def _open(self, settings: SamplingSettings, policy_version: int) -> Session[TorchDevice]:
         check_call(settings, policy_version, held=self._version, tokenizer=self._tokenizer, model="model")
-        device = TorchDevice(
-            self._runner,
-            self._cache,
-            max_rows=self._max_batch_size,
-            context_length=self.context_length,
-            device=self._device,
-        )
+        device = TorchDevice(self._runner, self._cache, self._max_batch_size, self.context_length, self._device)
         self._session = Session(device, settings, policy_version=policy_version, tokenizer=self._tokenizer)
         return self._session
 

@@ -29,11 +29,7 @@ _NOTHING = torch.empty(0)
 
 
 class FastRunner:
-    """See the module docstring.
-
-    Raises:
-        ModelError: the model is not of this shape; the message says what differs.
-    """
+    """See the module docstring; a model of another shape raises a `ModelError` which says what differs."""
 
     name = "fast"
 
@@ -51,8 +47,7 @@ class FastRunner:
         self._embedding_scale = rounded * form.embedding_multiplier
         logits = Head.of(base)
         self._logit_scale, self._logit_cap = logits.scale, logits.softcap
-        self._embedding = torch.empty(0)
-        self._norm = torch.empty(0)
+        self._embedding = self._norm = torch.empty(0)
         self._head = Linear(dtype, device)
         self._head_version: tuple[object, ...] = ()
 
@@ -85,21 +80,18 @@ class FastRunner:
             layer.release()
 
     def forward(self, step: Step) -> Tensor:
-        """Logits `[n, V]`; see `Runner`."""
         stream = self._norms.open(functional.embedding(step.token_ids, self._embedding), self._embedding_scale)
         x = stream[:, : self._embedding.shape[1]]
         turns = {name: rotary(step.positions, self._dtype) for name, rotary in self._rotaries.items()}
         for i, layer in enumerate(self._layers):
             form = layer.form
-            attention = form.attention
-            turned = attention.heads + attention.kv_heads
-            qkv = layer.qkv(self._norms(stream, layer.input_norm)).view(x.shape[0], -1, attention.dim)
+            heads, turned = form.attention.heads, form.attention.heads + form.attention.kv_heads
+            qkv = layer.qkv(self._norms(stream, layer.input_norm)).view(x.shape[0], -1, form.attention.dim)
             qk = layer.normed_heads(qkv[:, :turned])
             if form.rotary is not None:
                 qk = turns[form.rotary].forward(qk)
-            attended = step.attention.attend(
-                i, qk[:, : attention.heads], qk[:, attention.heads :], qkv[:, turned:], attention.rule
-            )
+            given = qk[:, :heads], qk[:, heads:], qkv[:, turned:]
+            attended = step.attention.attend(i, *given, form.attention.rule)
             out = layer.out(attended.reshape(x.shape[0], -1))
             x.add_(_normed(out, layer.attention_norm, form.attention_norm), alpha=form.factor)
             gate, up = layer.gate_up(self._norms(stream, layer.mlp_norm)).chunk(2, dim=-1)
@@ -182,14 +174,10 @@ class _WeightReader:
 
     def fused(self, *modules: str) -> tuple[list[Tensor], Tensor | None]:
         """The modules' weights, and their biases one below the other."""
-        weight = [self(f"{m}.weight") for m in modules]
-        biases = [self.optional(f"{m}.bias") for m in modules]
-        present = [b for b in biases if b is not None]
-        if not present:
-            return weight, None
-        if len(present) < len(modules):
+        present = [b for m in modules if (b := self.optional(f"{m}.bias")) is not None]
+        if present and len(present) < len(modules):
             raise ModelError(f"{self._prefix}{modules[0]}: some of {modules} have a bias and some have none")
-        return weight, torch.cat(present)
+        return [self(f"{m}.weight") for m in modules], torch.cat(present) if present else None
 
 
 _WIDE = 4
@@ -220,8 +208,7 @@ class Linear:
         self._apply: Callable[[Tensor], Tensor] = _not_loaded
 
     def load(self, weights: Sequence[Tensor], bias: Tensor | None = None, scale: Tensor | None = None) -> None:
-        """Copy weights `[out_i, in]`, one below the other, into the memory of the last ones where the layout allows it.
-
+        """Copy weights `[out_i, in]`, one below the other, into the memory of the last ones where the layout allows it;
         `scale` `[in]` are factors on the inputs.
         """
         outputs, inputs = sum(len(w) for w in weights), weights[0].shape[1]
@@ -238,12 +225,9 @@ class Linear:
         if self._weight is None or self._weight.shape != shape:
             self._weight = weights[0].new_empty(shape)
         held = self._weight
-        start = 0
-        for weight in weights:
-            part = slice(start, start + len(weight))
-            into = held[:, part].T if turned else held[part]
+        parts = torch.split(held.T if turned else held, [len(weight) for weight in weights])
+        for weight, into in zip(weights, parts, strict=True):
             torch.mul(weight, scale, out=into) if scale is not None else into.copy_(weight)
-            start = part.stop
         if not turned:
             self._apply = lambda x: linear(x, held, bias)
         elif bias is None:
@@ -287,9 +271,8 @@ class Norms:
         return weight * math.sqrt(self._dim) if self._folds and weight is not _NOTHING else None
 
     def open(self, embedded: Tensor, scale: float = 1.0) -> Tensor:
-        """The stream `[M, d or d + 1]` that begins with `scale` times embeddings `[M, d]`, which are overwritten.
-
-        Its first d columns are added to.
+        """The stream `[M, d or d + 1]` that begins with `scale` times embeddings `[M, d]`, which are overwritten; its
+        first d columns are added to.
         """
         if scale != 1:
             embedded.mul_(scale)

@@ -1,11 +1,8 @@
 """The weights that a policy computes with, adapters included, without touching the policy.
 
-`EffectiveWeights(model)["model.layers.0.self_attn.q_proj.weight"]` is `W + scaling * B @ A` for a layer with
-an active LoRA adapter and `W` itself for every other layer, under the name that the parameter has in the bare
-transformers model. Each is computed when asked for, so a copy of the model is filled with one layer's worth
-of extra memory.
-
-A quantised layer's weight is what it stands for, in full (`covey.pytorch.models.quantised`).
+`EffectiveWeights(model)["model.layers.0.self_attn.q_proj.weight"]` is `W + scaling * B @ A` for a layer with an active
+LoRA adapter and `W` itself for every other, under the parameter's name in the bare transformers model. Each is computed
+when asked for. A quantised layer's weight is what it stands for, in full (`covey.pytorch.models.quantised`).
 
 Plain LoRA on linear layers and on a mixture's experts is added here. Every other PEFT layer (DoRA, LoRA on embeddings,
 IA3, ...) is deep-copied and merged by PEFT's own code, one layer at a time: slower, and right by definition.
@@ -16,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import cast
 
 import torch
 from peft import PeftModel
@@ -33,10 +31,8 @@ from covey.rollout.learning import Weights
 
 
 class EffectiveWeights(Mapping[str, Tensor]):
-    """Parameters by their name in the bare model, adapters added. Reads the model anew at each access.
-
-    Raises:
-        ModelError: the adapter changes the computation in another way than through weights (prompt tuning).
+    """Parameters by their name in the bare model, adapters added; read anew at each access. `ModelError` for an adapter
+    that acts in another way than through weights (prompt tuning).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -122,11 +118,7 @@ class AdaptedWeights(EffectiveWeights):
 
 
 def weights_of(model: nn.Module, version: int) -> Weights:
-    """The present weights of a model, or of the PEFT model around one, as `version`; nothing is copied.
-
-    Raises:
-        ModelError: see `EffectiveWeights`.
-    """
+    """The present weights of a model, or of the PEFT model around one, as `version`; nothing is copied."""
     held = EffectiveWeights(model)
     return Weights(version, lambda: held, partial(adapter_of, model) if isinstance(model, PeftModel) else None)
 
@@ -143,13 +135,12 @@ def are_tied(weights: Mapping[str, Tensor], head: str, embedding: str) -> bool:
 
 def bare_model(model: nn.Module) -> nn.Module:
     """The transformers model inside a PEFT model, PEFT's layers in place; a bare model as it is."""
-    if isinstance(model, PeftModel):
-        if model.active_peft_config.is_prompt_learning:
-            kind = model.active_peft_config.peft_type
-            raise ModelError(f"adapter of type {kind}: it adds virtual tokens, not weights; use LoRA")
-        base: nn.Module = model.get_base_model()
-        return base
-    return model
+    if not isinstance(model, PeftModel):
+        return model
+    if model.active_peft_config.is_prompt_learning:
+        kind = model.active_peft_config.peft_type
+        raise ModelError(f"adapter of type {kind}: it adds virtual tokens, not weights; use LoRA")
+    return cast(nn.Module, model.get_base_model())
 
 
 def copy_without_adapters(model: nn.Module) -> nn.Module:
@@ -184,26 +175,22 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _unwrapped(wrapper: AuxiliaryTrainingWrapper) -> nn.Module:
-    module: nn.Module
     if isinstance(wrapper, ModulesToSaveWrapper):
         adapters = [] if wrapper.disable_adapters else wrapper.active_adapters
-        module = wrapper.modules_to_save[adapters[0]] if adapters else wrapper.original_module
-    elif hasattr(wrapper, "token_adapter"):
-        module = wrapper.token_adapter
-    else:
-        raise ModelError(
-            f"adapter part {type(wrapper).__name__}: its effect on the weights is not known; use LoRA, "
-            "with modules_to_save where whole modules are trained"
-        )
-    return module
+        return cast(nn.Module, wrapper.modules_to_save[adapters[0]] if adapters else wrapper.original_module)
+    if hasattr(wrapper, "token_adapter"):
+        return cast(nn.Module, wrapper.token_adapter)
+    raise ModelError(
+        f"adapter part {type(wrapper).__name__}: its effect on the weights is not known; use LoRA, with "
+        "modules_to_save where whole modules are trained"
+    )
 
 
 def _owner(module: nn.Module, leaf: str) -> nn.Module:
     """Of PEFT's wrappers around one module, each for one of its parameters, the one for `leaf`."""
     if not isinstance(module, ParamWrapper):
         return module
-    inner: nn.Module = module.base_layer
-    return module if module.parameter_name == leaf else _owner(inner, leaf)
+    return module if module.parameter_name == leaf else _owner(module.base_layer, leaf)
 
 
 def _effective_module(module: nn.Module) -> nn.Module:

@@ -1,6 +1,4 @@
-"""What the scheduler asks of a model: logits after whole prompts, and after one more token of each row; and how any
-transformers causal language model gives them on a copy of itself.
-"""
+"""What the scheduler asks of a model, and how any causal LM of transformers gives it on a copy of itself."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
 from covey.errors import ModelError
@@ -41,44 +40,28 @@ class Step:
 class Runner(Protocol):
     """A copy of a model's weights and a way to run them."""
 
-    @property
-    def name(self) -> str:
-        """What the log calls it."""
-        ...
-
-    @property
-    def layer_shapes(self) -> Sequence[LayerShape]:
-        """What each layer stores in the cache."""
-        ...
+    name: str
+    layer_shapes: Sequence[LayerShape]  # what each layer stores in the cache
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take the weights, by their names in the bare model, as they are now."""
-        ...
 
     def release(self) -> None:
         """Give back what memory can be given back until the next `load`."""
-        ...
 
     def forward(self, step: Step) -> Tensor:
         """Logits `[n, V]` after the last token of each sequence."""
-        ...
 
 
 def _attention_function(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: Any = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """The signature that transformers calls: query `[1, heads, M, dim]` -> `[1, M, heads, dim]`."""
     rule = rule_of(module, query, scaling, kwargs)
     if attention_mask is not None:
         raise ModelError(f"{type(module).__name__}: attention with a mask of its own")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return _active.get().attend(int(module.layer_idx), q, k, v, rule).unsqueeze(0), None  # type: ignore[arg-type]
+    return _active.get().attend(int(module.layer_idx), q, k, v, rule).unsqueeze(0), None
 
 
 AttentionInterface.register(_INTERFACE, _attention_function)
@@ -100,19 +83,15 @@ class _Copy:
         """Nothing: the copy is a model whose modules need their tensors."""
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy and merge the weights."""
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
                 parameter.copy_(weights[name])
 
 
 class AttentionRunner(_Copy):
-    """The model's own forward pass over packed tokens, with an attention function, registered in transformers'
-    `AttentionInterface`, that stores and reads keys and values in the engine's cache. For every model that calls the
-    interface: GPT-2, Gemma, Phi, OPT, GPT-NeoX, ...
-
-    Raises:
-        ModelError: the model does not use the interface, or asks for what is not computed here.
+    """The model's own forward pass over packed tokens, for every model that calls transformers' `AttentionInterface`:
+    there an attention function is registered that stores and reads keys and values in the engine's cache. `ModelError`
+    where the model does not, or asks for what is not computed here.
     """
 
     name = "general"
@@ -131,14 +110,11 @@ class AttentionRunner(_Copy):
         self.layer_shapes = [LayerShape(call.kv_heads, call.dim, call.value_dim) for call in calls]
 
     def forward(self, step: Step) -> Tensor:
-        """Logits `[n, V]`; see `Runner`."""
-        return self._run(step.token_ids, step.positions, step.last, step.attention)
-
-    def _run(self, token_ids: Tensor, positions: Tensor, last: Tensor | None, attention: Attention) -> Tensor:
+        last, ids, positions = step.last, step.token_ids[None], step.positions[None]
         kept: dict[str, Tensor] = {"logits_to_keep": last} if self._keeps_logits and last is not None else {}
-        token = _active.set(attention)
+        token = _active.set(step.attention)
         try:
-            output = self._model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **kept)
+            output = self._model(input_ids=ids, position_ids=positions, use_cache=False, **kept)
         finally:
             _active.reset(token)
         logits: Tensor = output.logits[0]
@@ -146,27 +122,22 @@ class AttentionRunner(_Copy):
 
 
 class RecomputeRunner(_Copy):
-    """No cache at all: each step runs the whole sequences again, padded on the right, which a causal model cannot see.
-
-    Slow (quadratic), and right for state-space and other models with a cache of their own.
+    """No cache at all: each step runs the whole sequences again, padded on the right. Slow (quadratic), and right for
+    state-space and other models with a cache of their own.
     """
 
     name = "recompute"
 
     def forward(self, step: Step) -> Tensor:
-        """Logits `[n, V]`; see `Runner`."""
         sequences = step.histories()
         if rope_by_length(self._model) is not None:  # a long sequence would turn the others' positions
             return torch.cat([self._run([ids]) for ids in sequences])
         return self._run(sequences)
 
     def _run(self, sequences: Sequence[IntArray]) -> Tensor:
-        width = max(map(len, sequences))
-        padded, present = torch.zeros(2, len(sequences), width, dtype=torch.long)
-        for row, ids in enumerate(sequences):
-            padded[row, : len(ids)] = torch.from_numpy(ids)
-            present[row, : len(ids)] = 1
-        padded, present = padded.to(self._device), present.to(self._device)
-        logits: Tensor = self._model(input_ids=padded, attention_mask=present, use_cache=False).logits
+        padded = pad_sequence([torch.from_numpy(ids) for ids in sequences], batch_first=True).to(self._device)
         ends = torch.tensor([len(ids) - 1 for ids in sequences], device=self._device)
+        places = torch.arange(padded.shape[1], device=self._device)
+        present = (places <= ends[:, None]).long()
+        logits: Tensor = self._model(input_ids=padded, attention_mask=present, use_cache=False).logits
         return logits[torch.arange(len(sequences), device=self._device), ends]

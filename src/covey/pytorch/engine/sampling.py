@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from covey.errors import GenerationError
 from covey.rollout.drawing import uniforms
@@ -41,11 +42,9 @@ class Draw:
 
 
 def sample(logits: Tensor, settings: SamplingSettings, u: NDArray[np.float64]) -> Draw:
-    """Draw one token for each row of `logits` `[B, V]`, which may be overwritten, at the numbers `u` `[B]` in
-    [0, 1).
-
-    With `keep_support` the log-probability is renormalised over the kept ids. Greedy (`temperature=0`) takes
-    the most likely token of the distribution at temperature 1 and ignores `u`.
+    """Draw one token for each row of `logits` `[B, V]`, which may be overwritten, at the numbers `u` `[B]` in [0, 1).
+    With `keep_support` the log-probability is renormalised over the kept ids. Greedy (`temperature=0`) takes the most
+    likely token of the distribution at temperature 1 and ignores `u`.
     """
     greedy = settings.temperature == 0
     scaled = logits.float()
@@ -103,7 +102,7 @@ def _candidates(mass: Tensor, total: Tensor, top_k: int, top_p: float) -> tuple[
 
 def _covering(mass: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
     """The most likely ids of each row, as many as it takes for every row to reach its `goal` `[B]`."""
-    rows, vocab = mass.shape
+    vocab = mass.shape[1]
     width = min(_FIRST_CANDIDATES, vocab)
     values, ids = mass.topk(width)
     while width < vocab:
@@ -111,11 +110,9 @@ def _covering(mass: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
         if len(short) == 0:
             break
         wider = min(width * _GROWTH, vocab)
-        grown_values = values.new_zeros(rows, wider)
-        grown_ids = ids.new_zeros(rows, wider)
-        grown_values[:, :width], grown_ids[:, :width] = values, ids
-        grown_values[short], grown_ids[short] = mass[short].topk(wider)
-        values, ids, width = grown_values, grown_ids, wider
+        values, ids = (functional.pad(held, (0, wider - width)) for held in (values, ids))
+        values[short], ids[short] = mass[short].topk(wider)
+        width = wider
     return values, ids
 
 
@@ -155,25 +152,20 @@ def _first_above(running: Tensor, target: Tensor) -> Tensor:
 
 def _support(mass: Tensor, ids: Tensor | None) -> list[IntArray]:
     kept = mass > 0
-    where = kept.nonzero()
-    flat = where[:, 1] if ids is None else ids[kept]
-    host = flat.cpu().numpy()
+    flat = kept.nonzero()[:, 1] if ids is None else ids[kept]
     ends = np.cumsum(kept.sum(-1).cpu().numpy())
-    return [np.sort(row) for row in np.split(host, ends[:-1])]
+    return [np.sort(row) for row in np.split(flat.cpu().numpy(), ends[:-1])]
 
 
 def draw_tokens(rows: Sequence[Row], logits: Tensor) -> Draw:
     """Draw from `logits` `[B, V]`, which may be overwritten; rows of equal settings are drawn together, and what is
-    forced is said.
-
-    A row whose choices leave no token of the vocabulary has its `error` set, and what is drawn for it means nothing; a
-    row whose logits are not finite gets a log-probability that is not.
+    forced is said. A row whose choices leave no token has its `error` set, and what is drawn for it means nothing; one
+    whose logits are not finite gets a log-probability that is not.
     """
     allowed = [_allowed(row, logits.shape[1]) for row in rows]
     logits = _only(logits, allowed)
     keys = np.array([row.key for row in rows], dtype=np.uint64)
-    drawn = np.array([row.sampled for row in rows], dtype=np.uint64)
-    numbers = uniforms(keys, drawn)
+    numbers = uniforms(keys, np.array([row.sampled for row in rows], dtype=np.uint64))
     alike: dict[SamplingSettings, list[int]] = {}
     forced = [place for place, row in enumerate(rows) if row.forced is not None]
     for place, row in enumerate(rows):
@@ -207,8 +199,7 @@ def _allowed(row: Row, vocab: int) -> IntArray | None:
 
 
 def _joined(parts: Sequence[tuple[list[int], Draw]], allowed: Sequence[IntArray | None], vocab: int) -> Draw:
-    token_ids = np.zeros(len(allowed), dtype=np.int64)
-    logprobs = np.zeros(len(allowed), dtype=np.float32)
+    token_ids, logprobs = np.zeros(len(allowed), dtype=np.int64), np.zeros(len(allowed), dtype=np.float32)
     support: list[IntArray] | None = None
     if any(draw.support is not None for _, draw in parts) or any(ids is not None for ids in allowed):
         everything = np.arange(vocab)

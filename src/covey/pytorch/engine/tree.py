@@ -11,9 +11,8 @@ what was answered, a conversation that goes on. What is held of it is not comput
     it leaves a branch half way    the branch is cut there if little is lost, else its beginning is given to both
     it may not be a child          what is held is copied, at a hundredth of the time that computing it takes
 
-Deeper trees would copy less, and attend to more parts in every decode step; short beginnings are copied for the same
-reason. Rows that run pin their path. Leaves that nobody uses give way by least recent use, those of parked
-conversations last.
+Deeper trees would copy less, and attend to more parts in every decode step. Rows that run pin their path. Leaves that
+nobody uses give way by least recent use, those of parked conversations last.
 
 Nothing here looks at keys and values: a `Branch` says how many of its tokens have them (`filled`). The others are for
 the next prefill pass, which makes the `copies` too.
@@ -54,7 +53,6 @@ class Branch:
 
     @property
     def length(self) -> int:
-        """Its own tokens."""
         return len(self.token_ids)
 
     @property
@@ -64,7 +62,6 @@ class Branch:
 
     @property
     def path(self) -> tuple[Branch, ...]:
-        """From the root to here."""
         return (self,) if self.parent is None else (*self.parent.path, self)
 
     @property
@@ -98,8 +95,6 @@ class Tree:
         self._clock = 0
         self.copies: list[Copy] = []
 
-    # ------------------------------------------------------------------ looking up
-
     def find(self, token_ids: IntArray) -> tuple[Branch | None, int]:
         """The branch that holds most of the beginning of `token_ids`, and how many of them are held."""
         found, held = self._deepest(self._roots, token_ids, 0)
@@ -121,12 +116,9 @@ class Tree:
                 best, rank = found, (held, held == found.end, not found.children)
         return best, rank[0]
 
-    # ------------------------------------------------------------------ rows
-
     def take(self, token_ids: IntArray, found: tuple[Branch | None, int], *, hard: bool) -> tuple[Branch, int] | None:
-        """A branch that ends with `token_ids`, for one more row, of which the next pass computes what is missing.
-
-        `found` is what `find` says; with `hard` even what parked rows need may give way.
+        """A branch that ends with `token_ids`, for one more row, of which the next pass computes what is missing;
+        `found` is what `find` says. With `hard` even what parked rows need may give way.
         """
         branch, held = found
         taken = self._take(token_ids, branch, held, hard)
@@ -152,10 +144,6 @@ class Tree:
         """A row at the end of a branch waits for what is said to it."""
         branch.parked += 1
         self.release(branch)
-
-    def unpark(self, branch: Branch) -> None:
-        """It waits no longer."""
-        branch.parked -= 1
 
     def append(self, branch: Branch, token_ids: IntArray) -> tuple[Branch, int]:
         """Room for what a row at the end of `branch` has sampled; the caller stores it."""
@@ -187,14 +175,11 @@ class Tree:
             self._collect(branch)
         return grown, at
 
-    # ------------------------------------------------------------------ a pass
-
     def unfilled(self, rows: Sequence[Branch]) -> list[Branch]:
         """What the next pass computes of these branches and their paths, parents first."""
         return list(dict.fromkeys(one for branch in rows for one in branch.path if one.filled < one.length))
 
     def computed(self, branches: Sequence[Branch]) -> None:
-        """The pass is over."""
         for branch in branches:
             branch.filled = branch.length
         copies, self.copies = self.copies, []
@@ -223,8 +208,6 @@ class Tree:
                 if first < last:
                     yield source.block, first - source.at, target.block, first - target.at, last - first
 
-    # ------------------------------------------------------------------ forgetting
-
     def renew(self) -> None:
         """The weights are new: rows that run keep what they have, nobody else gets it."""
         self._detach(self._roots)
@@ -238,8 +221,6 @@ class Tree:
         root = branch.path[0]
         if root.attached:
             self._detach([root])
-
-    # ------------------------------------------------------------------ inside
 
     def _take(self, ids: IntArray, branch: Branch | None, held: int, hard: bool) -> Branch | None:
         if branch is None:

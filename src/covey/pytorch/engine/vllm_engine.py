@@ -1,9 +1,8 @@
 """vLLM in this process, in the place of Covey's own engine: token ids in and out, everything in one batch.
 
-An adapter is written to a folder in memory and loaded at run time, each version under a number of its own, and what
-vLLM holds is compared with what was published. Without an adapter, or with one that is merged, all weights are handed
-over, without a copy between processes. While the policy learns vLLM sleeps: its weights go to the host, or are given up
-and loaded again.
+An adapter is written to a folder in memory and loaded at run time, and what vLLM holds is compared with what was
+published. Without an adapter, or with one that is merged, all weights are handed over. While the policy learns vLLM
+sleeps: its weights go to the host, or are given up and loaded again.
 
 vLLM draws from torch's generators, which are seeded for each call from the first request's stream and are given back as
 they were: a run repeats where vLLM's batches and kernels do. It does not choose among sequences, and keeps no supports.
@@ -22,11 +21,11 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from importlib import import_module, util
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -58,10 +57,8 @@ _MEMORY = ("out of memory", "no available memory", "free memory", "kv cache", "r
 
 
 class VLLMEngine:
-    """Samples with vLLM from the weights that are published; a `covey.rollout.learning.Sampler`.
-
-    Raises:
-        ConfigError: vLLM is not installed, refuses the settings, or has too little memory.
+    """Samples with vLLM from the weights that are published; a `covey.rollout.learning.Sampler`. `ConfigError` where it
+    is not installed, refuses the settings, or has too little memory.
     """
 
     runner = "vllm"
@@ -84,10 +81,8 @@ class VLLMEngine:
         vllm = _installed()
         self._vllm, self._tokenizer, self._options, self._dtype = vllm, tokenizer, options, dtype
         self._vocabulary = len(bare_model(model).get_input_embeddings().weight)  # type: ignore[operator]
-        self._on_cpu = bool(vllm.platforms.current_platform.is_cpu())
-        self._device = next(model.parameters()).device
-        merged = not options.llm_argument("enable_lora", not self._on_cpu)
-        rank = 0 if merged else _rank(model)
+        on_cpu = bool(vllm.platforms.current_platform.is_cpu())
+        rank = _rank(model) if options.llm_argument("enable_lora", not on_cpu) else 0
         self._scratch = Path(tempfile.mkdtemp(prefix="covey-vllm-", dir=_scratch()))
         weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
         self._adapter: Any = None
@@ -104,12 +99,10 @@ class VLLMEngine:
             "logprobs_mode": logprobs_mode,
             "trust_remote_code": trust_remote_code,
             "use_tqdm_on_load": False,
-            "enable_sleep_mode": not self._on_cpu,
+            "enable_sleep_mode": not on_cpu,
         }
-        if self._on_cpu:
-            arguments["kv_cache_memory_bytes"] = kv_cache_bytes
-        else:
-            arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
+        share = {"gpu_memory_utilization": options.gpu_memory_utilization}
+        arguments |= {"kv_cache_memory_bytes": kv_cache_bytes} if on_cpu else share
         if rank:
             arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room_for_rank(rank)}
         arguments |= options.llm_arguments
@@ -130,7 +123,6 @@ class VLLMEngine:
 
     @property
     def last_stats(self) -> GenerationStats:
-        """Of the latest call or session."""
         return GenerationStats() if self._session is None else self._session.stats()
 
     @property
@@ -139,17 +131,15 @@ class VLLMEngine:
         return self._version
 
     def publish(self, weights: Weights) -> None:
-        """Take an adapter, or all weights where there is none, as their version; nothing computed before is used again.
-
-        Raises:
-            ModelError: vLLM holds other numbers than were published.
+        """Take an adapter, or all weights where there is none, as their version, and forget what was computed before.
+        `ModelError` where vLLM then holds other numbers.
         """
         self._version = NO_VERSION
-        self._wake()
+        if self._asleep:
+            self._llm.wake_up()
+            self._asleep = False
         if self._by_adapter:
-            adapter = weights.adapter
-            assert adapter is not None
-            self._load_adapter(adapter)
+            self._load_adapter(cast(Adapter, weights.adapter))
         else:
             self._load_weights(weights.tensors())
         self._engine.reset_prefix_cache()
@@ -195,10 +185,7 @@ class VLLMEngine:
         own_tokens: int,
         prompt_lengths: Sequence[int],
     ) -> Session[VLLMDevice]:
-        """Conversations of several turns, all in vLLM's batch; its prefix cache keeps what was said before.
-
-        Arguments as `covey.pytorch.engine.Engine.session` has them; vLLM decides how many rows run at once.
-        """
+        """See `covey.pytorch.engine.Engine.session`; vLLM decides how many rows run at once."""
         return self._open(settings, policy_version, own_tokens)
 
     def _open(self, settings: SamplingSettings, policy_version: int, own_tokens: int) -> Session[VLLMDevice]:
@@ -210,14 +197,6 @@ class VLLMEngine:
         device = VLLMDevice(self._vllm, self._engine, self._adapter, self.context_length, own_tokens, self._vocabulary)
         self._session = Session(device, settings, policy_version=policy_version, tokenizer=self._tokenizer)
         return self._session
-
-    # ------------------------------------------------------------------ weights
-
-    def _wake(self) -> None:
-        if not self._asleep:
-            return
-        self._llm.wake_up()
-        self._asleep = False
 
     def _load_adapter(self, adapter: Adapter) -> None:
         number, before = next(self._numbers), self._adapter
@@ -242,10 +221,8 @@ class VLLMEngine:
         except (AttributeError, KeyError, TypeError) as error:
             _LOG.warning("this vLLM does not show which adapter it holds (%s): it is not compared", _first_line(error))
             return
-        wanted = sorted(
-            _digest(torch.from_numpy(one.a).to(self._dtype), torch.from_numpy(one.b).to(self._dtype) * one.scaling)
-            for one in adapter.factors.values()
-        )
+        factors = [(torch.from_numpy(one.a), torch.from_numpy(one.b), one.scaling) for one in adapter.factors.values()]
+        wanted = sorted(_digest(a.to(self._dtype), b.to(self._dtype) * scaling) for a, b, scaling in factors)
         for worker, found in enumerate(held):
             if sorted(found) != wanted:
                 strangers = len(set(found) - set(wanted))
@@ -285,9 +262,7 @@ def _rank(model: nn.Module) -> int:
     """Of an adapter that vLLM can load; 0 = all weights are published."""
     try:
         adapter = weights_of(model, 0).adapter
-        if adapter is None:
-            return 0
-        return max(len(one.a) for one in adapter.factors.values())
+        return 0 if adapter is None else max(len(one.a) for one in adapter.factors.values())
     except AdapterError as error:
         _LOG.warning("the whole model is published to vLLM, since it is not plain LoRA: %s", error)
         return 0
@@ -301,11 +276,8 @@ def _scratch() -> str | None:
 
 def _write_base(model: nn.Module, folder: Path) -> Path:
     """The model without its adapter, as vLLM reads models."""
-    base: Any = bare_model(model)
-    if not isinstance(model, PeftModel):
-        return _write(EffectiveWeights(model), folder, base)
-    with model.disable_adapter():
-        return _write(EffectiveWeights(model), folder, base)
+    with model.disable_adapter() if isinstance(model, PeftModel) else nullcontext():
+        return _write(EffectiveWeights(model), folder, bare_model(model))
 
 
 def _write(tensors: Mapping[str, Tensor], folder: Path, base: Any = None) -> Path:
@@ -313,11 +285,8 @@ def _write(tensors: Mapping[str, Tensor], folder: Path, base: Any = None) -> Pat
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: tensors[name].detach().cpu().clone().contiguous() for name in tensors},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    whole = {name: tensors[name].detach().cpu().clone().contiguous() for name in tensors}
+    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
     if base is not None:
         base.config.save_pretrained(str(folder))
     return folder
@@ -445,7 +414,7 @@ class VLLMDevice(Device):
             self._generators = self._states()
 
     def _states(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices())]
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices())]
 
     @staticmethod
     def _devices() -> list[int]:

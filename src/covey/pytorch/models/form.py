@@ -11,10 +11,9 @@ The sampler's fast runner and the trainer's fused layers compute from this descr
         x = x + f N(D (act(g) * u))
     logits = head(N(x))                 scaled and capped, see `covey.pytorch.logprobs.Head`
 
-What turns are pairs of a head's first R numbers, `(i, i + R / 2)` or, as in GLM, `(2 i, 2 i + 1)`; the rest of the
-head, where there is one, stays. Each norm N may be absent, and may multiply by 1 + its weight. How a layer attends
-(heads, scale, sliding window, soft cap) is what its own code asks of transformers' attention interface: it is run once,
-on one token, and listened to.
+What turns are pairs of a head's first R numbers, `(i, i + R / 2)` or, as in GLM, `(2 i, 2 i + 1)`. Each norm N may be
+absent, and may multiply by 1 + its weight. How a layer attends (heads, scale, sliding window, soft cap) is what its own
+code asks of transformers' attention interface: it is run once, on one token, and listened to.
 
 Only classes whose code was read are taken, since a probe of a few tokens cannot feel what happens at distant positions.
 Others, and those of these classes with a part that is not known here, go through the model's own code.
@@ -23,7 +22,7 @@ Others, and those of these classes with a part that is not known here, go throug
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -102,29 +101,15 @@ class Rotary:
         """The rotation at positions `[M]`."""
         angles = positions.float()[:, None] * self._inverse_frequencies
         cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
-        if self._neighbours:
-            cosines, sines = torch.stack([cos, cos], -1).flatten(-2), torch.stack([-sin, sin], -1).flatten(-2)
-        else:
-            cosines, sines = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-        return Turn(cosines.to(dtype)[:, None], sines.to(dtype)[:, None], self._neighbours)
+        # pairs side by side, or one half after the other
+        places = -1 if self._neighbours else -2
+        both, signed = (torch.stack(pair, places).flatten(-2).to(dtype) for pair in ([cos, cos], [-sin, sin]))
+        return Turn(both[:, None], signed[:, None], self._neighbours)
 
 
-_NAMES = (
-    "Llama",
-    "Qwen2",
-    "Qwen3",
-    "Mistral",
-    "Phi3",
-    "Granite",
-    "SmolLM3",
-    "Olmo2",
-    "Gemma2",
-    "Gemma3",
-    "Glm",
-    "Glm4",
-)
+_READ = ("Llama", "Qwen2", "Qwen3", "Mistral", "Phi3", "Granite", "SmolLM3", "Olmo2", "Gemma2", "Gemma3", "Glm", "Glm4")
 """Of classes, without `ForCausalLM`."""
-_NORM_NAMES: tuple[tuple[str | None, str | None, str | None, str | None], ...] = (
+_NORM_NAMES = (
     ("input_layernorm", None, "post_attention_layernorm", None),
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
@@ -147,8 +132,7 @@ class Activation:
 
 _SILU = Activation(functional.silu, torch.ops.aten.silu_backward.grad_input)
 _GELU = Activation(
-    partial(functional.gelu, approximate="tanh"),
-    partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
+    partial(functional.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh")
 )
 _ACTIVATIONS = {type(ACT2FN[name]): a for name, a in (("silu", _SILU), ("swish", _SILU), ("gelu_pytorch_tanh", _GELU))}
 
@@ -187,7 +171,7 @@ class LayerForm:
     attention_norm: NormForm | None
     mlp_norm: NormForm | None
     output_norm: NormForm | None
-    head_norms: tuple[NormForm, NormForm] | None
+    head_norms: tuple[NormForm, ...] | None  # of queries and of keys
     whole_heads: bool
     activation: Activation
     factor: float
@@ -208,18 +192,14 @@ class DecoderForm:
 def is_known(base: Any) -> bool:
     """Whether a model's class is one whose code was read; `read_form` looks at the rest."""
     name = type(base).__name__
-    return name.removesuffix("ForCausalLM") in _NAMES and type(base) is getattr(transformers, name, None)
+    return name.removesuffix("ForCausalLM") in _READ and type(base) is getattr(transformers, name, None)
 
 
 def read_form(base: Any) -> DecoderForm:
-    """Describe a model.
-
-    Raises:
-        ModelError: it is not of this shape; the message says what differs.
-    """
+    """Describe a model; one that is not of this shape raises a `ModelError` which says what differs."""
     name = type(base).__name__
     if not is_known(base):
-        raise ModelError(f"{name} is not one of those read: {', '.join(_NAMES)}")
+        raise ModelError(f"{name} is not one of those read: {', '.join(_READ)}")
     if obstacle := rope_by_length(base):
         raise ModelError(obstacle)
     decoder, config = base.model, base.config
@@ -230,15 +210,12 @@ def read_form(base: Any) -> DecoderForm:
         raise ModelError(obstacle)
     rotary, kinds = decoder.rotary_emb, getattr(config, "layer_types", None)
     by_kind = isinstance(getattr(rotary, "rope_type", None), dict)
-    layers = tuple(
-        _layer_form(layer, calls[i], str(kinds[i]) if by_kind and kinds else "")
-        for i, layer in enumerate(decoder.layers)
-    )
-    names = {layer.rotary for layer in layers} - {None}
+    turned_by = [str(kind) for kind in kinds] if by_kind and kinds else [""] * len(calls)
+    layers = tuple(map(_layer_form, decoder.layers, calls, turned_by))
     return DecoderForm(
         layers,
         _norm_form("norm", decoder.norm),
-        {kind: _rotary_form(rotary, kind) for kind in names if kind is not None},
+        {kind: _rotary_form(rotary, kind) for kind in {layer.rotary for layer in layers} if kind is not None},
         int(config.hidden_size),
         float(getattr(decoder.embed_tokens, "embed_scale", 1.0)),
         float(getattr(decoder, "embedding_multiplier", 1.0)),
@@ -253,8 +230,7 @@ def _layer_form(layer: Any, attention: AttentionForm, rotary: str) -> LayerForm:
     inside, mlp_parts = dict(layer.self_attn.named_children()), dict(layer.mlp.named_children())
     head_norms = None
     if {"q_norm", "k_norm"} <= inside.keys():
-        q, k = (_norm_form(f"self_attn.{n}", inside.pop(n)) for n in ("q_norm", "k_norm"))
-        head_norms = (q, k)
+        head_norms = tuple(_norm_form(f"self_attn.{n}", inside.pop(n)) for n in ("q_norm", "k_norm"))
     activations = [mlp_parts.pop(n) for n in ("act_fn", "activation_fn") if n in mlp_parts]
     if len(activations) != 1 or type(activations[0]) not in _ACTIVATIONS:
         raise ModelError(f"activation {', '.join(type(a).__name__ for a in activations)}")
@@ -279,9 +255,7 @@ def _layer_form(layer: Any, attention: AttentionForm, rotary: str) -> LayerForm:
     )
 
 
-def _projections(
-    owner: str, parts: Mapping[str, Any], choices: Sequence[tuple[str, ...]], last: str
-) -> tuple[str, ...]:
+def _projections(owner: str, parts: Mapping[str, Any], choices: Any, last: str) -> tuple[str, ...]:
     for names in choices:
         if {*names, last} == parts.keys():
             return tuple(f"{owner}.{name}" for name in names)
@@ -291,8 +265,7 @@ def _projections(
 @torch.no_grad()
 def _norm_form(name: str, norm: Any) -> NormForm:
     """Whether its weight counts from 0 or from 1 is asked of the norm: of ones, with a weight of 0, it makes just that.
-
-    The weight that it has is not looked at: where a model is read in slices, it has no numbers yet.
+    Its own weight may have no numbers yet.
     """
     norm = getattr(norm, "original_module", norm)  # PEFT's wrapper around what is trained whole
     parameters = dict(norm.named_parameters())
@@ -308,30 +281,21 @@ def _norm_form(name: str, norm: Any) -> NormForm:
 
 
 def _rotary_form(rotary: Any, kind: str) -> RotaryForm:
-    prefix = f"{kind}_" if kind else ""
     half = getattr(sys.modules[type(rotary).__module__], "rotate_half", None)
     turned = [] if half is None else half(torch.arange(1, 5)).tolist()
     if turned not in ([-3, -4, 1, 2], [-2, 1, -4, 3]):
         raise ModelError("its rotary embedding turns other pairs than those known here")
-    return RotaryForm(
-        getattr(rotary, f"{prefix}inv_freq"), float(getattr(rotary, f"{prefix}attention_scaling")), turned[0] == -2
-    )
+    prefix = f"{kind}_" if kind else ""
+    frequencies, scaling = (getattr(rotary, f"{prefix}{name}") for name in ("inv_freq", "attention_scaling"))
+    return RotaryForm(frequencies, float(scaling), turned[0] == -2)
 
-
-# ------------------------------------------------------------------------------------------ listening
 
 _LISTENER = "covey_attention_listener"
 _heard: ContextVar[dict[int, AttentionForm]] = ContextVar("covey_attention_heard")
 
 
 def _listen(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: Any = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     rule = rule_of(module, query, scaling, kwargs)
     form = AttentionForm(query.shape[1], key.shape[1], query.shape[3], value.shape[3], rule)
@@ -343,10 +307,8 @@ AttentionInterface.register(_LISTENER, _listen)
 
 
 def listen(base: Any) -> list[AttentionForm]:
-    """What each layer asks of transformers' attention interface: the model is run once, on one token.
-
-    Raises:
-        ModelError: some layers do not use it, or ask for more than is computed here.
+    """What each layer asks of transformers' attention interface: the model is run once, on one token. `ModelError`
+    where layers do not use it, or ask for more than is computed here.
     """
     before, heard = base.config._attn_implementation, dict[int, AttentionForm]()
     token, one = _heard.set(heard), torch.zeros(1, 1, dtype=torch.long, device=base.device)

@@ -18,10 +18,10 @@ import re
 import shlex
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -107,19 +107,18 @@ def load_model(
     torch_device = chosen_device(device)
     torch_dtype = chosen_dtype(dtype, torch_device)
     folder, gguf_file = locate(source)
-    with quiet():
-        if gguf_file is None:
-            loaded = _load(folder, source, dtype=torch_dtype, trust_remote_code=trust_remote_code)
-            _leave_file(loaded)
-            found = _load_tokenizer(tokenizer or folder, source, trust_remote_code=trust_remote_code)
+    if gguf_file is not None and importlib.util.find_spec("gguf") is None:
+        raise ModelError(f"{source}: reading GGUF needs the gguf package; run `pip install 'covey[gguf]'`")
+    with quiet(), nullcontext() if gguf_file is None else gguf_read_once():
+        trusting: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        how = trusting if gguf_file is None else {"gguf_file": gguf_file}
+        loaded = _load(folder, source, dtype=torch_dtype, **how)
+        if gguf_file is not None:
+            loaded = _plain_copy(loaded, source)
         else:
-            _require_gguf(source)
-            with gguf_read_once():
-                loaded = _plain_copy(_load(folder, source, dtype=torch_dtype, gguf_file=gguf_file), source)
-                if tokenizer is None:
-                    found = _load_tokenizer(folder, source, gguf_file=gguf_file)
-                else:
-                    found = _load_tokenizer(tokenizer, source, trust_remote_code=trust_remote_code)
+            for parameter in loaded.parameters():  # the mapped file's pages would stay beside whatever replaces them
+                parameter.data = parameter.data.clone()
+        found = _load_tokenizer(tokenizer or folder, source, **(trusting if tokenizer else how))
     _refuse_quantised(getattr(loaded.config, "quantization_config", None), source)
     if quantization == "none":
         loaded = loaded.to(torch_device)  # type: ignore[arg-type]
@@ -129,18 +128,8 @@ def load_model(
     return replace(done, folder=folder if gguf_file is None else None)
 
 
-def _leave_file(model: nn.Module) -> None:
-    """Copy weights out of the mapped file, whose pages would stay resident beside whatever replaces a weight."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-
-
 def _take(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase | str | Path | None,
-    dtype: str,
-    device: str,
-    quantization: str,
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase | str | Path | None, dtype: str, device: str, quantization: str
 ) -> LoadedModel:
     name = type(model).__name__
     if tokenizer is None:
@@ -179,7 +168,11 @@ def _finish(model: nn.Module, tokenizer: PreTrainedTokenizerBase, source: str) -
     text: Any = getattr(config, "get_text_config", lambda: config)()
     if getattr(text, "attn_logit_softcapping", None) and getattr(text, "_attn_implementation", "") == "sdpa":
         model.set_attn_implementation("eager")  # type: ignore[operator]  # older transformers' sdpa leaves the cap out
-    _ensure_pad_token(tokenizer, source)
+    if tokenizer.pad_token_id is None:  # padding is never read: attention masks and packing keep it out
+        known = [t for t in (tokenizer.eos_token, tokenizer.unk_token, tokenizer.bos_token) if t is not None]
+        if not known:
+            raise ModelError(f"{source}: its tokenizer has no padding, end or unknown token; set tokenizer.pad_token")
+        tokenizer.pad_token = known[0]
     return LoadedModel(model.eval(), tokenizer, source, _eos_token_ids(model, tokenizer, source))
 
 
@@ -216,7 +209,14 @@ def locate(source: str) -> tuple[str, str | None]:
         return str(path.parent), path.name
     if path.is_dir():
         if (path / "config.json").is_file():
-            config = _config_of(path, source)
+            try:
+                config = json.loads((path / "config.json").read_bytes())
+            except (OSError, ValueError, RecursionError) as error:
+                raise ModelError(
+                    f"{source}: its config.json cannot be read ({error}); fetch the model again"
+                ) from error
+            if not isinstance(config, dict):
+                raise ModelError(f"{source}: its config.json holds no settings; fetch the model again")
             refuse_senses(config, source)
             _refuse_quantised(config.get("quantization_config"), source)
             return str(path), None
@@ -228,16 +228,6 @@ def locate(source: str) -> tuple[str, str | None]:
     if path.suffix.lower() == ".gguf" or not _HUB_ID.match(source):
         raise ModelError(f"{source}: there is no such file or folder; check the path of model.model")
     return source, None
-
-
-def _config_of(folder: Path, source: str) -> dict[str, Any]:
-    try:
-        found = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{source}: its config.json cannot be read ({error}); fetch the model again") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{source}: its config.json holds no settings; fetch the model again")
-    return found
 
 
 def _locate_in_package(source: str) -> tuple[str, str]:
@@ -273,27 +263,20 @@ def _only_gguf(folder: Path, source: str) -> str:
     raise ModelError(f"{source}: holds {len(files)} .gguf files; name one of {', '.join(files)}")
 
 
-def _require_gguf(source: str) -> None:
-    if importlib.util.find_spec("gguf") is None:
-        raise ModelError(f"{source}: reading GGUF needs the gguf package; run `pip install 'covey[gguf]'`")
-
-
 def _load(folder: str, source: str, **options: Any) -> PreTrainedModel:
-    model: PreTrainedModel
+    auto: Any = AutoModelForCausalLM
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+        model, found = auto.from_pretrained(folder, output_loading_info=True, **options)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ... for a bad checkpoint
         with suppress(OSError, ValueError, KeyError, TypeError):
             refuse_senses(AutoConfig.from_pretrained(folder).to_dict(), source)
         raise ModelError(_load_problem(folder, source, error)) from error
-    model, found = loaded
-    missing = sorted(found["missing_keys"])
-    if missing:  # transformers would go on with random numbers
+    if missing := sorted(found["missing_keys"]):  # transformers would go on with random numbers
         raise ModelError(
             f"{source}: its files lack {len(missing)} of the weights that {type(model).__name__} has, {missing[0]} "
             "among them; the download may be incomplete, or config.json is another model's"
         )
-    return model
+    return cast(PreTrainedModel, model)
 
 
 def _load_problem(folder: str, source: str, error: Exception) -> str:
@@ -331,33 +314,20 @@ def _load_tokenizer(
             )
         return tokenizer
     try:
-        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(tokenizer), **options)
+        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(str(tokenizer), **options))
     except Exception as error:
         raise ModelError(
             f"{source}: its tokenizer cannot be loaded from {tokenizer} ({_first_line(error)}); "
             "save the tokenizer into the model's folder, or pass one"
         ) from error
-    return found
-
-
-def _ensure_pad_token(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    if tokenizer.pad_token_id is not None:
-        return
-    for token in (tokenizer.eos_token, tokenizer.unk_token, tokenizer.bos_token):
-        if token is not None:  # padding is never read: attention masks and packing keep it out
-            tokenizer.pad_token = token
-            return
-    raise ModelError(f"{source}: its tokenizer has no padding, end or unknown token; set tokenizer.pad_token")
 
 
 def _eos_token_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, source: str) -> tuple[int, ...]:
     found: set[int] = set()
     for holder in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
         value = getattr(holder, "eos_token_id", None)
-        if isinstance(value, int):
-            found.add(value)
-        elif isinstance(value, list | tuple):
-            found.update(int(item) for item in value)
+        if value is not None:
+            found.update(map(int, value) if isinstance(value, list | tuple) else [int(value)])
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     vocabulary = tokenizer.get_vocab()
     found.update(vocabulary[token] for token in _TURN_ENDS if token in template and token in vocabulary)
@@ -430,19 +400,14 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def gguf_read_once() -> Iterator[None]:
-    """Parse a GGUF file once instead of three times (config, weights, tokenizer), and three times faster.
-
-    transformers asks `gguf` for a reader and for the table of tensor names again for each part; both depend
-    on their arguments only. Most of the parsing time goes into slicing a `numpy.memmap`, which a plain view
-    of it avoids.
+    """Parse a GGUF file once instead of three times (config, weights, tokenizer), and three times faster: most of the
+    time goes into slicing a `numpy.memmap`, which a plain view of it avoids.
     """
     import gguf
 
     class Reader(gguf.GGUFReader):  # type: ignore[misc]
         def _get(self, *args: Any, **kwargs: Any) -> Any:
-            data: Any = self.__dict__["data"]
-            if isinstance(data, np.memmap):
-                self.data = np.asarray(data)
+            self.data: Any = np.asarray(self.__dict__["data"])
             return super()._get(*args, **kwargs)
 
     with (
@@ -466,19 +431,17 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
 
 def transformer(model: PreTrainedModel) -> nn.Module:
     """The model without its output head, which returns hidden states."""
-    inner = model.base_model
-    if inner is model:
+    if model.base_model is model:
         raise ModelError(f"{type(model).__name__}: has no separate transformer under its output head; use a causal LM")
-    return inner
+    return model.base_model
 
 
 _SENSES = ("vision_config", "audio_config", "thinker_config", "vq_config")
 
 
 def refuse_senses(config: Mapping[str, Any], source: str) -> None:
-    """Raise `ModelError` for the configuration of a model of pictures or sound.
-
-    Those pass that transformers loads for text alone, except Mllama, whose text attends to pictures.
+    """Raise `ModelError` for the configuration of a model of pictures or sound. Those pass that transformers loads for
+    text alone, except Mllama, whose text attends to pictures.
     """
     kind, senses = str(config.get("model_type")), {name for name in _SENSES if config.get(name)}
     by_itself = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "AutoModelForCausalLM" in (config.get("auto_map") or ())

@@ -1,7 +1,7 @@
 """LoRA adapters through PEFT: attach, save, load, switch off; and a leaner linear layer for training them.
 
-Adapters are PEFT's in every respect (names, config, files), so anything that reads PEFT adapters reads ours.
-Only the forward of plain LoRA linear layers is replaced, because PEFT's makes avoidable copies:
+Adapters are PEFT's in every respect (names, config, files). Only the forward of plain LoRA linear layers is replaced,
+because PEFT's makes avoidable copies:
 
     PEFT     out = base(x) + B(A(x)) * scaling           three [M, out] buffers; with a bfloat16 base and float32
                                                          adapters a float32 copy of x is kept for each layer
@@ -76,9 +76,8 @@ class LeanLoraLinear(PeftLoraLinear):  # type: ignore[misc]
         if name is None or args or kwargs or self.base_layer.weight.dtype != x.dtype:
             out: Tensor = super().forward(x, *args, **kwargs)
             return out
-        a, b = self.lora_A[name].weight, self.lora_B[name].weight
+        a, b, base = self.lora_A[name].weight, self.lora_B[name].weight, self.base_layer
         flat = x.reshape(-1, x.shape[-1])
-        base = self.base_layer
         lean: Tensor = cast(Any, _LoraFunction).apply(flat, base.weight, base.bias, a, b, self.scaling[name])
         return lean.view(*x.shape[:-1], lean.shape[-1])
 
@@ -100,15 +99,10 @@ class LeanLoraLinear(PeftLoraLinear):  # type: ignore[misc]
         return name if plain else None
 
 
-def attach(
-    model: nn.Module, *, use_peft: bool, adapter: str | Path | None = None, seed: int = 0, **lora: Any
-) -> nn.Module:
+def attach(model: nn.Module, *, use_peft: bool, adapter: str | Path | None = None, **lora: Any) -> nn.Module:
     """Put on a model what is to be trained: nothing, a fresh adapter, or a saved one.
 
-    `lora` are the options of `attach_lora` with `lora_` before their names.
-
-    Raises:
-        ModelError: see `attach_lora`, `attach_adapter` and `load_adapter`.
+    `lora` are the options of `attach_lora` with `lora_` before their names, but for the seed.
     """
     trained = model
     if adapter is not None and isinstance(model, PeftModel):
@@ -116,8 +110,7 @@ def attach(
     elif adapter is not None:
         trained = attach_adapter(model, adapter)
     elif use_peft or isinstance(model, PeftModel):
-        fresh = {name.removeprefix("lora_"): value for name, value in lora.items()}
-        trained = attach_lora(model, seed=seed, **fresh)
+        trained = attach_lora(model, **{name.removeprefix("lora_"): value for name, value in lora.items()})
     return trained
 
 
@@ -131,11 +124,8 @@ def attach_lora(
     config: LoraConfig | None = None,
     seed: int = 0,
 ) -> PeftModel:
-    """Put a fresh LoRA adapter on a model; its weights are frozen. A PEFT model keeps the adapter that it
-    has.
-
-    Raises:
-        ModelError: no module has the names given, or PEFT refuses the config.
+    """Put a fresh LoRA adapter on a model, whose weights are frozen; a PEFT model keeps its own. `ModelError` where no
+    module has the names given, or PEFT refuses the config.
     """
     if isinstance(model, PeftModel):
         return _lean(model)
@@ -149,12 +139,7 @@ def attach_lora(
             head = cast(Any, model).get_output_embeddings()
             targets = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
         config = LoraConfig(
-            r=r,
-            lora_alpha=alpha,
-            lora_dropout=dropout,
-            target_modules=targets,
-            bias="none",
-            task_type="CAUSAL_LM",
+            r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, bias="none", task_type="CAUSAL_LM"
         )
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
@@ -170,10 +155,8 @@ def attach_lora(
 
 
 def require_rank(model: nn.Module, r: int) -> None:
-    """Refuse an adapter that is larger than what it adapts, or than memory.
-
-    Raises:
-        ModelError: naming what it would take: weights, gradients and AdamW's two moments in float32.
+    """Refuse an adapter larger than what it adapts, or than memory with gradients and AdamW's two moments in float32:
+    `ModelError`.
     """
     sizes = [(m.in_features, m.out_features) for m in model.modules() if isinstance(m, nn.Linear)]
     needed = 16 * r * sum(map(sum, sizes))
@@ -190,10 +173,8 @@ def require_rank(model: nn.Module, r: int) -> None:
 
 
 def attach_adapter(model: nn.Module, path: str | Path) -> PeftModel:
-    """Put a saved PEFT adapter on a model, trainable. Nothing is changed unless it fits.
-
-    Raises:
-        ModelError: it cannot be read, or belongs to a model of other shapes.
+    """Put a saved PEFT adapter on a model, trainable. One that cannot be read, or is for other shapes, changes nothing:
+    `ModelError`.
     """
     config, adapter = _read(path)
     problem = _misfit(model, adapter)
@@ -209,10 +190,8 @@ def attach_adapter(model: nn.Module, path: str | Path) -> PeftModel:
 
 
 def load_adapter(model: PeftModel, path: str | Path) -> None:
-    """Replace the weights of the attached adapter by saved ones. Nothing is changed unless all of them fit.
-
-    Raises:
-        ModelError: they cannot be read, or the saved adapter has other modules, shapes or scaling.
+    """Replace the attached adapter's weights by saved ones. Others than its own in modules, shapes or scaling change
+    nothing: `ModelError`.
     """
     config, adapter = _read(path)
     own = model.peft_config[model.active_adapter]
@@ -224,21 +203,16 @@ def load_adapter(model: PeftModel, path: str | Path) -> None:
 
 
 def save_adapter(model: PeftModel, path: str | Path, state: dict[str, Tensor] | None = None) -> None:
-    """Write the adapter into folder `path` as PEFT does: its config and its weights as safetensors.
-
-    `state` has its tensors by the model's names where the model does not hold them whole.
+    """Write the adapter into a folder as PEFT does. `state` has its tensors by the model's names where the model does
+    not hold them whole.
     """
     # "auto" would ask the hub whether the vocabulary was resized.
     model.save_pretrained(str(path), save_embedding_layers=False, state_dict=state)
 
 
 def adapter_of(model: nn.Module, state: dict[str, Tensor] | None = None) -> Adapter:
-    """The adapter of a PEFT model as its files hold it; on the CPU its arrays are the model's own memory.
-
-    `state` has its tensors by the model's names where the model does not hold them whole.
-
-    Raises:
-        AdapterError: the model has no adapter.
+    """The adapter of a PEFT model as its files hold it, arrays of the CPU in place; `state` as of `save_adapter`.
+    `AdapterError` where there is none.
     """
     if not isinstance(model, PeftModel):
         raise AdapterError("the model has no LoRA adapter to upload; set model.use_peft to true")
@@ -248,10 +222,8 @@ def adapter_of(model: nn.Module, state: dict[str, Tensor] | None = None) -> Adap
 
 
 def write_adapter(model: nn.Module) -> tuple[bytes, dict[str, Any]]:
-    """A model's adapter as the two parts of an upload: safetensors, and PEFT's config.
-
-    Raises:
-        AdapterError: the model has no adapter.
+    """A model's adapter as the two parts of an upload: safetensors, and PEFT's config. `AdapterError` where there is
+    none.
     """
     adapter = adapter_of(model)
     return adapter.to_bytes(), dict(adapter.config)
@@ -321,8 +293,8 @@ def _blocks_left(model: nn.Module, adapter: Adapter) -> str:
     if adapter.config.get("layers_to_transform") is not None:
         return ""
     names = {name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in adapter.tensors}
-    mine, theirs = _last_blocks(name for name, _ in model.named_modules()), _last_blocks(names)
-    for stack, last in theirs.items():
+    mine = _last_blocks(name for name, _ in model.named_modules())
+    for stack, last in _last_blocks(names).items():
         if last < mine.get(stack, last):
             return f"the adapter has the layers up to {stack}.{last}, the model up to {stack}.{mine[stack]}"
     return ""
@@ -333,8 +305,7 @@ def _last_blocks(names: Iterable[str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for name in names:
         if block := re.match(r"(.+?)\.(\d+)(\.|$)", name):
-            stack = block[1]
-            found[stack] = max(found.get(stack, 0), int(block[2]))
+            found[block[1]] = max(found.get(block[1], 0), int(block[2]))
     return found
 
 
@@ -346,16 +317,13 @@ def _fill(model: PeftModel, adapter: Adapter, path: str | Path) -> None:
 
 
 def _array(tensor: Tensor) -> Array:
-    tensor = tensor.detach().cpu().contiguous()
-    if tensor.dtype != torch.bfloat16:
-        return cast(Array, tensor.numpy())
-    return cast(Array, tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16))
+    tensor, narrow = tensor.detach().cpu().contiguous(), tensor.dtype == torch.bfloat16
+    return cast(Array, tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16) if narrow else tensor.numpy())
 
 
 def _tensor(array: Array) -> Tensor:
-    if array.dtype != ml_dtypes.bfloat16:
-        return torch.from_numpy(array)
-    return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    narrow = array.dtype == ml_dtypes.bfloat16
+    return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16) if narrow else torch.from_numpy(array)
 
 
 def _plain(value: Any) -> Any:
@@ -376,12 +344,6 @@ def switch_dropout_off(model: nn.Module) -> None:
         if isinstance(module, nn.Dropout) and ".lora_dropout." not in name:
             module.p = 0.0
         elif isinstance(module, GradientCheckpointingLayer):
-            for attribute in (
-                "dropout",
-                "hidden_dropout",
-                "activation_dropout",
-                "attention_dropout",
-                "resid_dropout",
-            ):
+            for attribute in ("dropout", "hidden_dropout", "activation_dropout", "attention_dropout", "resid_dropout"):
                 if isinstance(getattr(module, attribute, None), float):
                     setattr(module, attribute, 0.0)

@@ -59,14 +59,19 @@ def dequantised(layer: nn.Module, dtype: torch.dtype | None = None) -> Tensor:
     return found if dtype is None else found.to(dtype)
 
 
+def dequantised_product(layer: nn.Linear, x: Tensor) -> Tensor:
+    """`x W'^T + b` as an ordinary layer computes it, in the type of x."""
+    bias = None if layer.bias is None else layer.bias.to(x.dtype)
+    return functional.linear(x, dequantised(layer, x.dtype), bias)
+
+
 class _Product(torch.autograd.Function):
     """`x W'^T + b`; x `[..., in]` -> `[..., out]`. W' is made again for the backward, and nothing is kept."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: nn.Linear) -> Tensor:
         ctx.layer = layer
-        bias = None if layer.bias is None else layer.bias.to(x.dtype)
-        return functional.linear(x, dequantised(layer, x.dtype), bias)
+        return dequantised_product(layer, x)
 
     @staticmethod
     @once_differentiable
@@ -96,38 +101,6 @@ def plain_linear(layer: nn.Module) -> nn.Linear:
     return made
 
 
-def held_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters as they are held, with the scales of quantised ones."""
-    layers = list(quantised_layers(model))
-    theirs = {id(layer.weight) for layer in layers}
-    plain = sum(p.nbytes for p in model.parameters() if id(p) not in theirs)
-    return plain + sum(tensor.nbytes for layer in layers for tensor in _tensors(layer))
-
-
-def num_parameters(model: nn.Module) -> int:
-    """How many numbers they stand for."""
-    layers = {id(layer.weight): layer for layer in quantised_layers(model)}
-    return sum(
-        layers[id(p)].in_features * layers[id(p)].out_features if id(p) in layers else p.numel()
-        for p in model.parameters()
-    )
-
-
-def _tensors(layer: Any) -> Iterator[Tensor]:
-    weight: Any = layer.weight
-    if type(weight).__name__ == "Int8Tensor":
-        yield from (weight.qdata, weight.scale)
-        return
-    yield weight.data
-    if type(weight).__name__ == "Int8Params":
-        yield weight.SCB if layer.state.SCB is None else layer.state.SCB
-        return
-    state = weight.quant_state
-    while state is not None:
-        yield state.absmax
-        state = state.state2
-
-
 def quantisable_layers(model: Any) -> list[str]:
     """Names of the linear layers besides the output head and an adapter's own."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -140,11 +113,9 @@ _PACKAGES = {"nf4": "bitsandbytes", "int8": "bitsandbytes", "torchao_int8": "tor
 
 @cache
 def _bitsandbytes_layers() -> tuple[Any, Any]:
-    """Bitsandbytes' layers of 4 and 8 bits as they are trained through here.
-
-    Left to themselves they would, in evaluation mode, which a policy is always in, repack 4-bit weights on processors
-    with bfloat16 instructions for a kernel that has no gradient; fix the type of computation by the first input they
-    see; and round the inputs of 8-bit layers.
+    """Bitsandbytes' layers of 4 and 8 bits as they are trained through here. By themselves they would repack 4-bit
+    weights, in evaluation mode, for a kernel without a gradient, fix the type of computation by the first input they
+    see, and round the inputs of 8-bit layers.
     """
     import bitsandbytes
 
@@ -177,11 +148,7 @@ class Int8Linear(nn.Linear):
 
 
 def require_package(kind: str) -> None:
-    """Refuse a kind of quantisation whose package is missing.
-
-    Raises:
-        ModelError: it says what to install.
-    """
+    """Refuse a kind of quantisation whose package is missing, with a `ModelError` that says what to install."""
     if kind != "none" and importlib.util.find_spec(_PACKAGES[kind]) is None:
         raise ModelError(
             f"model.quantization={kind!r}: {_PACKAGES[kind]} is not installed; run pip install 'covey[quantization]', "
@@ -191,10 +158,8 @@ def require_package(kind: str) -> None:
 
 @torch.no_grad()
 def quantise(model: Any, kind: str, device: torch.device, source: str) -> None:
-    """Quantise the linear layers of a transformers model in place, one after the other, and move it to a device.
-
-    Raises:
-        ModelError: it has no linear layers, or is quantised already, or has an adapter.
+    """Quantise a transformers model's linear layers in place, one after the other, and move it to a device.
+    `ModelError` where there are none, or they are quantised already.
     """
     if any(quantised_layers(model)):
         raise ModelError(f"model.quantization={kind!r}: {source} is quantised already; set model.quantization to none")
@@ -212,11 +177,7 @@ def quantise(model: Any, kind: str, device: torch.device, source: str) -> None:
 
 
 def adopt(model: nn.Module, source: str) -> None:
-    """Make the layers of a model that somebody else has quantised compute as ours do.
-
-    Raises:
-        ModelError: they are of another kind.
-    """
+    """Make the layers of a model that somebody else has quantised compute as ours do; `ModelError` for another kind."""
     for layer in list(quantised_layers(model)):
         own: Any = layer
         if type(own.weight).__name__ == "Int8Tensor":

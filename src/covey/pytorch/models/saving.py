@@ -13,7 +13,7 @@ import importlib.util
 import json
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -41,11 +41,8 @@ def load_merged(
     *,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """A base model with an adapter merged into its weights, in float32 on the CPU.
-
-    Raises:
-        ModelError: it cannot be loaded, or the merged model computes something else, as it does where an adapter was
-            trained on an output head that is tied to the embedding.
+    """A base model with an adapter merged into its weights, in float32 on the CPU. `ModelError` where it cannot be
+    loaded, or merged computes something else, as where an adapter was trained on a head that is tied to the embedding.
     """
     loaded = load_model(base, tokenizer, dtype="float32", device="cpu", trust_remote_code=trust_remote_code)
     model: Any = loaded.model
@@ -77,22 +74,14 @@ def save_model(loaded: LoadedModel, folder: str | Path, dtype: str = "float32") 
 
 
 @torch.no_grad()
-def _probe(model: nn.Module, tokens: tuple[int, ...]) -> torch.Tensor:
+def _probe(model: nn.Module, tokens: tuple[int, ...]) -> Tensor:
     """`[T, V]` log-probabilities after a few tokens of any kind."""
     ids = torch.tensor([[*range(5, 17), *tokens]])
-    found: torch.Tensor = model(input_ids=ids).logits[0].float().log_softmax(-1)
-    return found
-
-
-# ---------------------------------------------------------------------- GGUF
+    return cast(Tensor, model(input_ids=ids).logits[0].float().log_softmax(-1))
 
 
 def write_gguf(loaded: LoadedModel, path: str | Path, dtype: str = "float16", name: str = "") -> None:
-    """Write a model and its tokenizer.
-
-    Raises:
-        ModelError: the package `gguf` is missing, or the model or its tokenizer is of a kind that is not written here.
-    """
+    """Write a model and its tokenizer; `ModelError` without the package `gguf`, or for a kind that is not written."""
     if importlib.util.find_spec("gguf") is None:
         raise ModelError(f"{path}: writing GGUF needs the gguf package; run `pip install 'covey[gguf]'`")
     import gguf
@@ -104,7 +93,6 @@ def write_gguf(loaded: LoadedModel, path: str | Path, dtype: str = "float16", na
     writer = gguf.GGUFWriter(str(path), config.model_type)
     _describe(writer, config, name or loaded.source)
     _add_tokenizer(writer, loaded, tokens)
-
     architecture = getattr(gguf.MODEL_ARCH, _ARCHITECTURES[config.model_type])
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     kind = getattr(gguf.GGMLQuantizationType, _TYPES[dtype])
@@ -148,10 +136,9 @@ def _describe(writer: Any, config: Any, name: str) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(width)
-    writer.add_value_length(width)
+    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+        add(width)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(width)
     writer.add_rope_freq_base((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10_000.0))
 
 
@@ -163,9 +150,6 @@ def _as_llama_cpp(tensor: Tensor, name: str, config: Any) -> np.ndarray[Any, np.
         return np.ascontiguousarray(array)
     halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
-
-
-# ---------------------------------------------------------------------- tokenizer
 
 
 def _vocabulary(tokenizer: Any, size: int, source: str) -> list[str]:
@@ -219,14 +203,10 @@ def _add_tokenizer(writer: Any, loaded: LoadedModel, tokens: list[str]) -> None:
         index = getattr(tokenizer, f"{kind}_token_id")
         if index is not None:
             getattr(writer, f"add_{kind}_token_id")(index)
-    ends = getattr(tokenizer, "eos_token_id", None)
-    if ends not in loaded.eos_token_ids:
+    if getattr(tokenizer, "eos_token_id", None) not in loaded.eos_token_ids:
         writer.add_eos_token_id(loaded.eos_token_ids[0])
-    writer.add_add_bos_token(_adds_start(tokenizer))
+    start = tokenizer.bos_token_id
+    writer.add_add_bos_token(start is not None and tokenizer("a")["input_ids"][:1] == [start])
     writer.add_add_space_prefix(False)
     if isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)
-
-
-def _adds_start(tokenizer: Any) -> bool:
-    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]

@@ -28,11 +28,8 @@ Groups = Mapping[str, Mapping[str, Tensor]]
 
 
 def write_shards(folder: str | Path, groups: Groups) -> None:
-    """Write tensors, sharded ones and others; all processes call this.
-
-    Raises:
-        RunFolderError: a process could not write its part; all processes raise it.
-        RuntimeError: a process is gone.
+    """Write tensors, sharded ones and others; all processes call this, and raise `RunFolderError` if one could not
+    write, `RuntimeError` if one is gone.
     """
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
@@ -42,11 +39,8 @@ def write_shards(folder: str | Path, groups: Groups) -> None:
 
 
 def read_shards(folder: str | Path, groups: Groups) -> None:
-    """Fill tensors, sharded in whatever way, in place; all processes call this, each reads its own parts.
-
-    Raises:
-        CheckpointError: a process could not read its part; all processes raise it.
-        RuntimeError: a process is gone.
+    """Fill tensors, sharded in whatever way, in place; all processes call this, each reads its parts, and raise
+    `CheckpointError` if one could not, `RuntimeError` if one is gone.
     """
     try:
         load(_flat(groups), storage_reader=HuggingFaceStorageReader(str(folder)))
@@ -104,15 +98,11 @@ class ShardGroup(Mapping[str, Tensor]):
         return whole
 
 
-class ShardFiles(Mapping[str, ShardGroup]):
+class ShardFiles(dict[str, ShardGroup]):
     """What a folder holds: group -> name -> tensor. A tensor is put together when it is read, and not kept."""
 
     def __init__(self, folder: Path, groups: list[str]) -> None:
-        """Read the files' headers.
-
-        Raises:
-            OSError, SafetensorError, ValueError, KeyError: they cannot be read.
-        """
+        """Read the files' headers; `OSError`, `SafetensorError`, `ValueError` or `KeyError` where that fails."""
         self.folder = folder
         found: dict[str, dict[str, Tensor]] = {group: {} for group in groups}
         parts: dict[str, list[_Part]] = {}
@@ -124,13 +114,4 @@ class ShardFiles(Mapping[str, ShardGroup]):
         for index, stored in metadata.storage_data.items():
             place = _Part(Path(stored.relative_path), tuple(index.offset or ()), tuple(stored.shape))
             parts.setdefault(index.fqn, []).append(place)
-        self._groups = {group: ShardGroup(group, tensors, parts) for group, tensors in found.items()}
-
-    def __len__(self) -> int:
-        return len(self._groups)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._groups)
-
-    def __getitem__(self, name: str) -> ShardGroup:
-        return self._groups[name]
+        super().__init__({group: ShardGroup(group, tensors, parts) for group, tensors in found.items()})

@@ -51,11 +51,8 @@ class ModelFiles:
 
     @classmethod
     def find(cls, source: str, *, dtype: torch.dtype) -> ModelFiles:
-        """Look at a model's configuration and at its files' headers; nothing else is read.
-
-        Raises:
-            NotSlicedError: it can only be loaded whole.
-            ModelError: there is no such model.
+        """Look at a model's configuration and its files' headers alone; `NotSlicedError` where it can only be loaded
+        whole, `ModelError` where there is none.
         """
         folder, gguf_file = locate(source)
         if gguf_file is not None:
@@ -72,8 +69,7 @@ class ModelFiles:
             raise NotSlicedError(f"{type(error).__name__}: {str(error)[:200]}") from error
         if getattr(model, "_keep_in_fp32_modules", None) and dtype != torch.float32:
             raise NotSlicedError("some of its parameters keep float32")
-        prefix = f"{model.base_model_prefix}."
-        persistent = model.state_dict().keys()
+        prefix, persistent = f"{model.base_model_prefix}.", model.state_dict().keys()
         for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
             if name not in persistent:
                 continue  # computed, not read
@@ -120,9 +116,7 @@ class ModelFiles:
 
     def read(self, name: str, part: tuple[slice, ...] = ()) -> Tensor:
         """A copy of a part of a parameter, in the host's memory; the file is closed again, and its pages given back.
-
-        Raises:
-            ModelError: the file cannot be read.
+        `ModelError` where it cannot be read.
         """
         file, held = self.places[name]
         try:
