@@ -10,25 +10,18 @@ import torch
 from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM, LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
-from trl_runs import ROWS, unique_letters
-from trl_runs import SMALL as SMALL_RUN
+from trl_runs import made
 
 from command import Command
 from covey.errors import HubError
-from covey.trl import GRPOConfig, GRPOTrainer
-from fake_hub import TOKEN, FakeHub, fake_hub
-
-SMALL = SMALL_RUN | {"learning_rate": 0.01, "max_steps": 1}
+from covey.trl import GRPOTrainer
+from fake_hub import TOKEN, fake_hub
 
 
 def make(model: Path, output: Path, peft: bool = False, **options: Any) -> GRPOTrainer:
-    args = GRPOConfig(str(output), **(SMALL | options))
     lora = LoraConfig(target_modules=["q_proj"]) if peft else None
-    return GRPOTrainer(str(model), unique_letters, args, ROWS, peft_config=lora)
-
-
-def files(hub: FakeHub, repository: str, branch: str = "main") -> set[str]:
-    return set(hub.files[repository, branch])
+    trainer: GRPOTrainer = made(model, output, learning_rate=0.01, max_steps=1, peft_config=lora, **options)
+    return trainer
 
 
 def test_a_trained_model_is_uploaded(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +31,7 @@ def test_a_trained_model_is_uploaded(model_folder: Path, tmp_path: Path, monkeyp
         place = trainer.push_to_hub("First try", dataset_name="me/rows", tags="poetry")
     assert place == f"{hub.url}/me/tiny-GRPO/commit/0"
     assert hub.messages == ["First try"]
-    found = files(hub, "me/tiny-GRPO")
+    found = set(hub.files["me/tiny-GRPO", "main"])
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= found
     assert not [name for name in found if name.startswith(("checkpoint-", "covey/"))]  # what is for resuming stays
     card = ModelCard.load(tmp_path / "tiny-GRPO" / "README.md")
@@ -57,7 +50,7 @@ def test_the_end_of_training_uploads(model_folder: Path, tmp_path: Path, monkeyp
         assert hub.messages == ["End of training"]
         trainer.save_model()
         assert hub.messages[1:] == ["Model save"]
-    assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= files(hub, "us/named", "draft")
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= set(hub.files["us/named", "draft"])
     assert ("us/named", "main") not in hub.files
     assert AutoPeftModelForCausalLM.from_pretrained(tmp_path).peft_config["default"].r == 8
     assert "AutoPeftModelForCausalLM" in (tmp_path / "README.md").read_text()
@@ -91,10 +84,9 @@ def test_missing_rights_are_one_clear_error(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with fake_hub(monkeypatch) as hub:
-        with pytest.raises(HubError, match="log in with"):
-            make(model_folder, tmp_path / "a", push_to_hub=True)
-        with pytest.raises(HubError, match="this token may only read"):
-            make(model_folder, tmp_path / "a", push_to_hub=True, hub_token="hf_read")
+        for token, message in ((None, "log in with"), ("hf_read", "this token may only read")):
+            with pytest.raises(HubError, match=message):
+                make(model_folder, tmp_path / "a", push_to_hub=True, hub_token=token)
         trainer = make(model_folder, tmp_path / "b", push_to_hub=True, hub_token=TOKEN)
 
         class Revoke(TrainerCallback):
@@ -106,4 +98,4 @@ def test_missing_rights_are_one_clear_error(
             trainer.train()
         assert AutoModelForCausalLM.from_pretrained(tmp_path / "b").config.model_type == "llama"
         trainer.push_to_hub(token=TOKEN)
-    assert "model.safetensors" in files(hub, "me/b")
+    assert "model.safetensors" in hub.files["me/b", "main"]

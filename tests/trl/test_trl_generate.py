@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from tiny_models import END_ID, PAD_ID
-from trl_runs import SMALL as SMALL_RUN
+from transformers import GenerationMixin
+from trl_runs import changed, made, weights
 
 from covey.errors import ConfigError, GenerationError
-from covey.trl import GRPOConfig, GRPOTrainer
-
-ROWS = [{"prompt": text} for text in ("Flat is", "Simple is better", "Now is")]
-SMALL = SMALL_RUN | {"learning_rate": 0.05, "max_steps": 2}
+from covey.trl import GRPOTrainer
 
 
 class Seen:
@@ -33,7 +32,8 @@ class Seen:
 
 
 def trainer_of(folder: Path, out: Path, reward: Any, **options: Any) -> GRPOTrainer:
-    return GRPOTrainer(str(folder), reward, GRPOConfig(str(out), **(SMALL | options)), ROWS)
+    trainer: GRPOTrainer = made(folder, out, reward, **({"learning_rate": 0.05, "max_steps": 2} | options))
+    return trainer
 
 
 def says(*turns: list[int]) -> Callable[..., torch.Tensor]:
@@ -53,16 +53,15 @@ def test_a_generate_that_was_replaced_samples(where: str, folder: Path, tmp_path
     seen = Seen()
     turns = ([5, 6, END_ID], list(range(10, 21)), [7, END_ID, 8])
     trainer = trainer_of(folder, tmp_path, seen, mask_truncated_completions=True)
-    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
-    target = trainer.model if where == "model" else "transformers.generation.utils.GenerationMixin"
-    replaced = patch.object if where == "model" else lambda name, *rest, **kw: patch(f"{name}.{rest[0]}", **kw)
-    with replaced(target, "generate", side_effect=says(*turns)):
+    before = weights(trainer)
+    target = trainer.model if where == "model" else GenerationMixin
+    with patch.object(target, "generate", side_effect=says(*turns)):
         trainer.train()
     assert seen.ids == [[5, 6, END_ID], list(range(10, 18)), [7, END_ID]] * 2
     last = trainer.state.log_history[-1]
     assert last["completions/clipped_ratio"] == pytest.approx(1 / 3)
     assert last["sampling/sampling_logp_difference/max"] == pytest.approx(0, abs=1e-4)
-    assert all(not torch.equal(old, trainer.model.get_parameter(name)) for name, old in before.items())
+    assert changed(trainer, before) == set(before)
 
 
 def test_the_engine_samples_where_nothing_was_replaced(folder: Path, tmp_path: Path) -> None:
@@ -92,8 +91,7 @@ def test_resuming_draws_what_the_unbroken_run_does(folder: Path, tmp_path: Path)
     resumed = trainer_of(folder, tmp_path, Seen(), **options)
     torch.rand(5)  # whatever else draws from torch's own stream
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(one, other), name
+    assert changed(resumed, weights(whole)) == set()
 
 
 @pytest.mark.parametrize(
@@ -130,15 +128,12 @@ def test_formulas_by_hand() -> None:
     entropy = torch.tensor([[4.0, 1.0, 3.0], [2.0, 9.0, 5.0]])
     mask = torch.tensor([[1, 1, 1], [1, 0, 1]])
     trainer: Any = None
-    for threshold, expected in (
-        (0.0, [[1, 1, 1], [1, 0, 1]]),
-        (0.5, [[1, 0, 1], [0, 0, 1]]),  # at least the median, 3
-        (1.0, [[0, 0, 0], [0, 0, 1]]),
-    ):
+    above = {0.0: [[1, 1, 1], [1, 0, 1]], 0.5: [[1, 0, 1], [0, 0, 1]], 1.0: [[0, 0, 0], [0, 0, 1]]}  # the median is 3
+    for threshold, expected in above.items():
         kept = GRPOTrainer.get_high_entropy_mask(trainer, entropy, mask, threshold)
         assert kept.int().tolist() == expected
     gate = GRPOTrainer.get_sapo_token_loss(torch.tensor([1.0, 2.0]), 2.0)
-    assert gate.tolist() == pytest.approx([1.0, 2 / (1 + 2.718281828**-2.0)])
+    assert gate.tolist() == pytest.approx([1.0, 2 / (1 + math.exp(-2))])
     kept = GRPOTrainer.get_off_policy_mask(
         torch.tensor([[-1.0], [-1.0], [1.0]]),
         torch.tensor([[-3.0, 0.0], [-1.0, 50.0], [-9.0, -9.0]]),
@@ -150,16 +145,14 @@ def test_formulas_by_hand() -> None:
     phi = GRPOTrainer.get_gamma_weights(
         torch.tensor([[1.0], [-1.0]]), torch.tensor([[0.1, 0.2], [0.1, 7.0]]), torch.tensor([[1, 1], [1, 0]]), None
     )
-    w, v = 2.718281828**0.3, 2.718281828**0.1
-    assert phi[:, 0].tolist() == pytest.approx(
-        [w**2 * 2.718281828 ** (3 * (1 - w)), v**3 * 2.718281828 ** (2 * (1 - v))]
-    )
+    w, v = math.exp(0.3), math.exp(0.1)
+    assert phi[:, 0].tolist() == pytest.approx([w**2 * math.exp(3 * (1 - w)), v**3 * math.exp(2 * (1 - v))])
 
 
 def test_the_references_weights_can_be_read(folder: Path, tmp_path: Path) -> None:
     trainer = trainer_of(folder, tmp_path, Seen(), beta=0.1)
     before = {name: p.clone() for name, p in trainer.ref_model.named_parameters()}
-    assert set(before) == {name for name, _ in trainer.model.named_parameters()}
+    assert set(before) == set(weights(trainer))
     trainer.train()
     assert all(torch.equal(old, trainer.ref_model.get_parameter(name)) for name, old in before.items())
-    assert not any(torch.equal(old, trainer.model.get_parameter(name)) for name, old in before.items())
+    assert changed(trainer, before) == set(before)

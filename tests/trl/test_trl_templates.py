@@ -7,38 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import END_ID, tiny_model, tiny_tokenizer
-from trl_runs import made, unique_letters
+from tiny_models import END_ID, tiny_model
+from trl_runs import OPENS, TOOLS, TURNS, add, made, messages, tokenizer_of, unique_letters
 
 import covey
 from covey.errors import ConfigError, CoveyError, DataError
 from covey.rewards import numeric_match
 from covey.tasks import build_prompts
-from covey.trl import GRPOConfig, GRPOTrainer
 from covey.trl.loading import RewardModel
 from covey.trl.rewards import think_format_reward
 from covey.trl.toolchat import ToolChat
 
-TOOLS = "{% for t in tools or [] %}<|im_start|>system\n{{ t['function']['name'] }}<|im_end|>\n{% endfor %}"
-TURNS = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
-    "{% for c in m['tool_calls'] or [] %}{{ '<tool_call>' + (c['function'] | tojson) + '</tool_call>' }}{% endfor %}"
-    "<|im_end|>\n{% endfor %}"
-)
-OPENS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+WHOLE = TOOLS + TURNS + OPENS
 FOLLOWED = "{% if loop.nextitem is defined and loop.nextitem['role'] == 'tool' and m['role'] == 'tool' %}"
+LAST_ONLY = TURNS.replace("{{ '<|im_start|>'", FOLLOWED + "{% else %}{{ '<|im_start|>'")
+LAST_ONLY = LAST_ONLY.replace("<|im_end|>\n{% endfor %}", "<|im_end|>\n{% endif %}{% endfor %}")
 BAD = {
     "no results": (
         TOOLS + TURNS.replace("messages %}", "messages if m['role'] != 'tool' %}", 1),
         "what a tool returned",
     ),
-    "the last result only": (
-        TOOLS
-        + TURNS.replace("{{ '<|im_start|>'", FOLLOWED + "{% else %}{{ '<|im_start|>'").replace(
-            "<|im_end|>\n{% endfor %}", "<|im_end|>\n{% endif %}{% endfor %}"
-        ),
-        "what each of 2 calls in a turn returned",
-    ),
+    "the last result only": (TOOLS + LAST_ONLY, "what each of 2 calls in a turn returned"),
     "no tools": (TURNS, "does not show the model its tools"),
 }
 TRACE: list[dict[str, Any]] = [
@@ -62,37 +51,19 @@ SHOWN = (
 )
 
 
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: The first.
-        b: The second.
-    """
-    return a + b
-
-
-def reward(completions: list[Any], **columns: Any) -> list[float]:
-    return [float(len(completion)) for completion in completions]
-
-
-def tokenizer_of(template: str) -> Any:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def trainer_of(template: str, out: Path, rows: Any, **more: Any) -> GRPOTrainer:
-    args = GRPOConfig(str(out), per_device_train_batch_size=2, num_generations=2, report_to="none", max_steps=1)
-    model = tiny_model("llama", max_position_embeddings=4096)
-    return GRPOTrainer(model, reward, args, rows, processing_class=tokenizer_of(template), **more)
+def begun(template: str, out: Path, rows: Any, tools: Any) -> str:
+    """The prompt of a rollout."""
+    model, tokenizer = tiny_model("llama", max_position_embeddings=4096), tokenizer_of(template)
+    trainer = made(model, out, messages, rows, processing_class=tokenizer, tools=tools)
+    episode = trainer.run.rollout().groups[0].episodes[0]
+    return str(tokenizer.decode(episode.token_ids[: -episode.num_sampled]))
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_templates_that_hide_something_are_refused_at_the_start(name: str, tmp_path: Path) -> None:
     template, message = BAD[name]
     with pytest.raises(ConfigError, match=message):
-        trainer_of(template + OPENS, tmp_path, [{"prompt": [{"role": "user", "content": "1+1?"}]}], tools=[add])
+        begun(template + OPENS, tmp_path, [{"prompt": [{"role": "user", "content": "1+1?"}]}], [add])
 
 
 def test_results_of_several_calls() -> None:
@@ -104,16 +75,14 @@ def test_results_of_several_calls() -> None:
 
 
 def test_traces_of_openai_as_prompts(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(TOOLS + TURNS + OPENS)
+    tokenizer = tokenizer_of(WHOLE)
     (prompt,) = build_prompts([{"prompt": TRACE}], tokenizer)
     assert tokenizer.decode(prompt.token_ids) == SHOWN
     assert isinstance(prompt.content, list)
     assert prompt.content[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": 1}
     assert prompt.content[2] == {"role": "tool", "tool_call_id": "call_1", "content": "2"}
-    trainer = trainer_of(TOOLS + TURNS + OPENS, tmp_path, [{"prompt": TRACE}], tools=[add])
-    (group,) = trainer.run.rollout().groups
-    begun = tokenizer.decode(group.episodes[0].token_ids[: -group.episodes[0].num_sampled])
-    assert begun == "<|im_start|>system\nadd<|im_end|>\n" + SHOWN
+    shown = begun(WHOLE, tmp_path, [{"prompt": TRACE}], [add])
+    assert shown == "<|im_start|>system\nadd<|im_end|>\n" + SHOWN
 
 
 @pytest.mark.parametrize("arguments", ["{", "[]", "3", "null", "[" * 100_000])
@@ -124,57 +93,51 @@ def test_arguments_that_are_no_object(arguments: str) -> None:
         build_prompts([{"prompt": trace}], tokenizer_of(TURNS + OPENS))
 
 
-BEGUN = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "It is"}]
+STARTED = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "It is"}]
 GOES_ON = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\nIt is"
 
 
 def test_a_prompt_that_ends_with_the_assistant_is_continued(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(TOOLS + TURNS + OPENS)
-    (prompt,) = build_prompts([{"prompt": BEGUN}], tokenizer)
+    tokenizer, rows = tokenizer_of(WHOLE), [{"prompt": STARTED}]
+    (prompt,) = build_prompts(rows, tokenizer)
     assert tokenizer.decode(prompt.token_ids) == GOES_ON
-    for tools, shown in ((None, GOES_ON), ([add], "<|im_start|>system\nadd<|im_end|>\n" + GOES_ON)):
-        trainer = trainer_of(TOOLS + TURNS + OPENS, tmp_path / str(tools is None), [{"prompt": BEGUN}], tools=tools)
-        (group,) = trainer.run.rollout().groups
-        episode = group.episodes[0]
-        assert tokenizer.decode(episode.token_ids[: -episode.num_sampled]) == shown
+    assert begun(WHOLE, tmp_path, rows, None) == GOES_ON
+    assert begun(WHOLE, tmp_path, rows, [add]) == "<|im_start|>system\nadd<|im_end|>\n" + GOES_ON
 
 
 def test_a_reward_model_reads_one_turn() -> None:
     model = RewardModel(tiny_model("llama"), tokenizer_of(TURNS))
-    text = model._text(BEGUN, [{"role": "assistant", "content": " 2"}])
+    text = model._text(STARTED, [{"role": "assistant", "content": " 2"}])
     assert text == GOES_ON + " 2<|im_end|>\n"
 
 
 def test_an_answer_within_the_prompt_is_refused(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(TURNS + OPENS)
     with pytest.raises(DataError, match="row 0: the column 'messages' ends with a message of the assistant"):
-        build_prompts([{"messages": BEGUN}], tokenizer, prompt_column="messages")
+        build_prompts([{"messages": STARTED}], tokenizer, prompt_column="messages")
     args = covey.GRPOConfig(output_dir=str(tmp_path), prompt_column="messages", num_generations=2)
     with pytest.raises(DataError, match="an answer leaves nothing to ask"):
-        covey.GRPOTrainer(tiny_model("llama"), reward, args, [{"messages": BEGUN}], processing_class=tokenizer)
+        covey.GRPOTrainer(tiny_model("llama"), messages, args, [{"messages": STARTED}], processing_class=tokenizer)
     for last in (TRACE[1], {"role": "assistant", "content": " \n"}):
         with pytest.raises(DataError, match="ends with a message of the assistant"):
             build_prompts([{"prompt": [TRACE[0], last]}], tokenizer)
-    assert build_prompts([{"messages": BEGUN[:1]}], tokenizer, prompt_column="messages")
+    assert build_prompts([{"messages": STARTED[:1]}], tokenizer, prompt_column="messages")
 
 
 ROWS = [{"prompt": [{"role": "user", "content": text}], "answer": 5} for text in ("Flat is", "Now is")]
 
 
-def templated(model: Path, out: Path, reward: Any, rows: Any, template: str) -> GRPOTrainer:
+def templated(model: Path, out: Path, reward: Any, rows: Any, template: str) -> Any:
     of_run = {"max_completion_length": 4, "max_steps": 1, "logging_steps": 1}
-    trainer: GRPOTrainer = made(model, out, reward, rows, processing_class=tokenizer_of(template), **of_run)
-    return trainer
+    return made(model, out, reward, rows, processing_class=tokenizer_of(template), **of_run)
 
 
-def test_a_template_without_the_users_text_is_refused_at_the_start(model_folder: Path, tmp_path: Path) -> None:
+def test_what_is_refused_at_the_start(model_folder: Path, tmp_path: Path) -> None:
+    """A template without the user's text, and a reference that is none."""
     with pytest.raises(CoveyError, match="leaves out what the user says") as refused:
         templated(model_folder, tmp_path, unique_letters, ROWS, "{{ messages[0]['text'] }}answer: ")
     assert "answer: " in str(refused.value)
     assert "chat_template_kwargs" in str(refused.value)
-
-
-def test_a_reference_that_is_none_is_refused_at_the_start(model_folder: Path, tmp_path: Path) -> None:
     rows = [ROWS[0], {**ROWS[1], "answer": "five or so"}]
     with pytest.raises(CoveyError, match="answer='five or so' is not a number"):
         templated(model_folder, tmp_path, numeric_match(), rows, "{{ messages[0]['content'] }}")
@@ -187,8 +150,7 @@ def test_the_run_knows_that_the_template_opened_the_thought(model_folder: Path, 
         seen.append(prompt_ends)
         return think_format_reward(completions, prompt_ends=prompt_ends)
 
-    run = templated(model_folder, tmp_path, my_format, ROWS, "{{ messages[0]['content'] }}{{ ' <think>' }}")
-    run.train()
+    templated(model_folder, tmp_path, my_format, ROWS, "{{ messages[0]['content'] }}{{ ' <think>' }}").train()
     assert all(end.endswith("<think>") for ends in seen for end in ends)
-    (record,) = (json.loads(line) for line in (tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()[:1])
-    assert record["prompts/opened_tag"] == 1.0
+    first = (tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()[0]
+    assert json.loads(first)["prompts/opened_tag"] == 1.0

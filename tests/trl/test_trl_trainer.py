@@ -25,7 +25,7 @@ from transformers import (
     TrainerCallback,
 )
 from transformers.trainer_utils import get_last_checkpoint
-from trl_runs import ROWS, SMALL, made, unique_letters
+from trl_runs import ROWS, SMALL, changed, made, messages, unique_letters, weights
 
 import covey.trl
 from covey.errors import ConfigError
@@ -42,28 +42,7 @@ CHATS = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROW
 
 
 async def lengths(completions: list[Any], **columns: Any) -> list[float]:
-    return [float(len(completion)) for completion in completions]
-
-
-@pytest.fixture(scope="module")
-def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("reward-model")
-    tokenizer = tiny_tokenizer()
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    LlamaForSequenceClassification(LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **shape)).save_pretrained(
-        folder
-    )
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def changed(trainer: GRPOTrainer, before: dict[str, torch.Tensor]) -> set[str]:
-    return {name for name, old in before.items() if not torch.equal(old, trainer.model.get_parameter(name))}
-
-
-def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
-    return {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
+    return messages(completions)
 
 
 MORE_OPTIONS: list[dict[str, Any]] = [
@@ -93,12 +72,10 @@ MORE_OPTIONS: list[dict[str, Any]] = [
     ids=str,
 )
 def test_options_that_train(options: dict[str, Any], folder: Path, tmp_path: Path) -> None:
-    args = GRPOConfig(output_dir=str(tmp_path), **(SMALL | options))
-    trainer = GRPOTrainer(str(folder), [unique_letters, lengths], args, ROWS)
+    trainer = made(folder, tmp_path, [unique_letters, lengths], **options)
     before = weights(trainer)
     output = trainer.train()
-    steps = args.max_steps
-    assert output.global_step == trainer.state.global_step == steps
+    assert output.global_step == trainer.state.global_step == trainer.args.max_steps
     assert trainer.state.log_history[-1]["train_loss"] == output.training_loss
     assert "rewards/unique_letters/mean" in trainer.state.log_history[-1]
     assert changed(trainer, before) == set(before)
@@ -107,25 +84,22 @@ def test_options_that_train(options: dict[str, Any], folder: Path, tmp_path: Pat
 
 def test_a_generation_is_trained_on_in_several_optimiser_steps(folder: Path, tmp_path: Path) -> None:
     """`max_steps` and the learning rate count optimiser steps, whatever a generation is used for."""
-    rates = []
+    steps = []
 
-    class Rates(TrainerCallback):
+    class Watch(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            rates.append(state.global_step)
+            steps.append(state.global_step)
 
-    args = GRPOConfig(
-        str(tmp_path), **(SMALL | {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 6, "logging_steps": 1})
-    )
-    trainer = GRPOTrainer(str(folder), unique_letters, args, ROWS, callbacks=[Rates()])
-    trainer.train()
-    assert rates == [1, 2, 3, 4, 5, 6]
+    options = {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 6, "logging_steps": 1}
+    made(folder, tmp_path, callbacks=[Watch()], **options).train()
+    assert steps == [1, 2, 3, 4, 5, 6]
     records = [json.loads(line) for line in (tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()]
     assert [record["policy_version"] for record in records] == [1, 5]  # two generations, of 4 and of 2 steps
     assert records[-1]["learning_rate"] == pytest.approx(0.1 * (1 - 5 / 6))
 
 
 def test_without_max_steps_epochs_count_whole_generations(folder: Path, tmp_path: Path) -> None:
-    trainer = made(folder, tmp_path, unique_letters, ROWS, max_steps=-1, num_train_epochs=2, logging_strategy="epoch")
+    trainer = made(folder, tmp_path, max_steps=-1, num_train_epochs=2, logging_strategy="epoch")
     assert trainer.train().global_step == 8
     assert [record["epoch"] for record in trainer.state.log_history] == [1.0, 2.0, 2.0]
 
@@ -133,7 +107,7 @@ def test_without_max_steps_epochs_count_whole_generations(folder: Path, tmp_path
 def test_the_cap_of_cispo_is_trls(folder: Path, tmp_path: Path) -> None:
     """Where no upper range is given, TRL caps at `epsilon`; Covey's own default is 5."""
     for given, cap in (({}, 0.2), ({"epsilon": 0.3}, 0.3), ({"epsilon_high": 4.0}, 4.0)):
-        trainer = made(folder, tmp_path, unique_letters, ROWS, loss_type="cispo", **given)
+        trainer = made(folder, tmp_path, loss_type="cispo", **given)
         assert trainer.run.args.algorithm.loss_parameters["epsilon_max"] == cap
 
 
@@ -147,34 +121,42 @@ def test_a_mean_is_of_what_was_judged(folder: Path, tmp_path: Path) -> None:
     def never(completions: list[Any], **columns: Any) -> list[None]:
         return [None for _ in completions]
 
-    trainer = made(folder, tmp_path, [unique_letters, now_and_then, never], ROWS)
+    trainer = made(folder, tmp_path, [unique_letters, now_and_then, never])
     trainer.train()
     last = trainer.state.log_history[-1]
     assert (last["rewards/now_and_then/mean"], last["rewards/never/mean"]) == (1.5, None)
 
 
-def test_reward_models(folder: Path, reward_folder: Path, tmp_path: Path) -> None:
-    args = GRPOConfig(str(tmp_path), **SMALL)
-    trainer = GRPOTrainer(str(folder), [str(reward_folder), unique_letters], args, ROWS)
+def test_reward_models(folder: Path, tmp_path: Path) -> None:
+    judge, tokenizer = tmp_path / "reward-model", tiny_tokenizer()
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForSequenceClassification(LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **shape)).save_pretrained(judge)
+    tokenizer.save_pretrained(judge)
+    trainer = made(folder, tmp_path / "out", [str(judge), unique_letters])
     trainer.train()
-    record = trainer.state.log_history[-1]
-    assert trainer.reward_func_names == [reward_folder.name, "unique_letters"]
-    assert f"rewards/{reward_folder.name}/mean" in record
-    model = LlamaForSequenceClassification.from_pretrained(reward_folder)
-    tokenizer = AutoTokenizer.from_pretrained(reward_folder)
+    assert trainer.reward_func_names == ["reward-model", "unique_letters"]
+    assert "rewards/reward-model/mean" in trainer.state.log_history[-1]
+    model = LlamaForSequenceClassification.from_pretrained(judge)
     (reward,) = trainer.reward_funcs[0](["Flat is"], [" bad"])
     with torch.no_grad():
         wanted = model(**tokenizer("Flat is bad", return_tensors="pt", add_special_tokens=False)).logits.item()
     assert reward == pytest.approx(wanted, abs=1e-6)
     with pytest.raises(ValueError, match="must match"):
-        GRPOTrainer(str(folder), [model, unique_letters], args, ROWS, reward_processing_classes=tokenizer)
+        made(folder, tmp_path, [model, unique_letters], reward_processing_classes=AutoTokenizer.from_pretrained(judge))
 
 
-def test_conversations(folder: Path, tmp_path: Path) -> None:
-    trainer = made(folder, tmp_path, unique_letters, CHATS)
-    trainer.train()
+def test_a_stream_of_conversations(folder: Path, tmp_path: Path) -> None:
+    class Stream:
+        def __iter__(self) -> Any:
+            while True:
+                yield from CHATS
+
+    trainer = made(folder, tmp_path, rows=Stream())
+    assert trainer.train().global_step == 3
     (texts,) = trainer.generate([CHATS[0]["prompt"]], num_generations=2)
     assert len(texts) == 2
+    with pytest.raises(ValueError, match="set max_steps"):
+        made(folder, tmp_path / "b", rows=Stream(), max_steps=-1)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -182,7 +164,7 @@ def test_lora(wrapped: bool, folder: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     lora = LoraConfig(target_modules=["q_proj", "v_proj"])
     model, config = (get_peft_model(model, lora), None) if wrapped else (model, lora)
-    trainer = made(model, tmp_path, unique_letters, ROWS, peft_config=config)
+    trainer = made(model, tmp_path, peft_config=config)
     assert isinstance(trainer.model, PeftModel)
     before = weights(trainer)
     trainer.train()
@@ -197,24 +179,24 @@ def test_lora(wrapped: bool, folder: Path, tmp_path: Path) -> None:
 class TestRecords:
     """Logs, evaluations and callbacks, as transformers' users expect them."""
 
-    def test_log_history(self, folder: Path, tmp_path: Path) -> None:
-        trainer = made(folder, tmp_path, unique_letters, ROWS, logging_steps=2, max_steps=5, logging_first_step=True)
-        trainer.train()
-        assert [record["step"] for record in trainer.state.log_history] == [1, 2, 4, 5]
-        for name in ("loss", "reward", "reward_std", "learning_rate", "completions/mean_length", "epoch"):
-            assert name in trainer.state.log_history[0]
-        assert {"train_loss", "train_runtime"} <= trainer.state.log_history[-1].keys()
-
-    def test_evaluations(self, folder: Path, tmp_path: Path) -> None:
+    def test_logs_and_evaluations(self, folder: Path, tmp_path: Path) -> None:
         options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3, "eval_on_start": True}
-        trainer = made(folder, tmp_path, unique_letters, ROWS, ROWS[:2], **(options | {"max_steps": 4}))
+        options |= {"logging_steps": 2, "max_steps": 5, "logging_first_step": True}
+        trainer = made(folder, tmp_path, unique_letters, ROWS, ROWS[:2], **options)
         trainer.train()
-        assert [r["step"] for r in trainer.state.log_history if "eval_reward" in r] == [0, 2, 4]
+        history = trainer.state.log_history
+        assert [r["step"] for r in history if "eval_reward" in r] == [0, 2, 4]
+        logs = [record for record in history if "loss" in record]
+        assert [record["step"] for record in logs] == [1, 2, 4, 5]
+        names = {"loss", "reward", "reward_std", "learning_rate", "completions/mean_length", "epoch"}
+        assert names <= logs[0].keys()
+        assert {"train_loss", "train_runtime"} <= history[-1].keys()
         found = trainer.evaluate({"first": ROWS[:1], "second": ROWS[1:]})
         assert {"eval_first_reward", "eval_second_reward"} <= found.keys()
 
-    def test_callbacks(self, folder: Path, tmp_path: Path) -> None:
+    def test_callbacks_and_the_state_that_rewards_see(self, folder: Path, tmp_path: Path) -> None:
         seen: list[str] = []
+        steps = []
 
         class Watcher(TrainerCallback):
             def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -237,52 +219,58 @@ class TestRecords:
             def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 seen.append("end")
 
-        args = GRPOConfig(str(tmp_path), **SMALL, logging_steps=1)
-        trainer = GRPOTrainer(
-            str(folder), unique_letters, args, ROWS, callbacks=[Watcher, PrinterCallback(), ProgressCallback()]
-        )
+        def reward(completions: list[str], trainer_state: Any, number: list[int], **columns: Any) -> list[float]:
+            steps.append(trainer_state.global_step)
+            return [float(n) for n, _ in enumerate(completions)]
+
+        callbacks = [Watcher, PrinterCallback(), ProgressCallback()]
+        trainer = made(folder, tmp_path, reward, logging_steps=1, callbacks=callbacks)
         trainer.remove_callback(PrinterCallback)
         assert isinstance(trainer.pop_callback(ProgressCallback), ProgressCallback)
         trainer.add_callback(ProgressCallback)
         trainer.train()
         assert seen == ["init", "step 1", "log", "step 2", "log", "log", "end"]
+        assert steps == [0, 1]
 
-    def test_reward_sees_trainer_state(self, folder: Path, tmp_path: Path) -> None:
-        steps = []
+    def test_callbacks_may_ask_whatever_the_strategies_say(self, folder: Path, tmp_path: Path) -> None:
+        rates: list[float] = []
 
-        def reward(completions: list[str], trainer_state: Any, number: list[int], **columns: Any) -> list[float]:
-            steps.append(trainer_state.global_step)
-            return [float(n) for n, _ in enumerate(completions)]
+        class Ask(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> Any:
+                rates.extend(lr_scheduler.get_last_lr()[:1])
+                control.should_save = control.should_evaluate = state.global_step == 2
+                return control
 
-        made(folder, tmp_path, reward, ROWS).train()
-        assert steps == [0, 1, 2]
+        options = {"callbacks": [Ask()], "max_steps": 4, "save_strategy": "no"}
+        trainer = made(folder, tmp_path, unique_letters, ROWS, ROWS[:1], **options)
+        trainer.train()
+        assert (tmp_path / "checkpoint-2").is_dir()
+        assert [record["step"] for record in trainer.state.log_history if "eval_reward" in record] == [2]
+        assert rates == pytest.approx([0.1, 0.075, 0.05, 0.025])
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("checkpoint-*"))
 
 
 class TestFolders:
     """Where a transformers user finds what a run leaves behind."""
 
     def test_checkpoints_and_resuming(self, folder: Path, tmp_path: Path) -> None:
-        whole = GRPOTrainer(
-            str(folder), unique_letters, GRPOConfig(str(tmp_path / "a"), **(SMALL | {"max_steps": 4})), ROWS
-        )
-        whole.train()
-        options = SMALL | {"max_steps": 4, "save_steps": 2}
-
         class Stop(TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 control.should_training_stop = state.global_step == 3
 
-        made(folder, tmp_path / "b", unique_letters, ROWS, callbacks=[Stop], **options).train()
-        assert get_last_checkpoint(tmp_path / "b") == str(tmp_path / "b" / "checkpoint-3")
-        read = AutoModelForCausalLM.from_pretrained(tmp_path / "b" / "checkpoint-2")
-        assert read.config.model_type == "llama"
-        resumed = made(folder, tmp_path / "b", **options)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2"))
+        whole = made(folder, tmp_path / "a", max_steps=4)
+        whole.train()
+        out, options = tmp_path / "b", {"max_steps": 4, "save_steps": 2}
+        made(folder, out, callbacks=[Stop], **options).train()
+        assert get_last_checkpoint(out) == str(out / "checkpoint-3")
+        assert AutoModelForCausalLM.from_pretrained(out / "checkpoint-2").config.model_type == "llama"
+        resumed = made(folder, out, **options)
+        resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
         assert resumed.state.global_step == 4
-        for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
-            assert torch.equal(one, other), name
-        with pytest.raises(RuntimeError, match="no checkpoint"):
-            made(folder, tmp_path / "c").train(True)
+        assert changed(resumed, weights(whole)) == set()
 
     @pytest.mark.parametrize("strategy", ["steps", "no"])
     def test_what_a_stopped_run_says_of_resuming_holds(self, strategy: str, folder: Path, tmp_path: Path) -> None:
@@ -295,29 +283,30 @@ class TestFolders:
                 raise ConnectionError("the judge is away")
             return unique_letters(completions)
 
-        args = GRPOConfig(str(tmp_path), **SMALL, save_strategy=strategy)
         with pytest.raises(RuntimeError, match="the judge is away"):
-            GRPOTrainer(str(folder), fragile, args, ROWS).train()
+            made(folder, tmp_path, fragile, save_strategy=strategy).train()
         said = (tmp_path / "covey" / "log.txt").read_text()
         assert "Nothing is lost: continue with `trainer.train(resume_from_checkpoint=True)`" in said
-        resumed = GRPOTrainer(str(folder), unique_letters, args, ROWS)
+        resumed = made(folder, tmp_path, save_strategy=strategy)
         assert resumed.train(resume_from_checkpoint=True).global_step == 3
         assert json.loads((tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1
 
-    def test_a_limit_of_checkpoints(self, folder: Path, tmp_path: Path) -> None:
-        made(folder, tmp_path, unique_letters, ROWS, save_steps=1, save_total_limit=2, max_steps=4).train()
-        assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
-
     def test_training_again(self, folder: Path, tmp_path: Path) -> None:
-        """A second `train`, and a cell that is run again, begin a new run; nothing of the first one is lost."""
-        trainer = made(folder, tmp_path)
+        """A second `train`, and a cell that is run again, begin a new run. Nothing of the first one is lost, and its
+        checkpoints go aside with it: their counts are not those of the new run.
+        """
+        options = {"save_steps": 1, "save_total_limit": 2}
+        trainer = made(folder, tmp_path, max_steps=4, **options)
         trainer.train()
+        assert checkpoints(tmp_path) == ["checkpoint-3", "checkpoint-4"]
+        assert len(list((tmp_path / "covey" / "checkpoints").glob("step_*"))) == 2
         before = weights(trainer)
-        assert trainer.train().global_step == 3
+        assert trainer.train().global_step == 4
         assert changed(trainer, before)
-        again = made(folder, tmp_path)
-        again.train()
+        made(folder, tmp_path, max_steps=2, **options).train()
         assert {path.name for path in tmp_path.glob("covey*")} == {"covey", "covey-1", "covey-2"}
+        assert checkpoints(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+        assert made(folder, tmp_path, **options).train(resume_from_checkpoint=True).global_step == 3
 
     def test_saving(self, folder: Path, tmp_path: Path) -> None:
         trainer = made(folder, tmp_path)
@@ -334,27 +323,11 @@ class TestFolders:
         assert trainer.accelerator.unwrap_model(trainer.model) is trainer.model
 
 
-def test_a_stream_of_rows(folder: Path, tmp_path: Path) -> None:
-    def rows() -> Any:
-        while True:
-            yield from ROWS
-
-    class Stream:
-        def __iter__(self) -> Any:
-            return rows()
-
-    args = GRPOConfig(str(tmp_path), **SMALL)
-    assert GRPOTrainer(str(folder), unique_letters, args, Stream()).train().global_step == 3
-    args = GRPOConfig(str(tmp_path / "b"), **(SMALL | {"max_steps": -1}))
-    with pytest.raises(ValueError, match="set max_steps"):
-        GRPOTrainer(str(folder), unique_letters, args, Stream())
-
-
 def test_an_optimiser_of_ones_own(folder: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    trainer = made(model, tmp_path, unique_letters, ROWS, optimizers=(optimizer, schedule))
+    trainer = made(model, tmp_path, optimizers=(optimizer, schedule))
     before = weights(trainer)
     trainer.train()
     assert changed(trainer, before)
@@ -362,9 +335,8 @@ def test_an_optimiser_of_ones_own(folder: Path, tmp_path: Path) -> None:
 
 
 def test_config_is_training_arguments(tmp_path: Path) -> None:
-    (args,) = HfArgumentParser((GRPOConfig,)).parse_args_into_dataclasses(
-        ["--output_dir", str(tmp_path), "--num_generations", "4", "--beta", "0.1", "--reward_weights", "1", "2"]
-    )
+    words = f"--output_dir {tmp_path} --num_generations 4 --beta 0.1 --reward_weights 1 2"
+    (args,) = HfArgumentParser((GRPOConfig,)).parse_args_into_dataclasses(words.split())
     assert (args.beta, args.reward_weights, args.generation_batch_size) == (0.1, [1.0, 2.0], 8)
     assert GRPOConfig(**json.loads(args.to_json_string())).beta == 0.1
     args.learning_rate = 3e-5
@@ -376,7 +348,10 @@ def test_config_is_training_arguments(tmp_path: Path) -> None:
     [
         ({"fsdp": "full_shard"}, "fsdp"),
         ({"vllm_structured_outputs_regex": "a+"}, "reward the wanted form"),
-        ({"generation_kwargs": {"beams": 2}}, "beams"),
+        ({"generation_kwargs": {"beams": 2}}, "beams: transformers' generate has no such option"),
+        ({"generation_kwargs": {"early_stopping": "soon"}}, "early_stopping"),
+        ({"repetition_penalty": 1.1, "use_vllm": True, "vllm_mode": "server"}, "the server does not sample so"),
+        ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef"),
         ({"optim": "adafactor"}, "AdamW"),
         ({"num_generations": 1}, "2 or more"),
         ({"per_device_train_batch_size": 4}, "whole groups"),
@@ -385,6 +360,19 @@ def test_config_is_training_arguments(tmp_path: Path) -> None:
         ({"steps_per_generation": 3, "generation_batch_size": 3}, "follows from the other"),
         ({"report_to": "wandb"}, "wandb"),
         ({"loss_type": "mine"}, "mine"),
+        ({"learning_rate": "1e-5"}, "learning_rate='1e-5'"),
+        ({"max_steps": "10"}, "max_steps='10'"),
+        ({"max_steps": 2.5}, "^max_steps=2.5"),
+        ({"temperature": -1.0}, "^temperature=-1.0"),
+        ({"deepspeed": "x.json"}, "deepspeed"),
+        ({"vllm_mode": "x"}, "vllm_mode"),
+        ({"steps_per_generation": 0}, "steps_per_generation=0"),
+        ({"eval_strategy": "steps", "per_device_eval_batch_size": 3}, "eval_dataset=None"),
+        *(
+            ({name: value}, f"{name}=.*a whole number")
+            for name in ("num_completions_to_print", "num_generations_eval", "max_tool_calling_iterations")
+            for value in (1.5, "2", True)
+        ),
     ],
     ids=str,
 )
@@ -392,13 +380,14 @@ def test_what_is_impossible_is_one_clear_error(
     options: dict[str, Any], message: str, folder: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        made(folder, tmp_path, unique_letters, ROWS, **options)
+        made(folder, tmp_path, **options)
 
 
-def test_what_has_no_effect_is_said_once(folder: Path, tmp_path: Path) -> None:
-    args = GRPOConfig(str(tmp_path), **SMALL, use_liger_kernel=False, torch_compile=False, label_smoothing_factor=0.1)
+def test_what_has_no_effect_is_said(folder: Path, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="label_smoothing_factor=0.1 has no effect"):
-        GRPOTrainer(str(folder), unique_letters, args, ROWS)
+        made(folder, tmp_path, use_liger_kernel=False, torch_compile=False, label_smoothing_factor=0.1)
+    with pytest.warns(UserWarning, match="paged_adamw_32bit': runs as plain AdamW"):
+        made(folder, tmp_path, optim="paged_adamw_32bit")
 
 
 def test_the_documented_table_is_that_of_the_code() -> None:
@@ -417,25 +406,11 @@ def test_every_field_has_a_meaning() -> None:
 @pytest.mark.filterwarnings("ignore:vllm")
 def test_a_script_of_an_earlier_version(folder: Path, tmp_path: Path) -> None:
     """Options that TRL no longer has, as the most copied scripts give them."""
-    args = GRPOConfig(
-        output_dir=str(tmp_path),
-        run_name="old",
-        adam_beta2=0.99,
-        warmup_ratio=0.1,
-        lr_scheduler_type="cosine",
-        logging_steps=1,
-        bf16=True,
-        max_prompt_length=4,
-        evaluation_strategy="no",
-        save_steps=100,
-        max_grad_norm=0.1,
-        log_on_each_node=False,
-        use_vllm=False,
-        vllm_gpu_memory_utilization=0.3,
-        vllm_device="cuda:0",
-        **SMALL,
-    )
-    trainer = GRPOTrainer(str(folder), unique_letters, args, ROWS)
+    options: dict[str, Any] = {"run_name": "old", "adam_beta2": 0.99, "warmup_ratio": 0.1, "save_steps": 100}
+    options |= {"lr_scheduler_type": "cosine", "logging_steps": 1, "bf16": True, "max_prompt_length": 4}
+    options |= {"evaluation_strategy": "no", "max_grad_norm": 0.1, "log_on_each_node": False, "use_vllm": False}
+    options |= {"vllm_gpu_memory_utilization": 0.3, "vllm_device": "cuda:0"}
+    trainer = made(folder, tmp_path, **options)
     assert max(len(prompt.token_ids) for prompt in trainer.run.prompts) == 4
     assert trainer.train().global_step == 3
 
@@ -448,9 +423,15 @@ def test_arguments_from_yaml(tmp_path: Path) -> None:
     lora = get_peft_config(model)
     assert lora is not None
     assert lora.target_modules == "q_proj"
-    path.write_text("no_such_option: 1\n")
-    with pytest.raises(ValueError, match="--no_such_option: no such option"):
-        TrlParser(GRPOConfig).parse_args_and_config(["--config", str(path)])
+    path.write_text("lora_r: 4\nunknown: 1\n")
+    words = ["--config", str(path)]
+    with pytest.raises(ValueError, match="--unknown: no such option"):
+        TrlParser(ModelConfig).parse_args_and_config(words)
+    (args,) = TrlParser((ModelConfig,), prog="grpo").parse_args_and_config(words, fail_with_unknown_args=False)
+    assert args.lora_r == 4
+    apart = {"return_remaining_strings": True, "separate_remaining_strings": True}
+    _, file, line = TrlParser((ModelConfig,)).parse_args_and_config([*words, "--more", "2"], **apart)
+    assert (file, line) == (["--unknown", "1"], ["--more", "2"])
 
 
 def test_rewards_of_trl() -> None:
@@ -477,74 +458,25 @@ def test_a_subclass_adds_to_what_is_logged(folder: Path, tmp_path: Path) -> None
         def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
             super().log(logs | {"mine": len(logs)})
 
-    rows = {"eval_dataset": ROWS[:1]}
-    trainer = Mine(str(folder), unique_letters, GRPOConfig(str(tmp_path), **SMALL, logging_steps=2), ROWS, **rows)
+    args = GRPOConfig(str(tmp_path), **SMALL, logging_steps=2)
+    trainer = Mine(str(folder), unique_letters, args, ROWS, eval_dataset=ROWS[:1])
     trainer.train()
     trainer.evaluate()
     assert len(trainer.state.log_history) == 3
     assert all(record["mine"] > 3 for record in trainer.state.log_history)
 
 
-@pytest.mark.slow
-def test_reruns_leave_no_stale_checkpoints(folder: Path, tmp_path: Path) -> None:
-    """An earlier run's checkpoints go aside with it: their counts are not those of the new run."""
-    options = SMALL | {"save_steps": 1, "save_total_limit": 2}
-    GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **(options | {"max_steps": 4})), ROWS).train()
-    assert len(list((tmp_path / "covey" / "checkpoints").glob("step_*"))) == 2
-    GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **(options | {"max_steps": 2})), ROWS).train()
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
-    args = GRPOConfig(str(tmp_path), **(options | {"max_steps": 3}))
-    assert GRPOTrainer(str(folder), unique_letters, args, ROWS).train(resume_from_checkpoint=True).global_step == 3
-
-
-def test_callbacks_may_ask_whatever_the_strategies_say(folder: Path, tmp_path: Path) -> None:
-    rates: list[float] = []
-
-    class Ask(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> Any:
-            rates.extend(lr_scheduler.get_last_lr()[:1])
-            control.should_save = control.should_evaluate = state.global_step == 2
-            return control
-
-    trainer = made(folder, tmp_path, unique_letters, ROWS, ROWS[:1], callbacks=[Ask()], max_steps=4, save_strategy="no")
-    trainer.train()
-    assert (tmp_path / "checkpoint-2").is_dir()
-    assert [record["step"] for record in trainer.state.log_history if "eval_reward" in record] == [2]
-    assert rates == pytest.approx([0.1, 0.075, 0.05, 0.025])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"learning_rate": "1e-5"}, "learning_rate='1e-5'"),
-        ({"max_steps": "10"}, "max_steps='10'"),
-        ({"max_steps": 2.5}, "^max_steps=2.5"),
-        ({"temperature": -1.0}, "^temperature=-1.0"),
-        ({"deepspeed": "x.json"}, "deepspeed"),
-        ({"vllm_mode": "x"}, "vllm_mode"),
-        ({"steps_per_generation": 0}, "steps_per_generation=0"),
-        ({"eval_strategy": "steps", "per_device_eval_batch_size": 3}, "eval_dataset=None"),
-    ],
-    ids=str,
-)
-def test_errors_name_what_the_user_wrote(options: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        made(folder, tmp_path, unique_letters, ROWS, **options)
-
-
-def test_the_commonest_slip_is_explained(folder: Path, tmp_path: Path) -> None:
-    def reward(completions: list[Any], **columns: Any) -> list[float]:
+def test_errors_of_a_reward_function_explain_the_commonest_slips(folder: Path, tmp_path: Path) -> None:
+    def words(completions: list[Any], **columns: Any) -> list[float]:
         return [float(len(completion.split())) for completion in completions]
 
-    trainer = made(folder, tmp_path, reward, CHATS)
+    def one(completions: list[str], **columns: Any) -> list[float]:
+        return [1.0]
+
     with pytest.raises(RuntimeError, match=r'take its text by completion\[0\]\["content"\]'):
-        trainer.train()
-
-
-def test_a_variant_of_adamw_is_said(folder: Path, tmp_path: Path) -> None:
-    args = GRPOConfig(str(tmp_path), **SMALL, optim="paged_adamw_32bit")
-    with pytest.warns(UserWarning, match="paged_adamw_32bit': runs as plain AdamW"):
-        GRPOTrainer(str(folder), unique_letters, args, ROWS)
+        made(folder, tmp_path, words, CHATS).train()
+    with pytest.raises(ValueError, match="'one' returned 1 rewards for 3 completions"):
+        made(folder, tmp_path, one).train()
 
 
 @pytest.mark.parametrize(("limit", "in_main_thread"), [(None, True), (30.0, False)])
@@ -556,9 +488,9 @@ def test_reward_functions_have_a_time_limit_if_one_is_set(
 
     def where(completions: list[str], **columns: Any) -> list[float]:
         seen.append(threading.current_thread() is threading.main_thread())
-        return [float(len(each)) for each in completions]
+        return messages(completions)
 
-    trainer = made(folder, tmp_path, where, ROWS, reward_timeout=limit)
+    trainer = made(folder, tmp_path, where, reward_timeout=limit)
     trainer.train()
     assert set(seen) == {in_main_thread}
     assert trainer.run.data.scorer.timeout == limit

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
+
+import torch
+from tiny_models import tiny_tokenizer
 
 from covey.trl import GRPOConfig, GRPOTrainer
 
@@ -17,11 +21,41 @@ SMALL: dict[str, Any] = {
     "report_to": "none",
     "disable_tqdm": True,
 }
-_PARTS = ("callbacks", "peft_config", "optimizers", "processing_class", "quantization_config")
+_PARTS = tuple(inspect.signature(GRPOTrainer).parameters)[4:]
+TOOLS = "{% for t in tools or [] %}<|im_start|>system\n{{ t['function']['name'] }}<|im_end|>\n{% endfor %}"
+TURNS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}{{ '<tool_call>' + (c['function'] | tojson) + '</tool_call>' }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
+)
+OPENS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
 def unique_letters(completions: list[Any], **columns: Any) -> list[float]:
     return [float(len(set(c if isinstance(c, str) else c[0]["content"]))) for c in completions]
+
+
+def messages(completions: list[Any], **columns: Any) -> list[float]:
+    return [float(len(completion)) for completion in completions]
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+
+    Returns:
+        Their sum.
+    """
+    return a + b
+
+
+def tokenizer_of(template: str) -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def made(model: Any, out: Path, reward: Any = unique_letters, rows: Any = ROWS, *held_out: Any, **what: Any) -> Any:
@@ -29,3 +63,11 @@ def made(model: Any, out: Path, reward: Any = unique_letters, rows: Any = ROWS, 
     parts = {name: what.pop(name) for name in _PARTS if name in what}
     model = str(model) if isinstance(model, Path) else model
     return GRPOTrainer(model, reward, GRPOConfig(str(out), **(SMALL | what)), rows, *held_out, **parts)
+
+
+def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+
+
+def changed(trainer: GRPOTrainer, before: dict[str, torch.Tensor]) -> set[str]:
+    return {name for name, old in before.items() if not torch.equal(old, trainer.model.get_parameter(name))}
