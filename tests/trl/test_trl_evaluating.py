@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 from tiny_models import tiny_model, tiny_tokenizer
 from transformers import EarlyStoppingCallback, TrainerCallback
-from trl_runs import SMALL as SMALL_RUN
-from trl_runs import unique_letters
+from trl_runs import Seen, Stream, made, unique_letters
 
 from covey.errors import ConfigError, DataError
-from covey.trl import GRPOConfig, GRPOTrainer
+from covey.trl import GRPOTrainer
 
 TRAINING = [{"prompt": text} for text in ["Flat is", "Simple is better", "Now is", "Errors"]]
 HELD_OUT = [{"prompt": text} for text in ["Sparse is", "Readability", "Complex"]]
-SMALL = SMALL_RUN | {"per_device_eval_batch_size": 3}
-EVERY_STEP: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1}
+EVERY_STEP: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3}
 BEST: dict[str, Any] = {**EVERY_STEP, "save_steps": 1, "load_best_model_at_end": True}
 
 
@@ -26,22 +24,11 @@ def constant(completions: list[str], **columns: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
-class Stream:
-    """Rows that can only be read one after the other."""
-
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Any:
-        return iter(self.rows)
-
-
 @pytest.fixture
 def make(folder: Path, tmp_path: Path) -> Any:
-    def make(reward: Any = unique_letters, held_out: Any = None, *, training: Any = None, **more: Any) -> GRPOTrainer:
-        callbacks = more.pop("callbacks", None)
-        args = GRPOConfig(str(tmp_path / "out"), **(SMALL | more))
-        return GRPOTrainer(str(folder), reward, args, training or TRAINING, held_out, callbacks=callbacks)
+    def make(reward: Any = unique_letters, held_out: Any = None, training: Any = TRAINING, **more: Any) -> GRPOTrainer:
+        trainer: GRPOTrainer = made(more.pop("model", folder), tmp_path / "out", reward, training, held_out, **more)
+        return trainer
 
     return make
 
@@ -49,15 +36,10 @@ def make(folder: Path, tmp_path: Path) -> Any:
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
 def test_the_loss_of_an_evaluation(make: Any, loss_type: str) -> None:
     """On the policy's own completions every ratio is 1, so that a token's loss is minus its advantage."""
-    seen: list[tuple[float, int]] = []
-
-    def reward(completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
-        found = unique_letters(completions)
-        seen.extend(zip(found, map(len, completion_ids), strict=True))
-        return found
-
-    metrics = make(reward, loss_type=loss_type, scale_rewards="none").evaluate(HELD_OUT)
-    groups = [seen[at : at + 3] for at in range(0, 9, 3)]
+    seen = Seen(unique_letters)
+    metrics = make(seen, loss_type=loss_type, scale_rewards="none").evaluate(HELD_OUT)
+    found = [*zip(unique_letters(seen.all("completions")), map(len, seen.all("completion_ids")), strict=True)]
+    groups = [found[at : at + 3] for at in range(0, 9, 3)]
     rows = [(r - sum(x for x, _ in group) / 3, length) for group in groups for r, length in group]
     tokens, by_token = sum(length for _, length in rows), -sum(advantage * length for advantage, length in rows)
     expected = {"grpo": 0.0, "dr_grpo": by_token / (9 * 8), "dapo": by_token / tokens}
@@ -99,14 +81,13 @@ def test_a_metric_that_nobody_measures_is_refused_before_training(make: Any, met
 
 
 def test_a_metric_that_a_function_logs_chooses_the_best(make: Any) -> None:
-    values = iter([0.2, 0.0, 0.9, 0.0, 0.5, 0.0])
+    values = iter([0.2, 0.9, 0.5])
 
     def logs(completions: list[str], log_metric: Any, **columns: Any) -> list[float]:
         if len(completions) == 9:  # of an evaluation
             log_metric("accuracy", next(values))
         return unique_letters(completions)
 
-    values = iter([0.2, 0.9, 0.5])
     trainer = make(logs, HELD_OUT, metric_for_best_model="accuracy", **BEST)
     trainer.train()
     assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.9, 2)
@@ -137,60 +118,57 @@ def test_the_best_are_saved_only_where_a_metric_says_which(make: Any) -> None:
     assert trainer.args.metric_for_best_model == "eval_reward"
 
 
-class TestSeveralSets:
-    SETS = {"data1": HELD_OUT[:1], "data2": HELD_OUT[1:]}  # noqa: RUF012
-
-    def test_at_the_start_and_with_the_best_at_the_end(self, make: Any, tmp_path: Path) -> None:
-        told: list[set[str]] = []
-
-        class Watching(TrainerCallback):
-            def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
-                told.append({name.split("_")[1] for name in metrics})
-
-        more = {"metric_for_best_model": "eval_data2_reward", "eval_on_start": True, "callbacks": [Watching()]}
-        trainer = make(unique_letters, self.SETS, **(BEST | more | {"save_total_limit": 1}))
-        trainer.train()
-        history = trainer.state.log_history
-        for name in ("data1", "data2"):
-            found = {r["step"]: r[f"eval_{name}_reward"] for r in history if f"eval_{name}_reward" in r}
-            assert list(found) == [0, 1, 2, 3]
-        assert told == [{"data2"}, {"data1"}] * 4
-        assert trainer.state.best_metric == max(found.values())
-        best = trainer.state.best_global_step
-        assert found[best] == trainer.state.best_metric
-        assert best == 0 or trainer.state.best_model_checkpoint == str(tmp_path / "out" / f"checkpoint-{best}")
-        assert trainer.run.state.best_step == best
-
-    def test_which_is_compared_must_be_said(self, make: Any) -> None:
-        with pytest.raises(ConfigError, match="names none; give one of 'eval_data1_reward', 'eval_data2_reward'"):
-            make(unique_letters, self.SETS, **BEST)
-        trainer = make(unique_letters, self.SETS, metric_for_best_model="data1_loss", **BEST)
-        assert trainer.args.metric_for_best_model == "eval_data1_reward"
-
-    def test_all_are_read_before_training(self, make: Any) -> None:
-        with pytest.raises(DataError, match=r"eval_dataset\['data2'\]: .*no column 'prompt'"):
-            make(unique_letters, {"data1": HELD_OUT, "data2": [{"question": "Sparse is"}]}, **EVERY_STEP)
-
-    def test_streams_by_name(self, make: Any) -> None:
-        metrics = make().evaluate({name: Stream(rows) for name, rows in self.SETS.items()})
-        assert {"eval_data1_loss", "eval_data2_loss", "eval_data1_reward"} <= set(metrics)
+SETS = {"data1": HELD_OUT[:1], "data2": HELD_OUT[1:]}
 
 
-class TestStreams:
-    def test_are_held_out_rows_too(self, make: Any) -> None:
-        trainer = make(unique_letters, Stream(HELD_OUT), training=Stream(TRAINING), **EVERY_STEP)
-        trainer.train()
-        evaluated = [record for record in trainer.state.log_history if "eval_loss" in record]
-        assert [record["eval_num_completions"] for record in evaluated] == [9.0] * 3
-        assert trainer.evaluate(Stream(HELD_OUT[:1]))["eval_num_completions"] == 3.0
+def test_several_sets_at_the_start_and_with_the_best_at_the_end(make: Any, tmp_path: Path) -> None:
+    told: list[set[str]] = []
 
-    def test_the_settings_of_a_loader_say_how_they_are_read(self, make: Any) -> None:
-        trainer = make(training=Stream(TRAINING), dataloader_num_workers=4)
-        assert trainer.args.dataloader_num_workers == 0
-        assert trainer.args.accelerator_config.dispatch_batches is False
-        assert make(unique_letters, Stream(HELD_OUT), dataloader_num_workers=4).args.dataloader_num_workers == 4
-        with pytest.raises(ConfigError, match="`dispatch_batches=False`"):
-            make(training=Stream(TRAINING), accelerator_config={"dispatch_batches": True}, max_steps=-1)
+    class Watching(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+            told.append({name.split("_")[1] for name in metrics})
+
+    more = {"metric_for_best_model": "eval_data2_reward", "eval_on_start": True, "callbacks": [Watching()]}
+    trainer = make(unique_letters, SETS, **BEST, **more, save_total_limit=1)
+    trainer.train()
+    for name in SETS:
+        key = f"eval_{name}_reward"
+        found = {record["step"]: record[key] for record in trainer.state.log_history if key in record}
+        assert list(found) == [0, 1, 2, 3]
+    assert told == [{"data2"}, {"data1"}] * 4
+    assert trainer.state.best_metric == max(found.values())
+    best = trainer.state.best_global_step
+    assert found[best] == trainer.state.best_metric
+    assert best == 0 or trainer.state.best_model_checkpoint == str(tmp_path / "out" / f"checkpoint-{best}")
+    assert trainer.run.state.best_step == best
+
+
+def test_several_sets_are_read_before_training_and_one_is_compared(make: Any) -> None:
+    with pytest.raises(ConfigError, match="names none; give one of 'eval_data1_reward', 'eval_data2_reward'"):
+        make(unique_letters, SETS, **BEST)
+    trainer = make(unique_letters, SETS, metric_for_best_model="data1_loss", **BEST)
+    assert trainer.args.metric_for_best_model == "eval_data1_reward"
+    with pytest.raises(DataError, match=r"eval_dataset\['data2'\]: .*no column 'prompt'"):
+        make(unique_letters, {"data1": HELD_OUT, "data2": [{"question": "Sparse is"}]}, **EVERY_STEP)
+
+
+def test_streams_are_held_out_rows_too(make: Any) -> None:
+    trainer = make(unique_letters, Stream(HELD_OUT), Stream(TRAINING), **EVERY_STEP)
+    trainer.train()
+    evaluated = [record for record in trainer.state.log_history if "eval_loss" in record]
+    assert [record["eval_num_completions"] for record in evaluated] == [9.0] * 3
+    assert trainer.evaluate(Stream(HELD_OUT[:1]))["eval_num_completions"] == 3.0
+    metrics = trainer.evaluate({name: Stream(rows) for name, rows in SETS.items()})
+    assert {"eval_data1_loss", "eval_data2_loss", "eval_data1_reward"} <= set(metrics)
+
+
+def test_the_settings_of_a_loader_say_how_streams_are_read(make: Any) -> None:
+    trainer = make(training=Stream(TRAINING), dataloader_num_workers=4)
+    assert trainer.args.dataloader_num_workers == 0
+    assert trainer.args.accelerator_config.dispatch_batches is False
+    assert make(unique_letters, Stream(HELD_OUT), dataloader_num_workers=4).args.dataloader_num_workers == 4
+    with pytest.raises(ConfigError, match="`dispatch_batches=False`"):
+        make(training=Stream(TRAINING), accelerator_config={"dispatch_batches": True}, max_steps=-1)
 
 
 @pytest.mark.parametrize(("loss_type", "says"), [("grpo", False), ("dapo", True), ("bnpo", True), ("cispo", True)])
@@ -216,27 +194,14 @@ def test_the_latest_generation_is_there_to_be_read(make: Any) -> None:
     assert len(logs["prompt"]) == len(logs["advantages"]) == 3
 
 
-@pytest.mark.parametrize("name", ["num_completions_to_print", "num_generations_eval", "max_tool_calling_iterations"])
-@pytest.mark.parametrize("value", [1.5, "2", True])
-def test_what_counts_is_a_whole_number(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{name}=.*a whole number"):
-        GRPOConfig("out", **{name: value})
-
-
-def test_a_balance_loss_is_known_to_be_none(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_balance_loss_is_known_to_be_none(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     """TRL adds it by default to a model that has one, which is said; 0 asks for none."""
-    for options, says in (({}, True), ({"router_aux_loss_coef": 0.0}, False)):
-        args = GRPOConfig(str(tmp_path), **SMALL, **options)
+    mixture = {"model": tiny_model("qwen3_moe"), "processing_class": tiny_tokenizer()}
+    for options, says in ((mixture, True), (mixture | {"router_aux_loss_coef": 0.0}, False), ({}, False)):
         caplog.clear()
-        trainer = GRPOTrainer(
-            tiny_model("qwen3_moe"), unique_letters, args, TRAINING, processing_class=tiny_tokenizer()
-        )
-        assert trainer.aux_loss_enabled is False
+        assert make(**options).aux_loss_enabled is False
         assert ("this model has a balance loss, which is not computed" in caplog.text) == says
-    assert make().aux_loss_enabled is False
     assert make(router_aux_loss_coef=0.0).aux_loss_enabled is False
-    with pytest.raises(ConfigError, match="router_aux_loss_coef"):
-        make(router_aux_loss_coef=0.1)
 
 
 def test_the_weight_of_the_entropy_is_told(make: Any) -> None:
@@ -249,17 +214,8 @@ def test_the_weight_of_the_entropy_is_told(make: Any) -> None:
     assert trainer.entropy_coef == pytest.approx(0.01 + 3 * 0.005)
 
 
-def test_a_wrong_number_of_rewards_is_a_value_error(make: Any) -> None:
-    def one(completions: list[str], **columns: Any) -> list[float]:
-        return [1.0]
-
-    with pytest.raises(ValueError, match="'one' returned 1 rewards for 3 completions"):
-        make(one).train()
-
-
-def test_what_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
-    args = GRPOConfig(str(tmp_path), **SMALL)
+def test_what_is_missing_is_named(make: Any) -> None:
     with pytest.raises(ValueError, match="No reward source provided"):
-        GRPOTrainer(str(folder), args=args, train_dataset=TRAINING)
+        make(None)
     with pytest.raises(ValueError, match="`train_dataset` is required"):
-        GRPOTrainer(str(folder), unique_letters, args)
+        make(training=None)

@@ -106,27 +106,13 @@ def groups(sampler: NDArray[np.float32], weights: list[float]) -> list[Group]:
 
 @pytest.mark.parametrize("case", NUMBERS["cases"], ids=lambda case: json.dumps(case["options"]))
 def test_loss_and_gradient_are_trls(case: dict[str, Any], tmp_path: Path) -> None:
-    options = {"num_iterations": 2} | case["options"]
-    parts = options.get("gradient_accumulation_steps", 1)
-    args = GRPOConfig(
-        str(tmp_path),
-        **options,
-        per_device_train_batch_size=6 // parts,
-        num_generations=3,
-        max_completion_length=5,
-        report_to="none",
-        bf16=False,
-    )
-    config = settings(args, num_prompts=2, lora=False)
-    weights = options.get("reward_weights", [1.0, 1.0])
-    batch = make_batch(
-        groups(GIVEN["sampler" if args.use_vllm else "old"], weights),
-        config.algorithm,
-        config.rewards,
-        config.environment,
-        reward_weights=weights,
-        max_completion_length=5,
-    )
+    options = {"num_iterations": 2, "num_generations": 3, "max_completion_length": 5, "report_to": "none"}
+    options |= {"per_device_train_batch_size": 6 // case["options"].get("gradient_accumulation_steps", 1)}
+    args = GRPOConfig(str(tmp_path), **(options | case["options"]), bf16=False)
+    config, weights = settings(args, num_prompts=2, lora=False), args.reward_weights or [1.0, 1.0]
+    given = groups(GIVEN["sampler" if args.use_vllm else "old"], weights)
+    sections = (config.algorithm, config.rewards, config.environment)
+    batch = make_batch(given, *sections, reward_weights=weights, max_completion_length=5)
     np.testing.assert_allclose(batch.advantages[:, 0], case["advantages"], rtol=2e-5, atol=1e-5)
     learner, state = Told(args.num_iterations), TrainerState()
     update(learner, batch, config.algorithm, 0.1, temperature=1.0, max_completion_length=5, state=state)  # type: ignore[arg-type]

@@ -15,24 +15,13 @@ import pytest
 import torch
 from rich.console import Console
 from trl_runs import ROWS, made, unique_letters
-from trl_runs import SMALL as SMALL_RUN
 
 from covey.errors import ConfigError
-from covey.trl import (
-    DatasetMixtureConfig,
-    GRPOConfig,
-    GRPOTrainer,
-    ModelConfig,
-    RichProgressCallback,
-    TrlParser,
-    get_dataset,
-)
+from covey.trl import DatasetMixtureConfig, GRPOConfig, GRPOTrainer, RichProgressCallback, get_dataset
 from covey.trl.arguments import warned
 from covey.trl.experimental.openenv import generate_rollout_completions
 from covey.trl.tables import columns, send, show
 from covey.trl.translate import settings
-
-SMALL = SMALL_RUN | {"max_steps": 2, "logging_steps": 1}
 
 
 def test_a_batch_below_one_group_is_raised_to_one() -> None:
@@ -67,13 +56,13 @@ def test_what_a_script_reads_around_a_run(folder: Path, tmp_path: Path, capsys: 
         threads.append(signal.signal(signal.SIGALRM, signal.SIG_DFL))  # raises in any thread but the main one
         return unique_letters(completions)
 
-    options = SMALL | {"max_steps": -1, "num_train_epochs": 0.5, "log_completions": True}
-    args = GRPOConfig(str(tmp_path), **options, num_completions_to_print=2)
-    trainer = GRPOTrainer(str(folder), reward, args, Letters(), ROWS[:2], callbacks=[RichProgressCallback()])
+    options = {"max_steps": -1, "num_train_epochs": 0.5, "log_completions": True, "num_completions_to_print": 2}
+    options |= {"callbacks": [RichProgressCallback()], "logging_steps": 1}
+    trainer = made(folder, tmp_path, reward, Letters(), ROWS[:2], **options)
     trainer.train()
     assert threads
     assert trainer.state.global_step == 2  # half of four prompts
-    args.distributed_state.wait_for_everyone()
+    trainer.args.distributed_state.wait_for_everyone()
     printed = capsys.readouterr().out
     assert printed.count("advantage") == 2
     assert "Step 2/2" in printed
@@ -100,7 +89,7 @@ def test_a_table_of_completions_on_the_screen_and_at_trackers(monkeypatch: pytes
             "advantage": at - 1.0,
             "note": at,
         }
-        for at, prompt in enumerate(("p", "p", "q"))
+        for at, prompt in enumerate("ppq")
     ]
     table = columns(rows, 7)
     assert list(table) == ["step", "prompt", "completion", "f", "note", "advantage"]
@@ -121,9 +110,8 @@ def test_a_table_of_completions_on_the_screen_and_at_trackers(monkeypatch: pytes
     send(table, ["wandb", "tensorboard"], [types.SimpleNamespace(tb_writer=writer), object()])
     names, data = sent[0]["completions"]
     assert (names, data[2]) == (list(table), [7, "q", "c2", 0.5, 2, 1.0])
-    assert sent[1][0] == "completions"
-    assert sent[1][1].splitlines()[-1] == "| 7 | q | c2 | 0.5 | 2 | 1.0 |"
-    assert sent[1][2] == 7
+    name, lines, step = sent[1]
+    assert (name, lines.splitlines()[-1], step) == ("completions", "| 7 | q | c2 | 0.5 | 2 | 1.0 |", 7)
 
 
 def test_rollouts_of_openenv_examples(folder: Path, tmp_path: Path) -> None:
@@ -138,15 +126,11 @@ def test_rollouts_of_openenv_examples(folder: Path, tmp_path: Path) -> None:
                 logits = trainer.model(torch.tensor([ids])).logits[0, len(output["prompt_ids"]) - 1 : -1]
             expected = logits.log_softmax(-1).gather(-1, torch.tensor(output["completion_ids"])[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(output["logprobs"]), expected, atol=1e-4, rtol=0)
-        names = ("prompt_ids", "completion_ids", "logprobs")
-        return {name: [output[name] for output in outputs] for name in names} | {
-            "size": [float(len(set(output["completion_ids"]))) for output in outputs]
-        }
+            output["size"] = float(len(set(output["completion_ids"])))
+        names = ("prompt_ids", "completion_ids", "logprobs", "size")
+        return {name: [output[name] for output in outputs] for name in names}
 
-    def reward(completions: list[str], size: list[float], **rest: Any) -> list[float]:
-        return size
-
-    trainer = GRPOTrainer(str(folder), reward, GRPOConfig(str(tmp_path), **SMALL), ROWS, rollout_func=rollout)
+    trainer = made(folder, tmp_path, lambda completions, size, **rest: size, max_steps=2, rollout_func=rollout)
     trainer.train()
     assert len(seen) == 2
     assert all(len(texts) == 3 and len(set(texts)) > 1 for texts in seen)  # different ones of the same prompt
@@ -156,14 +140,11 @@ def test_rollouts_of_openenv_examples(folder: Path, tmp_path: Path) -> None:
 
 def test_a_mixture_of_datasets(tmp_path: Path) -> None:
     datasets: Any = pytest.importorskip("datasets")
-    for name, rows in (("a", 8), ("b", 4)):
-        datasets.Dataset.from_dict({"prompt": [f"{name}{n}" for n in range(rows)], "other": [0] * rows}).to_json(
-            tmp_path / f"{name}.jsonl"
-        )
-    parts: list[Any] = [
-        {"path": "json", "data_files": str(tmp_path / f"{name}.jsonl"), "columns": ["prompt"], "fraction": 0.5}
-        for name in "ab"
-    ]
+    parts: list[dict[str, Any]] = []
+    for name, count in (("a", 8), ("b", 4)):
+        rows = {"prompt": [f"{name}{n}" for n in range(count)], "other": [0] * count}
+        datasets.Dataset.from_dict(rows).to_json(tmp_path / name)
+        parts.append({"path": "json", "data_files": str(tmp_path / name), "columns": ["prompt"], "fraction": 0.5})
     mixed = get_dataset(DatasetMixtureConfig(datasets=list(parts)))
     assert mixed["train"]["prompt"][:] == [f"{name}{n}" for name in "ab" for n in range(4)]
     whole = [part | {"fraction": None} for part in parts]
@@ -175,20 +156,6 @@ def test_a_mixture_of_datasets(tmp_path: Path) -> None:
         get_dataset(DatasetMixtureConfig())
 
 
-def test_the_parser_passes_over_what_no_dataclass_knows(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text("lora_r: 4\nunknown: 1\n")
-    words = ["--config", str(path)]
-    with pytest.raises(ConfigError, match="unknown"):
-        TrlParser((ModelConfig,)).parse_args_and_config(words)
-    (args,) = TrlParser((ModelConfig,), prog="grpo").parse_args_and_config(words, fail_with_unknown_args=False)
-    assert args.lora_r == 4
-    _, file, line = TrlParser((ModelConfig,)).parse_args_and_config(
-        [*words, "--more", "2"], return_remaining_strings=True, separate_remaining_strings=True
-    )
-    assert (file, line) == (["--unknown", "1"], ["--more", "2"])
-
-
 def test_model_options_of_open_r1_load_the_model(folder: Path, tmp_path: Path) -> None:
     """Flash attention, which is not installed here, is no reason to stop: attention is Covey's own."""
     options = {"revision": "main", "attn_implementation": "flash_attention_2", "use_cache": False, "device_map": None}
@@ -198,25 +165,17 @@ def test_model_options_of_open_r1_load_the_model(folder: Path, tmp_path: Path) -
         assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
 
 
-class _Answer:
-    def __init__(self, body: dict[str, Any]) -> None:
-        self.body = body
-
-    def json(self) -> dict[str, Any]:
-        return self.body
-
-
 @pytest.mark.parametrize(
     ("body", "kind"), [({"status": "ok", "policy_version": 3}, "covey"), ({"status": "ok"}, "vllm"), (None, "vllm")]
 )
 def test_the_server_says_what_it_is(body: dict[str, Any] | None, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def get(url: str, timeout: float) -> _Answer:
+    def get(url: str, timeout: float) -> httpx.Response:
         asked.append(url)
         if body is None:
             raise httpx.ConnectError("nobody listens")
-        return _Answer(body)
+        return httpx.Response(200, json=body)
 
     monkeypatch.setattr("covey.trl.translate.httpx.get", get)
     args = GRPOConfig("out", use_vllm=True, vllm_mode="server", vllm_server_port=8123, top_k=-1)
@@ -227,9 +186,14 @@ def test_the_server_says_what_it_is(body: dict[str, Any] | None, kind: str, monk
     assert found.sampling.top_k == 0
 
 
-def test_vllm_in_this_process_is_said_to_be_none_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covey.trl.arguments.vllm_is_installed", lambda: False)
-    monkeypatch.setattr("covey.trl.translate.vllm_is_installed", lambda: False)
+@pytest.fixture
+def installed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("arguments", "translate"):
+        monkeypatch.setattr(f"covey.trl.{module}.vllm_is_installed", lambda: request.param)
+
+
+@pytest.mark.parametrize("installed", [False], indirect=True)
+def test_vllm_in_this_process_is_said_to_be_none_where_it_is_not_installed(installed: None) -> None:
     args = GRPOConfig("out", use_vllm=True, vllm_mode="colocate")
     (said,) = warned(args)
     assert said.startswith("use_vllm=True with vllm_mode='colocate' has no effect: vLLM is not installed here")
@@ -237,25 +201,20 @@ def test_vllm_in_this_process_is_said_to_be_none_where_it_is_not_installed(monke
     assert not list(warned(GRPOConfig("out")))
 
 
-def test_vllm_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covey.trl.arguments.vllm_is_installed", lambda: True)
-    monkeypatch.setattr("covey.trl.translate.vllm_is_installed", lambda: True)
-
+@pytest.mark.parametrize("installed", [True], indirect=True)
+def test_vllm_in_this_process(installed: None) -> None:
     def asked(**more: Any) -> Any:
         args = GRPOConfig("out", use_vllm=True, **more)
         assert not list(warned(args))
         return settings(args, num_prompts=8, lora=True)
 
-    plain = asked()
+    plain, arguments = asked(), {"enable_sleep_mode": False, "tensor_parallel_size": 1}
     assert (plain.sampling.engine, plain.vllm.gpu_memory_utilization) == ("vllm", 0.3)
-    assert plain.vllm.llm_arguments == {"enable_sleep_mode": False, "tensor_parallel_size": 1}
+    assert plain.vllm.llm_arguments == arguments
     assert plain.algorithm.correction.mode == "sequence_mask"  # TRL's default
     more = asked(vllm_enable_sleep_mode=True, vllm_max_model_len=512, vllm_model_impl="transformers")
-    assert more.vllm.llm_arguments == {
-        **{"enable_sleep_mode": True, "tensor_parallel_size": 1, "max_model_len": 512},
-        "model_impl": "transformers",
-    }
-    plain = asked(vllm_importance_sampling_correction=False)
-    correction = plain.algorithm.correction
+    expected = arguments | {"enable_sleep_mode": True, "max_model_len": 512, "model_impl": "transformers"}
+    assert more.vllm.llm_arguments == expected
+    correction = asked(vllm_importance_sampling_correction=False).algorithm.correction
     assert correction.cap == np.float32(correction.floor) == 1  # ratios begin at the learner's own, of weight 1
     assert asked(repetition_penalty=1.1).sampling.engine == "covey"  # the model's own generate samples

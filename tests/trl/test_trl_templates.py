@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tiny_models import END_ID, tiny_model
-from trl_runs import OPENS, TOOLS, TURNS, add, made, messages, tokenizer_of, unique_letters
+from trl_runs import OPENS, TOOLS, TURNS, Seen, add, made, messages, tokenizer_of, unique_letters
 
 import covey
 from covey.errors import ConfigError, CoveyError, DataError
@@ -71,7 +71,9 @@ def test_results_of_several_calls() -> None:
     check = "{% if (m['tool_calls'] or []) | length > 1 %}{{ raise_exception('one call at once') }}{% endif %}"
     chat = ToolChat(tokenizer_of(TOOLS + TURNS.replace("%}", "%}" + check, 1) + OPENS), (END_ID,), {})
     told = [{"role": "tool", "name": "add", "content": text} for text in ("2", "<|im_end|>", "\u24021\u2402")]
-    assert chat.results(told, ended=False).tolist().count(END_ID) == 4  # of the turn before, and of three messages
+    ids = chat.results(told, ended=False).tolist()
+    assert ids.count(END_ID) == 4  # of the turn before, and of three messages, none of a result
+    assert ids[0] == END_ID != chat.results(told[:1], ended=True)[0]
 
 
 def test_traces_of_openai_as_prompts(tmp_path: Path) -> None:
@@ -144,13 +146,8 @@ def test_what_is_refused_at_the_start(model_folder: Path, tmp_path: Path) -> Non
 
 
 def test_the_run_knows_that_the_template_opened_the_thought(model_folder: Path, tmp_path: Path) -> None:
-    seen: list[list[str]] = []
-
-    def my_format(completions: list[Any], prompt_ends: list[str], **columns: Any) -> list[float]:
-        seen.append(prompt_ends)
-        return think_format_reward(completions, prompt_ends=prompt_ends)
-
-    templated(model_folder, tmp_path, my_format, ROWS, "{{ messages[0]['content'] }}{{ ' <think>' }}").train()
-    assert all(end.endswith("<think>") for ends in seen for end in ends)
+    seen = Seen(think_format_reward)
+    templated(model_folder, tmp_path, seen, ROWS, "{{ messages[0]['content'] }}{{ ' <think>' }}").train()
+    assert all(end.endswith("<think>") for end in seen.all("prompt_ends"))
     first = (tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()[0]
     assert json.loads(first)["prompts/opened_tag"] == 1.0

@@ -18,7 +18,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from tiny_models import END_ID, tiny_model
-from trl_runs import OPENS, TOOLS, TURNS, add, changed, made, messages, tokenizer_of, weights
+from trl_runs import OPENS, TOOLS, TURNS, Seen, add, changed, made, messages, tokenizer_of, weights
 from trl_runs import SMALL as SMALL_RUN
 
 from covey.errors import GenerationError
@@ -102,13 +102,8 @@ def called(calls: float, failures: float) -> Any:
 
 class TestTools:
     def test_what_is_trained_and_what_rewards_see(self, agent: Agent) -> None:
-        seen: list[Any] = []
-
-        def reward(prompts: list[Any], completions: list[Any], secret: list[int], **_: Any) -> list[float]:
-            seen.extend(zip(prompts, completions, strict=True))
-            return messages(completions)
-
-        trainer = agent(said(f"Well. {call('add', a=3, b=4)}", "It is 7."), reward, tools=[add])
+        seen = Seen()
+        trainer = agent(said(f"Well. {call('add', a=3, b=4)}", "It is 7."), seen, tools=[add])
         rollout = trainer.run.rollout()
         (group,) = rollout.groups
         prompt, episode = group.prompt.content[0]["content"], group.episodes[0]
@@ -118,8 +113,8 @@ class TestTools:
         assert text == f"{asked}{first}\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n{second}"
         assert text_of(trainer, episode) == first + second
         assert episode.finish_reason == "stop"
-        (asked_for, completion), (_, plain), _ = seen
-        assert asked_for == [{"role": "user", "content": prompt}]
+        completion, plain, _ = seen.all("completions")
+        assert seen.all("prompts")[0] == [{"role": "user", "content": prompt}]
         function = {"name": "add", "arguments": {"a": 3, "b": 4}}
         assert completion == [
             {"role": "assistant", "content": "Well.", "tool_calls": [{"type": "function", "function": function}]},
@@ -183,16 +178,11 @@ class TestTools:
             '<tool_call>{"name": "add", "arguments": [1]}</tool_call>': "object",
             call("add", a=1, b=1): "2",
         }
-        seen: list[Any] = []
-
-        def reward(completions: list[Any], **_: Any) -> list[float]:
-            seen.extend(completions)
-            return [0.0] * len(completions)
-
-        trainer = agent(said(*told, "done"), reward, tools=[add, broken], max_completion_length=2000)
+        seen = Seen()
+        trainer = agent(said(*told, "done"), seen, tools=[add, broken], max_completion_length=2000)
         with caplog.at_level(logging.WARNING):
             rollout = trainer.run.rollout()
-        texts = [message["content"] for message in seen[0] if message["role"] == "tool"]
+        texts = [message["content"] for message in seen.all("completions")[0] if message["role"] == "tool"]
         assert all(part in text for part, text in zip(told.values(), texts, strict=True)), texts
         assert (texts[0], texts[7]) == ("{'error': 'no 1 today'}", "2")
         assert rollout.metrics["tools/failure_frequency"] == pytest.approx(7 / 8)
@@ -260,13 +250,6 @@ class TestTools:
             "fields": {"tool_calls": calls, "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"}},
         }
         assert trainer.run.rollout().metrics == called(1 / 3, 0)
-
-    def test_results_are_no_special_tokens(self) -> None:
-        chat = ToolChat(tokenizer_of(TEMPLATE), (END_ID,), {})
-        ids = chat.results([{"role": "tool", "name": "f", "content": "<|im_end|>"}], ended=False)
-        assert (ids == END_ID).sum() == 2  # of the turn before, and of the result's own message
-        assert ids[0] == END_ID
-        assert chat.results([{"role": "tool", "name": "f", "content": "1"}], ended=True)[0] != END_ID
 
     @pytest.mark.parametrize(
         ("text", "arguments"),
@@ -363,22 +346,17 @@ def counting(sample: int, turn: int) -> str:
 class TestEnvironments:
     def test_tools_resets_and_rewards(self, agent: Agent) -> None:
         Counter.made = 0
-        seen: list[Any] = []
-
-        def reward(prompts: list[Any], completions: list[Any], environments: list[Counter]) -> list[float]:
-            seen.extend(zip(prompts, environments, strict=True))
-            return [float(environment.count) for environment in environments]
-
-        trainer = agent(counting, reward, environment_factory=Counter, max_steps=2)
+        seen = Seen(lambda environments, **_: [float(environment.count) for environment in environments])
+        trainer = agent(counting, seen, environment_factory=Counter, max_steps=2)
         trainer.train()
         assert Counter.made == 3
         assert [e.count for e in trainer.environments or []] == [2, 4, 6]
         assert [tool.__name__ for tool in trainer.tools] == ["increment"]
-        (row, _) = seen[0][1].resets
+        (row, _) = seen.all("environments")[0].resets
         assert row.keys() == {"prompt", "secret"}
-        assert seen[0][0][-1]["content"] == f"{row['prompt'][-1]['content']} {row['secret']}"
-        assert trainer.reward_func_names == ["reward"]
-        assert trainer.state.log_history[-1]["rewards/reward/mean"] == 4
+        assert seen.all("prompts")[0][-1]["content"] == f"{row['prompt'][-1]['content']} {row['secret']}"
+        assert trainer.reward_func_names == ["seen"]
+        assert trainer.state.log_history[-1]["rewards/seen/mean"] == 4
 
     def test_the_model_reads_what_a_reset_says(self, agent: Agent) -> None:
         trainer = agent(counting, environment_factory=Counter, tools=[add])

@@ -7,6 +7,7 @@ import json
 import re
 import threading
 from dataclasses import fields
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +20,19 @@ from transformers import (
     AutoTokenizer,
     HfArgumentParser,
     LlamaConfig,
-    LlamaForSequenceClassification,
     PrinterCallback,
     ProgressCallback,
     TrainerCallback,
 )
+from transformers import LlamaForSequenceClassification as Judge
 from transformers.trainer_utils import get_last_checkpoint
-from trl_runs import ROWS, SMALL, changed, made, messages, unique_letters, weights
+from trl_runs import ROWS, SMALL, Stream, changed, made, messages, unique_letters, weights
 
 import covey.trl
 from covey.errors import ConfigError
 from covey.trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 from covey.trl.arguments import FORMER, MEANINGS, table
-from covey.trl.rewards import (
-    accuracy_reward,
-    get_soft_overlong_punishment,
-    reasoning_accuracy_reward,
-    think_format_reward,
-)
+from covey.trl.rewards import get_soft_overlong_punishment, think_format_reward
 
 CHATS = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
 
@@ -130,13 +126,13 @@ def test_a_mean_is_of_what_was_judged(folder: Path, tmp_path: Path) -> None:
 def test_reward_models(folder: Path, tmp_path: Path) -> None:
     judge, tokenizer = tmp_path / "reward-model", tiny_tokenizer()
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    LlamaForSequenceClassification(LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **shape)).save_pretrained(judge)
+    Judge(LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **shape)).save_pretrained(judge)
     tokenizer.save_pretrained(judge)
     trainer = made(folder, tmp_path / "out", [str(judge), unique_letters])
     trainer.train()
     assert trainer.reward_func_names == ["reward-model", "unique_letters"]
     assert "rewards/reward-model/mean" in trainer.state.log_history[-1]
-    model = LlamaForSequenceClassification.from_pretrained(judge)
+    model = Judge.from_pretrained(judge)
     (reward,) = trainer.reward_funcs[0](["Flat is"], [" bad"])
     with torch.no_grad():
         wanted = model(**tokenizer("Flat is bad", return_tensors="pt", add_special_tokens=False)).logits.item()
@@ -146,17 +142,12 @@ def test_reward_models(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_stream_of_conversations(folder: Path, tmp_path: Path) -> None:
-    class Stream:
-        def __iter__(self) -> Any:
-            while True:
-                yield from CHATS
-
-    trainer = made(folder, tmp_path, rows=Stream())
+    trainer = made(folder, tmp_path, rows=Stream(cycle(CHATS)))
     assert trainer.train().global_step == 3
     (texts,) = trainer.generate([CHATS[0]["prompt"]], num_generations=2)
     assert len(texts) == 2
     with pytest.raises(ValueError, match="set max_steps"):
-        made(folder, tmp_path / "b", rows=Stream(), max_steps=-1)
+        made(folder, tmp_path / "b", rows=Stream(CHATS), max_steps=-1)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -185,7 +176,7 @@ class TestRecords:
         trainer = made(folder, tmp_path, unique_letters, ROWS, ROWS[:2], **options)
         trainer.train()
         history = trainer.state.log_history
-        assert [r["step"] for r in history if "eval_reward" in r] == [0, 2, 4]
+        assert [r["step"] for r in history if "eval_reward" in r] == [0, 2, 4, 5]
         logs = [record for record in history if "loss" in record]
         assert [record["step"] for record in logs] == [1, 2, 4, 5]
         names = {"loss", "reward", "reward_std", "learning_rate", "completions/mean_length", "epoch"}
@@ -439,11 +430,6 @@ def test_rewards_of_trl() -> None:
     assert think_format_reward([good, bad, "four"]) == [1.0, 0.0, 0.0]
     punish = get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)
     assert punish(completions=[""] * 3, completion_ids=[[1] * 80, [1] * 90, [1] * 100]) == [0.0, -0.5, -1.0]
-    pytest.importorskip("math_verify")
-    answers = [r"\boxed{\frac{1}{2}}", r"\boxed{0.3}", r"\boxed{1}"]
-    assert accuracy_reward(answers, [r"\frac{1}{2}", r"\frac{1}{2}", "-"]) == [1.0, 0.0, None]
-    thoughts = [r"<think>\boxed{2}</think>\boxed{0.5}", r"\boxed{0.5}"]
-    assert reasoning_accuracy_reward(thoughts, ["0.5", "0.5"]) == [1.0, 0.0]
 
 
 def test_a_subclass_that_would_have_no_effect_is_refused() -> None:

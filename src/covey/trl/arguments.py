@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from importlib import util
 from typing import Any, Literal, cast
 
@@ -41,31 +42,17 @@ _MEANING_OF: dict[Any, Meaning] = {}
 """By field; not in its metadata, which transformers' parser takes for arguments of argparse."""
 
 
-def _option(default: Any, help: str, kind: Kind, text: str) -> Any:
+def _option(kind: Kind, text: str, default: Any, help: str = "") -> Any:
     option = field(default=default, metadata={"help": help or f"{text[0].upper()}{text[1:]}."})
     _MEANING_OF[option] = Meaning(kind, text)
     return option
 
 
-def _same(section: str, default: Any, help: str) -> Any:
-    return _option(default, help, "same", section)
-
-
-def _becomes(text: str, default: Any, help: str = "") -> Any:
-    return _option(default, help, "translated", text)
-
-
-def _idle(default: Any, help: str, text: str = "") -> Any:
-    return _option(default, help, "machinery", text or _IDLE)
-
-
-def _warned(text: str, default: Any, help: str = "") -> Any:
-    return _option(default, help, "warned", text)
-
-
-def _refused(text: str, default: Any, help: str = "") -> Any:
-    return _option(default, help, "refused", text)
-
+_same: Any = partial(_option, "same")
+_becomes: Any = partial(_option, "translated")
+_idle: Any = partial(_option, "machinery")
+_warned: Any = partial(_option, "warned")
+_refused: Any = partial(_option, "refused")
 
 _IDLE = "of a machine that Covey does not have; no result depends on it"
 _BATCH = "data.prompts_per_step, algorithm.num_minibatches"
@@ -108,7 +95,7 @@ class GRPOConfig(TrainingArguments):
     gradient_checkpointing: bool = _same("model", True, "Recompute activations in the backward pass.")
     bf16: bool | None = _becomes(_AUTOCAST, None, "Unset: where the device can.")  # type: ignore[assignment]
     lr_scheduler_kwargs: dict | str | None = _same("optim", None, "Options of the learning rate's schedule.")  # type: ignore[type-arg]
-    remove_unused_columns: bool | None = _idle(False, "Columns are always kept.")  # type: ignore[assignment]
+    remove_unused_columns: bool | None = _idle(_IDLE, False, "Columns are always kept.")  # type: ignore[assignment]
 
     # Model and data
     model_init_kwargs: dict[str, Any] | str | None = _becomes(
@@ -123,11 +110,11 @@ class GRPOConfig(TrainingArguments):
     num_generations: int | None = _same("sampling", 8, "Completions for each prompt.")
     num_generations_eval: int | None = _becomes("evaluation.num_generations_eval; unset: num_generations", None)
     max_completion_length: int | None = _same("sampling", 512, "Longest completion, in tokens.")
-    ds3_gather_for_generation: bool = _idle(True, "Of DeepSpeed ZeRO-3.")
+    ds3_gather_for_generation: bool = _idle(_IDLE, True, "Of DeepSpeed ZeRO-3.")
     shuffle_dataset: bool | None = _becomes(
         "data.prompt_order: random or given", True, "Visit the prompts in a random order."
     )
-    pad_to_multiple_of: int | str | None = _idle("auto", "Width of padding; batches are packed here.")
+    pad_to_multiple_of: int | str | None = _idle(_IDLE, "auto", "Width of padding; batches are packed here.")
 
     # Generation
     generation_batch_size: int | None = _becomes(_BATCH, None, "Completions sampled at a time.")
@@ -141,7 +128,7 @@ class GRPOConfig(TrainingArguments):
     )
     chat_template_kwargs: dict | str | None = _same("data", None, "Arguments of the chat template.")  # type: ignore[type-arg]
     repetition_penalty: float = _becomes("unless 1, the model's own generate samples", 1.0)
-    cache_implementation: str | None = _idle(None, "Key-value cache of generate.")
+    cache_implementation: str | None = _idle(_IDLE, None, "Key-value cache of generate.")
     use_vllm: bool = _becomes(
         "vllm_mode server: the server section; colocate: sampling.engine=vllm where installed", False
     )
@@ -205,7 +192,7 @@ class GRPOConfig(TrainingArguments):
 
     # Logging
     log_completions: bool = _becomes("a table on the screen and at trackers; the run folder always has them", False)
-    log_multimodal: bool = _idle(True, "Log images too.")
+    log_multimodal: bool = _idle(_IDLE, True, "Log images too.")
     num_completions_to_print: int | None = _becomes("rows of the table on the screen", None, "Unset: all.")
     log_unique_prompts: bool = _becomes("one completion of each prompt in the trackers' table", False)
     log_completions_hub_repo: str | None = _warned(
@@ -213,9 +200,9 @@ class GRPOConfig(TrainingArguments):
     )
 
     # Deprecated
-    use_transformers_continuous_batching: bool = _idle(False, "Batch continuously; Covey always does.")
-    transformers_continuous_batching_config: dict | str | None = _idle(None, "Its options.")  # type: ignore[type-arg]
-    use_transformers_paged: bool = _idle(False, "Deprecated name of use_transformers_continuous_batching.")
+    use_transformers_continuous_batching: bool = _idle(_IDLE, False, "Batch continuously; Covey always does.")
+    transformers_continuous_batching_config: dict | str | None = _idle(_IDLE, None, "Its options.")  # type: ignore[type-arg]
+    use_transformers_paged: bool = _idle(_IDLE, False, "Deprecated name of use_transformers_continuous_batching.")
     vllm_importance_sampling_cap: float | None = _becomes(_CORRECTION, None, "Former name of its clip_max.")
 
     # From here on of earlier versions of TRL and transformers: scripts in circulation still give them.
@@ -231,9 +218,9 @@ class GRPOConfig(TrainingArguments):
     vllm_enable_prefix_caching: bool = _warned(_VLLM_HAS, True, "Prefix cache of vLLM.")
     use_liger_loss: bool = _warned("log-probabilities are computed in chunks in any case", False, "Chunked loss.")
     overwrite_output_dir: bool = _becomes("an earlier run of the folder is kept beside the new one", False)
-    save_safetensors: bool = _idle(True, "", "weights are always saved as safetensors")
-    logging_dir: str | None = _idle(None, "", "TensorBoard's files are in output_dir")
-    group_by_length: bool = _idle(False, "", "batches are packed by tokens")
+    save_safetensors: bool = _idle("weights are always saved as safetensors", True)
+    logging_dir: str | None = _idle("TensorBoard's files are in output_dir", None)
+    group_by_length: bool = _idle("batches are packed by tokens", False)
 
     def __post_init__(self) -> None:
         """Fill in what follows from other settings, and refuse what cannot be."""
