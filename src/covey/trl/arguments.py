@@ -65,6 +65,10 @@ _LOSS = "algorithm.loss_parameters"
 _SAPO = "algorithm.loss_parameters of sapo"
 _ENTROPY = "algorithm.adaptive_entropy"
 _CORRECTION = "algorithm.importance_sampling_correction, with use_vllm"
+_MORE = "of every metric more is better; False beside another than the loss is refused"
+_ADAMW = "optim.optimizer: AdamW, of 8 bits with bitsandbytes' names; its other variants run as plain AdamW"
+_CHUNKS = "log-probabilities are computed in chunks, without the logits of a whole batch, in any case"
+_COMPILED = "the layers have a backward pass of their own"
 _VLLM_HAS = "vLLM has the learner's device, the model's number format and its prefix cache"
 
 
@@ -89,9 +93,7 @@ class GRPOConfig(TrainingArguments):
 
     # Of transformers, with other defaults.
     learning_rate: float = _same("optim", 1e-6, "Peak learning rate of AdamW.")
-    logging_steps: float = _becomes(
-        "run.logging_steps; below 1: a fraction of all steps", 10, "Optimiser steps between two logs."
-    )
+    logging_steps: float = _becomes("run.logging_steps; below 1: a fraction of all steps", 10, "Between two logs.")
     gradient_checkpointing: bool = _same("model", True, "Recompute activations in the backward pass.")
     bf16: bool | None = _becomes(_AUTOCAST, None, "Unset: where the device can.")  # type: ignore[assignment]
     lr_scheduler_kwargs: dict | str | None = _same("optim", None, "Options of the learning rate's schedule.")  # type: ignore[type-arg]
@@ -111,9 +113,7 @@ class GRPOConfig(TrainingArguments):
     num_generations_eval: int | None = _becomes("evaluation.num_generations_eval; unset: num_generations", None)
     max_completion_length: int | None = _same("sampling", 512, "Longest completion, in tokens.")
     ds3_gather_for_generation: bool = _idle(_IDLE, True, "Of DeepSpeed ZeRO-3.")
-    shuffle_dataset: bool | None = _becomes(
-        "data.prompt_order: random or given", True, "Visit the prompts in a random order."
-    )
+    shuffle_dataset: bool | None = _becomes("data.prompt_order: random or given", True, "Prompts in random order.")
     pad_to_multiple_of: int | str | None = _idle(_IDLE, "auto", "Width of padding; batches are packed here.")
 
     # Generation
@@ -161,9 +161,7 @@ class GRPOConfig(TrainingArguments):
     vespo_lambda_neg: float = _becomes(_VESPO, 2.0, "Parameter lambda of vespo for negative advantages.")
     importance_sampling_level: str = _becomes(_LOSS, "token", "token or sequence.")
     reward_weights: list[float] | None = _same("rewards", None, "Weight of each reward function.")
-    reward_timeout: float | None = field(
-        default=None, metadata={"help": "Of Covey: seconds for a call; unset: no limit."}
-    )
+    reward_timeout: float | None = field(default=None, metadata={"help": "Of Covey: seconds for a call."})
     multi_objective_aggregation: str = _becomes(
         "algorithm.adv_estimator: grpo, or gdpo", "sum_then_normalize", "Or normalize_then_sum."
     )
@@ -171,9 +169,7 @@ class GRPOConfig(TrainingArguments):
     loss_type: str = _same("algorithm", "dapo", "dapo, grpo, dr_grpo, bnpo, cispo, sapo, luspo or vespo.")
     mask_truncated_completions: bool = _same("algorithm", False, "Leave completions that hit the limit out.")
     sync_ref_model: bool = _becomes(_REFERENCE, False, "Let the reference follow the policy.")
-    ref_model_mixup_alpha: float = _becomes(
-        "algorithm.reference_ema_decay: 1 - alpha", 0.6, "The policy's share in it."
-    )
+    ref_model_mixup_alpha: float = _becomes("algorithm.reference_ema_decay: 1 - alpha", 0.6, "The policy's share.")
     ref_model_sync_steps: int = _becomes(_REFERENCE, 512, "Optimiser steps between new references.")
     top_entropy_quantile: float = _same("algorithm", 1.0, "Share of the tokens, the most uncertain ones, to train.")
     entropy_coef: float = _same("algorithm", 0.0, "Weight of an entropy bonus.")
@@ -266,12 +262,11 @@ class GRPOConfig(TrainingArguments):
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"{name}={value!r}: a {type(value).__name__}; give a number")
         for name in ("num_completions_to_print", "num_generations_eval", "max_tool_calling_iterations"):
-            value = getattr(self, name)
-            if value is not None and type(value) is not int:
+            if type(value := getattr(self, name)) not in (int, type(None)):
                 raise ConfigError(f"{name}={value!r}: it counts something; give a whole number, or None")
         for name in ("bf16", "fp16", "log_completions", "use_vllm", "sync_ref_model", "use_adaptive_entropy"):
-            if getattr(self, name) not in (True, False, None):
-                raise ConfigError(f"{name}={getattr(self, name)!r}: it is on or off; give True or False")
+            if (value := getattr(self, name)) not in (True, False, None):
+                raise ConfigError(f"{name}={value!r}: it is on or off; give True or False")
         if self.vllm_mode not in ("server", "colocate"):
             raise ConfigError(f"vllm_mode={self.vllm_mode!r}: no such mode; give server or colocate")
         if self.warmup_ratio is not None and not 0 <= self.warmup_ratio < 1:
@@ -367,32 +362,16 @@ _INHERITED: tuple[tuple[Kind, str, str], ...] = (
     ("translated", "run.save_steps", "save_strategy save_steps"),
     ("translated", "evaluation.eval_steps", "eval_strategy eval_steps"),
     ("translated", "evaluation.metric_for_best_model; the loss means eval/reward", "metric_for_best_model"),
-    (
-        "translated",
-        "of every metric more is better; False beside another than the loss is refused",
-        "greater_is_better",
-    ),
+    ("translated", _MORE, "greater_is_better"),
     ("translated", "run.progress", "disable_tqdm"),
-    (
-        "translated",
-        "optim.optimizer: AdamW, of 8 bits with bitsandbytes' names; its other variants run as plain AdamW",
-        "optim",
-    ),
+    ("translated", _ADAMW, "optim"),
     ("warned", "run.seed also orders the data", "data_seed"),
     ("translated", "read by your script, as in transformers: train() takes it", "resume_from_checkpoint"),
     ("translated", "save_model and the end of train push the adapter or the model", "push_to_hub"),
     ("translated", "where push_to_hub uploads to", "hub_model_id hub_token hub_private_repo hub_revision"),
     ("translated", "evaluations before that step are left out", "eval_delay"),
-    (
-        "warned",
-        "log-probabilities are computed in chunks, without the logits of a whole batch, in any case",
-        "use_liger_kernel liger_kernel_config",
-    ),
-    (
-        "warned",
-        "the layers have a backward pass of their own",
-        "torch_compile torch_compile_backend torch_compile_mode",
-    ),
+    ("warned", _CHUNKS, "use_liger_kernel liger_kernel_config"),
+    ("warned", _COMPILED, "torch_compile torch_compile_backend torch_compile_mode"),
     ("warned", "checkpoints hold all that a resume needs", "save_only_model"),
     ("warned", "a run that is killed resumes from its last checkpoint", "enable_jit_checkpoint"),
     ("warned", "a seed fixes the whole run in any case", "full_determinism"),
@@ -473,13 +452,7 @@ def check(args: GRPOConfig) -> None:
         raise ConfigError("\n".join(problems))
 
 
-_WORDS: dict[Kind, str] = {
-    "same": "same",
-    "translated": "translated",
-    "machinery": "no effect",
-    "warned": "no effect, said",
-    "refused": "refused",
-}
+_WORDS: dict[Kind, str] = {"machinery": "no effect", "warned": "no effect, said"}
 
 
 def _shown(value: Any) -> str:
@@ -501,6 +474,7 @@ def table(former: bool = False) -> str:
     lines = ["| TRL's field | its default | here | becomes, or why not | Covey's default |", "| - | - | - | - | - |"]
     for name in sorted(meanings):
         meaning = meanings[name]
-        text = f"`{meaning.text}.{name}`" if meaning.kind == "same" else meaning.text
-        lines.append(f"| `{name}` | {_shown(DEFAULTS[name])} | {_WORDS[meaning.kind]} | {text} | {_ours(name)} |")
+        kind, text = _WORDS.get(meaning.kind, meaning.kind), meaning.text
+        text = f"`{text}.{name}`" if kind == "same" else text
+        lines.append(f"| `{name}` | {_shown(DEFAULTS[name])} | {kind} | {text} | {_ours(name)} |")
     return "\n".join(lines) + "\n"

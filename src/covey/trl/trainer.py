@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,7 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
                     self.run._tokenize(load_rows(acting.rows(rows, "test"), split="test", what="evaluation"))
             except DataError as error:
                 raise DataError(f"eval_dataset[{name!r}]: {error}") from error
-        text: Any = self.model.config.get_text_config()
+        text = self.model.config.get_text_config()
         if args.router_aux_loss_coef is None and getattr(text, "router_aux_loss_coef", False):
             log.warning("router_aux_loss_coef: this model has a balance loss, which is not computed; set it to 0")
         self.callback_handler: Any = CallbackHandler(  # type: ignore[no-untyped-call]
@@ -263,30 +264,22 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
 
     # ------------------------------------------------------------------ what scripts read
 
-    @property
-    def model(self) -> Any:
-        """The module that is trained, its adapter in it."""
-        return self.run.policy_model
-
-    model_wrapped = model
-
-    @property
-    def ref_model(self) -> Any:
-        """The frozen reference, None where `beta` is 0; with LoRA the same network with its adapter off."""
-        return self.run.ref_model
-
-    @property
-    def processing_class(self) -> Any:
-        """The tokenizer."""
-        return self.run.policy.tokenizer
-
-    tokenizer = processing_class
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimiser."""
-        learner: Any = self.run.learner
-        return learner.optimizer
+    model = model_wrapped = property(
+        attrgetter("run.policy_model"), doc="The module that is trained, its adapter in it."
+    )
+    ref_model = property(
+        attrgetter("run.ref_model"),
+        doc="The frozen reference, None where `beta` is 0; with LoRA the same network with its adapter off.",
+    )
+    processing_class = tokenizer = property(attrgetter("run.policy.tokenizer"), doc="The tokenizer.")
+    optimizer = property(attrgetter("run.learner.optimizer"), doc="The optimiser.")
+    num_generations = property(attrgetter("args.num_generations"), doc="Completions for each prompt.")
+    beta = property(attrgetter("args.beta"), doc="Weight of the KL.")
+    add_callback = property(attrgetter("callback_handler.add_callback"), doc="Adds a callback, or a class of one.")
+    pop_callback = property(attrgetter("callback_handler.pop_callback"), doc="Takes a callback out and returns it.")
+    remove_callback = property(attrgetter("callback_handler.remove_callback"), doc="Takes a callback out.")
+    _tools_accept_completion_idx = property(attrgetter("_acting.toolset.accepts_index"))
+    aux_loss_enabled = False  # the balance loss of a mixture of experts is not computed
 
     @property
     def lr_scheduler(self) -> Any:
@@ -321,13 +314,6 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         return self._acting.toolset.environments or None
 
     @property
-    def _tools_accept_completion_idx(self) -> dict[str, bool]:
-        """By name, whether a tool is told the number of the completion that calls it."""
-        return self._acting.toolset.accepts_index
-
-    aux_loss_enabled = False  # the balance loss of a mixture of experts is not computed
-
-    @property
     def entropy_coef(self) -> float:
         """Weight of the entropy bonus, as it is now."""
         moved = self.run.state.entropy_coef
@@ -344,19 +330,8 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
 
     def _latest(self) -> list[dict[str, Any]]:
         """Rows of the run folder, one for each completion of the latest generation; none before the first."""
-        folder = Path(self._config.run.output_dir)
-        step = self.run.state.global_step
+        folder, step = Path(self._config.run.output_dir), self.run.state.global_step
         return RunFolder.read(folder).read_completions(step) if step and RunFolder.is_run(folder) else []
-
-    @property
-    def num_generations(self) -> int:
-        """Completions for each prompt."""
-        return int(self.args.num_generations or 0)
-
-    @property
-    def beta(self) -> float:
-        """Weight of the KL."""
-        return self.args.beta
 
     def is_world_process_zero(self) -> bool:
         """True: there is one process."""
@@ -464,20 +439,6 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         """
         rollout = self.run.complete(self._acting.rows([{"prompt": prompt} for prompt in prompts]), num_generations)
         return [[episode.text for episode in group.episodes] for group in rollout.groups]
-
-    # ------------------------------------------------------------------ callbacks and records
-
-    def add_callback(self, callback: Any) -> None:
-        """Add a callback, or a class of one."""
-        self.callback_handler.add_callback(callback)
-
-    def pop_callback(self, callback: Any) -> Any:
-        """Take a callback out and return it."""
-        return self.callback_handler.pop_callback(callback)
-
-    def remove_callback(self, callback: Any) -> None:
-        """Take a callback out."""
-        self.callback_handler.remove_callback(callback)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add a record to the history, and tell callbacks and trackers; subclasses may add to it first."""
