@@ -35,11 +35,7 @@ _INSTEAD = {name: sentence for names, sentence in _SENTENCES.items() for name in
 
 def _refused(sentence: str) -> Callable[..., NoReturn]:
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        """Refused: there is none.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refused: there is none."""
         raise ConfigError(sentence)
 
     return refuse
