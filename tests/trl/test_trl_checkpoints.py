@@ -22,10 +22,10 @@ SMALL = {"max_completion_length": 4, "save_steps": 1}
 
 
 @pytest.fixture(scope="module")
-def stopped(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stopped(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three steps, with checkpoint-1, 2 and 3."""
     base = tmp_path_factory.mktemp("stopped") / "out"
-    made(folder, base, **SMALL).train()
+    made(model_folder, base, **SMALL).train()
     return base
 
 
@@ -35,11 +35,11 @@ class Taken(Exception):  # noqa: N818
 
 @pytest.fixture
 def taken(
-    folder: Path, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_folder: Path, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[Any], str]]:
     """What `train` takes of Covey's checkpoints, in a copy of the stopped run at `tmp_path / "out"`."""
     shutil.copytree(stopped, tmp_path / "out")
-    trainer = made(folder, tmp_path / "out", **SMALL)
+    trainer = made(model_folder, tmp_path / "out", **SMALL)
 
     def stop(resume_from_checkpoint: str) -> None:
         raise Taken(Path(resume_from_checkpoint).name)
@@ -165,7 +165,7 @@ def test_a_kill_at_any_moment_of_saving(
         assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-3"], kill_at
 
 
-def test_a_checkpoint_never_outlives_the_one_it_goes_with(folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_never_outlives_the_one_it_goes_with(make: Any, tmp_path: Path) -> None:
     """With a limit of one, each `checkpoint-N` that is there can be resumed from at every moment."""
 
     class Watching(TrainerCallback):
@@ -179,15 +179,15 @@ def test_a_checkpoint_never_outlives_the_one_it_goes_with(folder: Path, tmp_path
             assert len(list(inner.iterdir())) == min(state.global_step, 2)
 
     watching = Watching()
-    made(folder, tmp_path, **SMALL, save_total_limit=1, callbacks=[watching]).train()
+    make(**SMALL, save_total_limit=1, callbacks=[watching]).train()
     assert watching.seen == 3
 
 
-def test_resuming_past_a_damaged_one_gives_the_same_numbers(folder: Path, stopped: Path, tmp_path: Path) -> None:
+def test_resuming_past_a_damaged_one_gives_the_same_numbers(make: Any, stopped: Path, tmp_path: Path) -> None:
     shutil.copytree(stopped, tmp_path / "out")
     (tmp_path / "out" / "checkpoint-3" / "model.safetensors").write_bytes(b"cut")
     (tmp_path / "out" / "checkpoint-2" / "trainer_state.json").write_text("")
-    made(folder, tmp_path / "out", **SMALL).train(resume_from_checkpoint=True)
+    make(out=tmp_path / "out", **SMALL).train(resume_from_checkpoint=True)
     whole, again = (load_file(out / "checkpoint-3" / "model.safetensors") for out in (stopped, tmp_path / "out"))
     assert all(torch.equal(whole[name], again[name]) for name in whole)
 

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 from tiny_models import tiny_model, tiny_tokenizer
 from transformers import EarlyStoppingCallback, TrainerCallback
-from trl_runs import Seen, Stream, made, unique_letters
+from trl_runs import ROWS, Seen, Stream, unique_letters
 
 from covey.errors import ConfigError, DataError
-from covey.trl import GRPOTrainer
 
-TRAINING = [{"prompt": text} for text in ["Flat is", "Simple is better", "Now is", "Errors"]]
 HELD_OUT = [{"prompt": text} for text in ["Sparse is", "Readability", "Complex"]]
 EVERY_STEP: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3}
 BEST: dict[str, Any] = {**EVERY_STEP, "save_steps": 1, "load_best_model_at_end": True}
@@ -22,15 +20,6 @@ BEST: dict[str, Any] = {**EVERY_STEP, "save_steps": 1, "load_best_model_at_end":
 
 def constant(completions: list[str], **columns: Any) -> list[float]:
     return [1.0] * len(completions)
-
-
-@pytest.fixture
-def make(folder: Path, tmp_path: Path) -> Any:
-    def make(reward: Any = unique_letters, held_out: Any = None, training: Any = TRAINING, **more: Any) -> GRPOTrainer:
-        trainer: GRPOTrainer = made(more.pop("model", folder), tmp_path / "out", reward, training, held_out, **more)
-        return trainer
-
-    return make
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
@@ -55,7 +44,7 @@ def test_the_loss_has_its_kl_and_its_entropy(make: Any) -> None:
 
 def test_early_stopping_by_the_default_metric(make: Any) -> None:
     """The default, the loss, means the reward: one that stays as it is stops the run after one evaluation more."""
-    trainer = make(constant, HELD_OUT, callbacks=[EarlyStoppingCallback(1)], **BEST)
+    trainer = make(constant, held_out=HELD_OUT, callbacks=[EarlyStoppingCallback(1)], **BEST)
     assert trainer.train().global_step == 2
     assert (trainer.args.metric_for_best_model, trainer.args.greater_is_better) == ("eval_reward", True)
     assert trainer.state.best_metric == 1.0
@@ -64,11 +53,11 @@ def test_early_stopping_by_the_default_metric(make: Any) -> None:
     def better(completions: list[str], **columns: Any) -> list[float]:
         return [float(next(rising))] * len(completions)
 
-    trainer = make(better, HELD_OUT, callbacks=[EarlyStoppingCallback(1)], **BEST)
+    trainer = make(better, held_out=HELD_OUT, callbacks=[EarlyStoppingCallback(1)], **BEST)
     assert trainer.train().global_step == 3
     assert trainer.state.best_global_step == 3
     by_name = {"metric_for_best_model": "eval_reward", "max_steps": 9, "save_total_limit": 1}
-    trainer = make(constant, HELD_OUT, callbacks=[EarlyStoppingCallback(2)], **(BEST | by_name))
+    trainer = make(constant, held_out=HELD_OUT, callbacks=[EarlyStoppingCallback(2)], **(BEST | by_name))
     assert trainer.train().global_step == 3
     kept = Path(trainer.args.output_dir) / "checkpoint-1"
     assert (trainer.state.best_model_checkpoint, kept.is_dir()) == (str(kept), True)
@@ -77,7 +66,7 @@ def test_early_stopping_by_the_default_metric(make: Any) -> None:
 @pytest.mark.parametrize("metric", ["accuracy", "eval_f1", "eval_rewards/other/mean"])
 def test_a_metric_that_nobody_measures_is_refused_before_training(make: Any, metric: str) -> None:
     with pytest.raises(ConfigError, match=r"metric_for_best_model=.*(nobody measures it|there is no such reward)"):
-        make(unique_letters, HELD_OUT, metric_for_best_model=metric, **EVERY_STEP)
+        make(held_out=HELD_OUT, metric_for_best_model=metric, **EVERY_STEP)
 
 
 def test_a_metric_that_a_function_logs_chooses_the_best(make: Any) -> None:
@@ -88,7 +77,7 @@ def test_a_metric_that_a_function_logs_chooses_the_best(make: Any) -> None:
             log_metric("accuracy", next(values))
         return unique_letters(completions)
 
-    trainer = make(logs, HELD_OUT, metric_for_best_model="accuracy", **BEST)
+    trainer = make(logs, held_out=HELD_OUT, metric_for_best_model="accuracy", **BEST)
     trainer.train()
     assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.9, 2)
     assert [r["eval_accuracy"] for r in trainer.state.log_history if "eval_accuracy" in r] == [0.2, 0.9, 0.5]
@@ -97,7 +86,7 @@ def test_a_metric_that_a_function_logs_chooses_the_best(make: Any) -> None:
     def forwards(completions: list[str], **columns: Any) -> list[float]:
         return logs(completions, **columns)
 
-    assert make(forwards, HELD_OUT, metric_for_best_model="accuracy", **EVERY_STEP)
+    assert make(forwards, held_out=HELD_OUT, metric_for_best_model="accuracy", **EVERY_STEP)
 
 
 def test_what_is_logged_in_an_evaluation_of_ones_own_stays_in_it(make: Any) -> None:
@@ -113,8 +102,8 @@ def test_what_is_logged_in_an_evaluation_of_ones_own_stays_in_it(make: Any) -> N
 
 def test_the_best_are_saved_only_where_a_metric_says_which(make: Any) -> None:
     with pytest.raises(ConfigError, match="save_strategy='best' and metric_for_best_model=None: nothing says which"):
-        make(unique_letters, HELD_OUT, save_strategy="best", **EVERY_STEP)
-    trainer = make(unique_letters, HELD_OUT, save_strategy="best", metric_for_best_model="loss", **EVERY_STEP)
+        make(held_out=HELD_OUT, save_strategy="best", **EVERY_STEP)
+    trainer = make(held_out=HELD_OUT, save_strategy="best", metric_for_best_model="loss", **EVERY_STEP)
     assert trainer.args.metric_for_best_model == "eval_reward"
 
 
@@ -129,7 +118,7 @@ def test_several_sets_at_the_start_and_with_the_best_at_the_end(make: Any, tmp_p
             told.append({name.split("_")[1] for name in metrics})
 
     more = {"metric_for_best_model": "eval_data2_reward", "eval_on_start": True, "callbacks": [Watching()]}
-    trainer = make(unique_letters, SETS, **BEST, **more, save_total_limit=1)
+    trainer = make(held_out=SETS, **BEST, **more, save_total_limit=1)
     trainer.train()
     for name in SETS:
         key = f"eval_{name}_reward"
@@ -139,21 +128,21 @@ def test_several_sets_at_the_start_and_with_the_best_at_the_end(make: Any, tmp_p
     assert trainer.state.best_metric == max(found.values())
     best = trainer.state.best_global_step
     assert found[best] == trainer.state.best_metric
-    assert best == 0 or trainer.state.best_model_checkpoint == str(tmp_path / "out" / f"checkpoint-{best}")
+    assert best == 0 or trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
     assert trainer.run.state.best_step == best
 
 
 def test_several_sets_are_read_before_training_and_one_is_compared(make: Any) -> None:
     with pytest.raises(ConfigError, match="names none; give one of 'eval_data1_reward', 'eval_data2_reward'"):
-        make(unique_letters, SETS, **BEST)
-    trainer = make(unique_letters, SETS, metric_for_best_model="data1_loss", **BEST)
+        make(held_out=SETS, **BEST)
+    trainer = make(held_out=SETS, metric_for_best_model="data1_loss", **BEST)
     assert trainer.args.metric_for_best_model == "eval_data1_reward"
     with pytest.raises(DataError, match=r"eval_dataset\['data2'\]: .*no column 'prompt'"):
-        make(unique_letters, {"data1": HELD_OUT, "data2": [{"question": "Sparse is"}]}, **EVERY_STEP)
+        make(held_out={"data1": HELD_OUT, "data2": [{"question": "Sparse is"}]}, **EVERY_STEP)
 
 
 def test_streams_are_held_out_rows_too(make: Any) -> None:
-    trainer = make(unique_letters, Stream(HELD_OUT), Stream(TRAINING), **EVERY_STEP)
+    trainer = make(unique_letters, Stream(ROWS), Stream(HELD_OUT), **EVERY_STEP)
     trainer.train()
     evaluated = [record for record in trainer.state.log_history if "eval_loss" in record]
     assert [record["eval_num_completions"] for record in evaluated] == [9.0] * 3
@@ -163,12 +152,12 @@ def test_streams_are_held_out_rows_too(make: Any) -> None:
 
 
 def test_the_settings_of_a_loader_say_how_streams_are_read(make: Any) -> None:
-    trainer = make(training=Stream(TRAINING), dataloader_num_workers=4)
+    trainer = make(rows=Stream(ROWS), dataloader_num_workers=4)
     assert trainer.args.dataloader_num_workers == 0
     assert trainer.args.accelerator_config.dispatch_batches is False
-    assert make(unique_letters, Stream(HELD_OUT), dataloader_num_workers=4).args.dataloader_num_workers == 4
+    assert make(held_out=Stream(HELD_OUT), dataloader_num_workers=4).args.dataloader_num_workers == 4
     with pytest.raises(ConfigError, match="`dispatch_batches=False`"):
-        make(training=Stream(TRAINING), accelerator_config={"dispatch_batches": True}, max_steps=-1)
+        make(rows=Stream(ROWS), accelerator_config={"dispatch_batches": True}, max_steps=-1)
 
 
 @pytest.mark.parametrize(("loss_type", "says"), [("grpo", False), ("dapo", True), ("bnpo", True), ("cispo", True)])
@@ -218,4 +207,4 @@ def test_what_is_missing_is_named(make: Any) -> None:
     with pytest.raises(ValueError, match="No reward source provided"):
         make(None)
     with pytest.raises(ValueError, match="`train_dataset` is required"):
-        make(training=None)
+        make(rows=None)

@@ -1,22 +1,27 @@
-"""What scripts in circulation ask for beside training: older versions' batches, tables, trackers, rollouts."""
+"""What scripts ask for beside training: older versions' batches, tables, trackers, rollouts, `model.generate`."""
 
 from __future__ import annotations
 
 import io
+import math
 import signal
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from trl_runs import ROWS, made, unique_letters
+from tiny_models import END_ID, PAD_ID
+from transformers import GenerationMixin
+from trl_runs import ROWS, Seen, changed, unique_letters, weights
 
-from covey.errors import ConfigError
+from covey.errors import ConfigError, GenerationError
 from covey.trl import DatasetMixtureConfig, GRPOConfig, GRPOTrainer, RichProgressCallback, get_dataset
 from covey.trl.arguments import warned
 from covey.trl.experimental.openenv import generate_rollout_completions
@@ -49,7 +54,7 @@ class Letters(torch.utils.data.Dataset[dict[str, str]]):
         return ROWS[index]
 
 
-def test_what_a_script_reads_around_a_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_script_reads_around_a_run(make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     threads = []
 
     def reward(completions: list[str], **rest: Any) -> list[float]:
@@ -58,7 +63,7 @@ def test_what_a_script_reads_around_a_run(folder: Path, tmp_path: Path, capsys: 
 
     options = {"max_steps": -1, "num_train_epochs": 0.5, "log_completions": True, "num_completions_to_print": 2}
     options |= {"callbacks": [RichProgressCallback()], "logging_steps": 1}
-    trainer = made(folder, tmp_path, reward, Letters(), ROWS[:2], **options)
+    trainer = make(reward, Letters(), ROWS[:2], **options)
     trainer.train()
     assert threads
     assert trainer.state.global_step == 2  # half of four prompts
@@ -114,7 +119,7 @@ def test_a_table_of_completions_on_the_screen_and_at_trackers(monkeypatch: pytes
     assert (name, lines.splitlines()[-1], step) == ("completions", "| 7 | q | c2 | 0.5 | 2 | 1.0 |", 7)
 
 
-def test_rollouts_of_openenv_examples(folder: Path, tmp_path: Path) -> None:
+def test_rollouts_of_openenv_examples(make: Any) -> None:
     seen = []
 
     def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
@@ -130,7 +135,7 @@ def test_rollouts_of_openenv_examples(folder: Path, tmp_path: Path) -> None:
         names = ("prompt_ids", "completion_ids", "logprobs", "size")
         return {name: [output[name] for output in outputs] for name in names}
 
-    trainer = made(folder, tmp_path, lambda completions, size, **rest: size, max_steps=2, rollout_func=rollout)
+    trainer = make(lambda completions, size, **rest: size, max_steps=2, rollout_func=rollout)
     trainer.train()
     assert len(seen) == 2
     assert all(len(texts) == 3 and len(set(texts)) > 1 for texts in seen)  # different ones of the same prompt
@@ -156,12 +161,12 @@ def test_a_mixture_of_datasets(tmp_path: Path) -> None:
         get_dataset(DatasetMixtureConfig())
 
 
-def test_model_options_of_open_r1_load_the_model(folder: Path, tmp_path: Path) -> None:
+def test_model_options_of_open_r1_load_the_model(make: Any) -> None:
     """Flash attention, which is not installed here, is no reason to stop: attention is Covey's own."""
     options = {"revision": "main", "attn_implementation": "flash_attention_2", "use_cache": False, "device_map": None}
     for dtype in (torch.bfloat16, "bfloat16"):
         given = {"model_init_kwargs": options | {"torch_dtype": dtype}, "lr_scheduler_type": "constant_with_warmup"}
-        trainer = made(folder, tmp_path, **given)
+        trainer = make(**given)
         assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
 
 
@@ -218,3 +223,111 @@ def test_vllm_in_this_process(installed: None) -> None:
     correction = asked(vllm_importance_sampling_correction=False).algorithm.correction
     assert correction.cap == np.float32(correction.floor) == 1  # ratios begin at the learner's own, of weight 1
     assert asked(repetition_penalty=1.1).sampling.engine == "covey"  # the model's own generate samples
+
+
+def says(*turns: list[int]) -> Callable[..., torch.Tensor]:
+    """A `generate` that appends these tokens, padded, whatever it is asked."""
+    width = max(map(len, turns))
+    padded = torch.tensor([[*turn, *[PAD_ID] * (width - len(turn))] for turn in turns])
+
+    def generate(input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        return torch.cat([input_ids, padded], dim=1)
+
+    return generate
+
+
+@pytest.mark.parametrize("where", ["model", "transformers"])
+def test_a_generate_that_was_replaced_samples(where: str, make: Any) -> None:
+    """What follows the end of a turn is padding; a turn without an end is cut off; all of it is trained on."""
+    seen = Seen()
+    turns = ([5, 6, END_ID], list(range(10, 21)), [7, END_ID, 8])
+    trainer = make(seen, max_steps=2, mask_truncated_completions=True)
+    before = weights(trainer)
+    target = trainer.model if where == "model" else GenerationMixin
+    with patch.object(target, "generate", side_effect=says(*turns)):
+        trainer.train()
+    assert seen.all("completion_ids") == [[5, 6, END_ID], list(range(10, 18)), [7, END_ID]] * 2
+    last = trainer.state.log_history[-1]
+    assert last["completions/clipped_ratio"] == pytest.approx(1 / 3)
+    assert last["sampling/sampling_logp_difference/max"] == pytest.approx(0, abs=1e-4)
+    assert changed(trainer, before) == set(before)
+
+
+def test_the_engine_samples_where_nothing_was_replaced(make: Any) -> None:
+    trainer = make(Seen(), max_steps=2)
+    with patch.object(type(trainer.run.engine), "turns", side_effect=AssertionError):
+        trainer.train()
+
+
+@pytest.mark.slow
+def test_options_of_generate(make: Any, tmp_path: Path) -> None:
+    """A prohibitive penalty leaves no token twice, which shows that it is applied; without one some come again."""
+
+    def repeated(name: str, **options: Any) -> int:
+        seen = Seen()
+        make(seen, out=tmp_path / name, max_steps=6, **options).train()
+        return sum(len(ids) - len(set(ids)) for ids in seen.all("completion_ids"))
+
+    assert repeated("without", top_k=5) > 0
+    assert repeated("with", top_k=5, repetition_penalty=1e6) == 0
+    assert repeated("kwargs", top_k=5, generation_kwargs={"no_repeat_ngram_size": 1}) == 0
+
+
+def test_resuming_draws_what_the_unbroken_run_does(make: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"generation_kwargs": {"num_beams": 2, "length_penalty": -0.1}, "save_steps": 1}
+    whole = make(Seen(), max_steps=2, **options)
+    whole.train()
+    resumed = make(Seen(), max_steps=2, **options)
+    torch.rand(5)  # whatever else draws from torch's own stream
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert changed(resumed, weights(whole)) == set()
+
+
+@pytest.mark.parametrize(
+    ("generate", "message"),
+    [
+        (lambda input_ids, **_: input_ids, "at least one more token"),
+        (lambda input_ids, **_: torch.cat([input_ids, input_ids])[:, :1], "as many rows"),
+        (lambda **_: 1 / 0, "ZeroDivisionError"),
+    ],
+)
+def test_a_generate_that_does_not_work(generate: Any, message: str, make: Any) -> None:
+    trainer = make(Seen(), max_steps=2)
+    trainer.model.generate = generate
+    with pytest.raises(GenerationError, match=message):
+        trainer.train()
+
+
+def test_formulas_by_hand() -> None:
+    """As methods of TRL's trainer, with Covey's values behind them."""
+    entropy = torch.tensor([[4.0, 1.0, 3.0], [2.0, 9.0, 5.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 1]])
+    trainer: Any = None
+    above = {0.0: [[1, 1, 1], [1, 0, 1]], 0.5: [[1, 0, 1], [0, 0, 1]], 1.0: [[0, 0, 0], [0, 0, 1]]}  # the median is 3
+    for threshold, expected in above.items():
+        kept = GRPOTrainer.get_high_entropy_mask(trainer, entropy, mask, threshold)
+        assert kept.int().tolist() == expected
+    gate = GRPOTrainer.get_sapo_token_loss(torch.tensor([1.0, 2.0]), 2.0)
+    assert gate.tolist() == pytest.approx([1.0, 2 / (1 + math.exp(-2))])
+    kept = GRPOTrainer.get_off_policy_mask(
+        torch.tensor([[-1.0], [-1.0], [1.0]]),
+        torch.tensor([[-3.0, 0.0], [-1.0, 50.0], [-9.0, -9.0]]),
+        torch.zeros(3, 2),
+        torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]]),
+        1.2,
+    )
+    assert kept.tolist() == [[0.0], [1.0], [1.0]]
+    phi = GRPOTrainer.get_gamma_weights(
+        torch.tensor([[1.0], [-1.0]]), torch.tensor([[0.1, 0.2], [0.1, 7.0]]), torch.tensor([[1, 1], [1, 0]]), None
+    )
+    w, v = math.exp(0.3), math.exp(0.1)
+    assert phi[:, 0].tolist() == pytest.approx([w**2 * math.exp(3 * (1 - w)), v**3 * math.exp(2 * (1 - v))])
+
+
+def test_the_references_weights_can_be_read(make: Any) -> None:
+    trainer = make(Seen(), max_steps=2, beta=0.1)
+    before = {name: p.clone() for name, p in trainer.ref_model.named_parameters()}
+    assert set(before) == set(weights(trainer))
+    trainer.train()
+    assert all(torch.equal(old, trainer.ref_model.get_parameter(name)) for name, old in before.items())
+    assert changed(trainer, before) == set(before)

@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers import LlamaForSequenceClassification as Judge
 from transformers.trainer_utils import get_last_checkpoint
-from trl_runs import ROWS, SMALL, Stream, changed, made, messages, unique_letters, weights
+from trl_runs import ROWS, SMALL, Stream, changed, messages, unique_letters, weights
 
 import covey.trl
 from covey.errors import ConfigError
@@ -67,8 +67,8 @@ MORE_OPTIONS: list[dict[str, Any]] = [
     ],
     ids=str,
 )
-def test_options_that_train(options: dict[str, Any], folder: Path, tmp_path: Path) -> None:
-    trainer = made(folder, tmp_path, [unique_letters, lengths], **options)
+def test_options_that_train(options: dict[str, Any], make: Any) -> None:
+    trainer = make([unique_letters, lengths], **options)
     before = weights(trainer)
     output = trainer.train()
     assert output.global_step == trainer.state.global_step == trainer.args.max_steps
@@ -78,7 +78,7 @@ def test_options_that_train(options: dict[str, Any], folder: Path, tmp_path: Pat
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
 
 
-def test_a_generation_is_trained_on_in_several_optimiser_steps(folder: Path, tmp_path: Path) -> None:
+def test_a_generation_is_trained_on_in_several_optimiser_steps(make: Any, tmp_path: Path) -> None:
     """`max_steps` and the learning rate count optimiser steps, whatever a generation is used for."""
     steps = []
 
@@ -87,27 +87,27 @@ def test_a_generation_is_trained_on_in_several_optimiser_steps(folder: Path, tmp
             steps.append(state.global_step)
 
     options = {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 6, "logging_steps": 1}
-    made(folder, tmp_path, callbacks=[Watch()], **options).train()
+    make(callbacks=[Watch()], **options).train()
     assert steps == [1, 2, 3, 4, 5, 6]
     records = [json.loads(line) for line in (tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()]
     assert [record["policy_version"] for record in records] == [1, 5]  # two generations, of 4 and of 2 steps
     assert records[-1]["learning_rate"] == pytest.approx(0.1 * (1 - 5 / 6))
 
 
-def test_without_max_steps_epochs_count_whole_generations(folder: Path, tmp_path: Path) -> None:
-    trainer = made(folder, tmp_path, max_steps=-1, num_train_epochs=2, logging_strategy="epoch")
+def test_without_max_steps_epochs_count_whole_generations(make: Any) -> None:
+    trainer = make(max_steps=-1, num_train_epochs=2, logging_strategy="epoch")
     assert trainer.train().global_step == 8
     assert [record["epoch"] for record in trainer.state.log_history] == [1.0, 2.0, 2.0]
 
 
-def test_the_cap_of_cispo_is_trls(folder: Path, tmp_path: Path) -> None:
+def test_the_cap_of_cispo_is_trls(make: Any) -> None:
     """Where no upper range is given, TRL caps at `epsilon`; Covey's own default is 5."""
     for given, cap in (({}, 0.2), ({"epsilon": 0.3}, 0.3), ({"epsilon_high": 4.0}, 4.0)):
-        trainer = made(folder, tmp_path, loss_type="cispo", **given)
+        trainer = make(loss_type="cispo", **given)
         assert trainer.run.args.algorithm.loss_parameters["epsilon_max"] == cap
 
 
-def test_a_mean_is_of_what_was_judged(folder: Path, tmp_path: Path) -> None:
+def test_a_mean_is_of_what_was_judged(make: Any) -> None:
     calls: list[int] = []
 
     def now_and_then(completions: list[Any], **columns: Any) -> list[float | None]:
@@ -117,18 +117,18 @@ def test_a_mean_is_of_what_was_judged(folder: Path, tmp_path: Path) -> None:
     def never(completions: list[Any], **columns: Any) -> list[None]:
         return [None for _ in completions]
 
-    trainer = made(folder, tmp_path, [unique_letters, now_and_then, never])
+    trainer = make([unique_letters, now_and_then, never])
     trainer.train()
     last = trainer.state.log_history[-1]
     assert (last["rewards/now_and_then/mean"], last["rewards/never/mean"]) == (1.5, None)
 
 
-def test_reward_models(folder: Path, tmp_path: Path) -> None:
+def test_reward_models(make: Any, tmp_path: Path) -> None:
     judge, tokenizer = tmp_path / "reward-model", tiny_tokenizer()
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     Judge(LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **shape)).save_pretrained(judge)
     tokenizer.save_pretrained(judge)
-    trainer = made(folder, tmp_path / "out", [str(judge), unique_letters])
+    trainer = make([str(judge), unique_letters], out=tmp_path / "out")
     trainer.train()
     assert trainer.reward_func_names == ["reward-model", "unique_letters"]
     assert "rewards/reward-model/mean" in trainer.state.log_history[-1]
@@ -138,30 +138,30 @@ def test_reward_models(folder: Path, tmp_path: Path) -> None:
         wanted = model(**tokenizer("Flat is bad", return_tensors="pt", add_special_tokens=False)).logits.item()
     assert reward == pytest.approx(wanted, abs=1e-6)
     with pytest.raises(ValueError, match="must match"):
-        made(folder, tmp_path, [model, unique_letters], reward_processing_classes=AutoTokenizer.from_pretrained(judge))
+        make([model, unique_letters], reward_processing_classes=AutoTokenizer.from_pretrained(judge))
 
 
-def test_a_stream_of_conversations(folder: Path, tmp_path: Path) -> None:
-    trainer = made(folder, tmp_path, rows=Stream(cycle(CHATS)))
+def test_a_stream_of_conversations(make: Any, tmp_path: Path) -> None:
+    trainer = make(rows=Stream(cycle(CHATS)))
     assert trainer.train().global_step == 3
     (texts,) = trainer.generate([CHATS[0]["prompt"]], num_generations=2)
     assert len(texts) == 2
     with pytest.raises(ValueError, match="set max_steps"):
-        made(folder, tmp_path / "b", rows=Stream(CHATS), max_steps=-1)
+        make(out=tmp_path / "b", rows=Stream(CHATS), max_steps=-1)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_lora(wrapped: bool, folder: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+def test_lora(wrapped: bool, make: Any, model_folder: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="float32")
     lora = LoraConfig(target_modules=["q_proj", "v_proj"])
     model, config = (get_peft_model(model, lora), None) if wrapped else (model, lora)
-    trainer = made(model, tmp_path, peft_config=config)
+    trainer = make(model=model, peft_config=config)
     assert isinstance(trainer.model, PeftModel)
     before = weights(trainer)
     trainer.train()
     assert changed(trainer, before) == {name for name in before if ".lora_" in name}
     trainer.save_model(tmp_path / "saved")
-    fresh = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    fresh = AutoModelForCausalLM.from_pretrained(model_folder, dtype="float32")
     read = PeftModel.from_pretrained(fresh, tmp_path / "saved")
     ids = torch.tensor([[5, 6, 7]])
     assert torch.allclose(read(ids).logits, trainer.model(ids).logits, atol=1e-5)
@@ -170,10 +170,10 @@ def test_lora(wrapped: bool, folder: Path, tmp_path: Path) -> None:
 class TestRecords:
     """Logs, evaluations and callbacks, as transformers' users expect them."""
 
-    def test_logs_and_evaluations(self, folder: Path, tmp_path: Path) -> None:
+    def test_logs_and_evaluations(self, make: Any) -> None:
         options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3, "eval_on_start": True}
         options |= {"logging_steps": 2, "max_steps": 5, "logging_first_step": True}
-        trainer = made(folder, tmp_path, unique_letters, ROWS, ROWS[:2], **options)
+        trainer = make(unique_letters, ROWS, ROWS[:2], **options)
         trainer.train()
         history = trainer.state.log_history
         assert [r["step"] for r in history if "eval_reward" in r] == [0, 2, 4, 5]
@@ -185,7 +185,7 @@ class TestRecords:
         found = trainer.evaluate({"first": ROWS[:1], "second": ROWS[1:]})
         assert {"eval_first_reward", "eval_second_reward"} <= found.keys()
 
-    def test_callbacks_and_the_state_that_rewards_see(self, folder: Path, tmp_path: Path) -> None:
+    def test_callbacks_and_the_state_that_rewards_see(self, make: Any) -> None:
         seen: list[str] = []
         steps = []
 
@@ -215,7 +215,7 @@ class TestRecords:
             return [float(n) for n, _ in enumerate(completions)]
 
         callbacks = [Watcher, PrinterCallback(), ProgressCallback()]
-        trainer = made(folder, tmp_path, reward, logging_steps=1, callbacks=callbacks)
+        trainer = make(reward, logging_steps=1, callbacks=callbacks)
         trainer.remove_callback(PrinterCallback)
         assert isinstance(trainer.pop_callback(ProgressCallback), ProgressCallback)
         trainer.add_callback(ProgressCallback)
@@ -223,7 +223,7 @@ class TestRecords:
         assert seen == ["init", "step 1", "log", "step 2", "log", "log", "end"]
         assert steps == [0, 1]
 
-    def test_callbacks_may_ask_whatever_the_strategies_say(self, folder: Path, tmp_path: Path) -> None:
+    def test_callbacks_may_ask_whatever_the_strategies_say(self, make: Any, tmp_path: Path) -> None:
         rates: list[float] = []
 
         class Ask(TrainerCallback):
@@ -233,7 +233,7 @@ class TestRecords:
                 return control
 
         options = {"callbacks": [Ask()], "max_steps": 4, "save_strategy": "no"}
-        trainer = made(folder, tmp_path, unique_letters, ROWS, ROWS[:1], **options)
+        trainer = make(unique_letters, ROWS, ROWS[:1], **options)
         trainer.train()
         assert (tmp_path / "checkpoint-2").is_dir()
         assert [record["step"] for record in trainer.state.log_history if "eval_reward" in record] == [2]
@@ -247,24 +247,24 @@ def checkpoints(folder: Path) -> list[str]:
 class TestFolders:
     """Where a transformers user finds what a run leaves behind."""
 
-    def test_checkpoints_and_resuming(self, folder: Path, tmp_path: Path) -> None:
+    def test_checkpoints_and_resuming(self, make: Any, tmp_path: Path) -> None:
         class Stop(TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 control.should_training_stop = state.global_step == 3
 
-        whole = made(folder, tmp_path / "a", max_steps=4)
+        whole = make(out=tmp_path / "a", max_steps=4)
         whole.train()
         out, options = tmp_path / "b", {"max_steps": 4, "save_steps": 2}
-        made(folder, out, callbacks=[Stop], **options).train()
+        make(out=out, callbacks=[Stop], **options).train()
         assert get_last_checkpoint(out) == str(out / "checkpoint-3")
         assert AutoModelForCausalLM.from_pretrained(out / "checkpoint-2").config.model_type == "llama"
-        resumed = made(folder, out, **options)
+        resumed = make(out=out, **options)
         resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
         assert resumed.state.global_step == 4
         assert changed(resumed, weights(whole)) == set()
 
     @pytest.mark.parametrize("strategy", ["steps", "no"])
-    def test_what_a_stopped_run_says_of_resuming_holds(self, strategy: str, folder: Path, tmp_path: Path) -> None:
+    def test_what_a_stopped_run_says_of_resuming_holds(self, strategy: str, make: Any, tmp_path: Path) -> None:
         """Also where no checkpoints are wanted: the one of the stop is there."""
         calls = []
 
@@ -275,32 +275,32 @@ class TestFolders:
             return unique_letters(completions)
 
         with pytest.raises(RuntimeError, match="the judge is away"):
-            made(folder, tmp_path, fragile, save_strategy=strategy).train()
+            make(fragile, save_strategy=strategy).train()
         said = (tmp_path / "covey" / "log.txt").read_text()
         assert "Nothing is lost: continue with `trainer.train(resume_from_checkpoint=True)`" in said
-        resumed = made(folder, tmp_path, save_strategy=strategy)
+        resumed = make(save_strategy=strategy)
         assert resumed.train(resume_from_checkpoint=True).global_step == 3
         assert json.loads((tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1
 
-    def test_training_again(self, folder: Path, tmp_path: Path) -> None:
+    def test_training_again(self, make: Any, tmp_path: Path) -> None:
         """A second `train`, and a cell that is run again, begin a new run. Nothing of the first one is lost, and its
         checkpoints go aside with it: their counts are not those of the new run.
         """
         options = {"save_steps": 1, "save_total_limit": 2}
-        trainer = made(folder, tmp_path, max_steps=4, **options)
+        trainer = make(max_steps=4, **options)
         trainer.train()
         assert checkpoints(tmp_path) == ["checkpoint-3", "checkpoint-4"]
         assert len(list((tmp_path / "covey" / "checkpoints").glob("step_*"))) == 2
         before = weights(trainer)
         assert trainer.train().global_step == 4
         assert changed(trainer, before)
-        made(folder, tmp_path, max_steps=2, **options).train()
+        make(max_steps=2, **options).train()
         assert {path.name for path in tmp_path.glob("covey*")} == {"covey", "covey-1", "covey-2"}
         assert checkpoints(tmp_path) == ["checkpoint-1", "checkpoint-2"]
-        assert made(folder, tmp_path, **options).train(resume_from_checkpoint=True).global_step == 3
+        assert make(**options).train(resume_from_checkpoint=True).global_step == 3
 
-    def test_saving(self, folder: Path, tmp_path: Path) -> None:
-        trainer = made(folder, tmp_path)
+    def test_saving(self, make: Any, tmp_path: Path) -> None:
+        trainer = make()
         metrics = trainer.train().metrics
         trainer.log_metrics("train", metrics)
         trainer.save_metrics("train", metrics)
@@ -314,11 +314,11 @@ class TestFolders:
         assert trainer.accelerator.unwrap_model(trainer.model) is trainer.model
 
 
-def test_an_optimiser_of_ones_own(folder: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+def test_an_optimiser_of_ones_own(make: Any, model_folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="float32")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    trainer = made(model, tmp_path, optimizers=(optimizer, schedule))
+    trainer = make(model=model, optimizers=(optimizer, schedule))
     before = weights(trainer)
     trainer.train()
     assert changed(trainer, before)
@@ -367,18 +367,16 @@ def test_config_is_training_arguments(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_impossible_is_one_clear_error(
-    options: dict[str, Any], message: str, folder: Path, tmp_path: Path
-) -> None:
+def test_what_is_impossible_is_one_clear_error(options: dict[str, Any], message: str, make: Any) -> None:
     with pytest.raises(ValueError, match=message):
-        made(folder, tmp_path, **options)
+        make(**options)
 
 
-def test_what_has_no_effect_is_said(folder: Path, tmp_path: Path) -> None:
+def test_what_has_no_effect_is_said(make: Any) -> None:
     with pytest.warns(UserWarning, match="label_smoothing_factor=0.1 has no effect"):
-        made(folder, tmp_path, use_liger_kernel=False, torch_compile=False, label_smoothing_factor=0.1)
+        make(use_liger_kernel=False, torch_compile=False, label_smoothing_factor=0.1)
     with pytest.warns(UserWarning, match="paged_adamw_32bit': runs as plain AdamW"):
-        made(folder, tmp_path, optim="paged_adamw_32bit")
+        make(optim="paged_adamw_32bit")
 
 
 def test_the_documented_table_is_that_of_the_code() -> None:
@@ -395,13 +393,13 @@ def test_every_field_has_a_meaning() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:vllm")
-def test_a_script_of_an_earlier_version(folder: Path, tmp_path: Path) -> None:
+def test_a_script_of_an_earlier_version(make: Any) -> None:
     """Options that TRL no longer has, as the most copied scripts give them."""
     options: dict[str, Any] = {"run_name": "old", "adam_beta2": 0.99, "warmup_ratio": 0.1, "save_steps": 100}
     options |= {"lr_scheduler_type": "cosine", "logging_steps": 1, "bf16": True, "max_prompt_length": 4}
     options |= {"evaluation_strategy": "no", "max_grad_norm": 0.1, "log_on_each_node": False, "use_vllm": False}
     options |= {"vllm_gpu_memory_utilization": 0.3, "vllm_device": "cuda:0"}
-    trainer = made(folder, tmp_path, **options)
+    trainer = make(**options)
     assert max(len(prompt.token_ids) for prompt in trainer.run.prompts) == 4
     assert trainer.train().global_step == 3
 
@@ -439,20 +437,20 @@ def test_a_subclass_that_would_have_no_effect_is_refused() -> None:
             def compute_loss(self, *args: Any, **kwargs: Any) -> None: ...
 
 
-def test_a_subclass_adds_to_what_is_logged(folder: Path, tmp_path: Path) -> None:
+def test_a_subclass_adds_to_what_is_logged(model_folder: Path, tmp_path: Path) -> None:
     class Mine(GRPOTrainer):
         def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
             super().log(logs | {"mine": len(logs)})
 
     args = GRPOConfig(str(tmp_path), **SMALL, logging_steps=2)
-    trainer = Mine(str(folder), unique_letters, args, ROWS, eval_dataset=ROWS[:1])
+    trainer = Mine(str(model_folder), unique_letters, args, ROWS, eval_dataset=ROWS[:1])
     trainer.train()
     trainer.evaluate()
     assert len(trainer.state.log_history) == 3
     assert all(record["mine"] > 3 for record in trainer.state.log_history)
 
 
-def test_errors_of_a_reward_function_explain_the_commonest_slips(folder: Path, tmp_path: Path) -> None:
+def test_errors_of_a_reward_function_explain_the_commonest_slips(make: Any) -> None:
     def words(completions: list[Any], **columns: Any) -> list[float]:
         return [float(len(completion.split())) for completion in completions]
 
@@ -460,15 +458,13 @@ def test_errors_of_a_reward_function_explain_the_commonest_slips(folder: Path, t
         return [1.0]
 
     with pytest.raises(RuntimeError, match=r'take its text by completion\[0\]\["content"\]'):
-        made(folder, tmp_path, words, CHATS).train()
+        make(words, CHATS).train()
     with pytest.raises(ValueError, match="'one' returned 1 rewards for 3 completions"):
-        made(folder, tmp_path, one).train()
+        make(one).train()
 
 
 @pytest.mark.parametrize(("limit", "in_main_thread"), [(None, True), (30.0, False)])
-def test_reward_functions_have_a_time_limit_if_one_is_set(
-    folder: Path, tmp_path: Path, limit: float | None, in_main_thread: bool
-) -> None:
+def test_reward_functions_have_a_time_limit_if_one_is_set(make: Any, limit: float | None, in_main_thread: bool) -> None:
     """Without one they are called in the main thread, as by TRL, where they may use signals."""
     seen = []
 
@@ -476,13 +472,13 @@ def test_reward_functions_have_a_time_limit_if_one_is_set(
         seen.append(threading.current_thread() is threading.main_thread())
         return messages(completions)
 
-    trainer = made(folder, tmp_path, where, reward_timeout=limit)
+    trainer = make(where, reward_timeout=limit)
     trainer.train()
     assert set(seen) == {in_main_thread}
     assert trainer.run.data.scorer.timeout == limit
 
 
-def test_nothing_assigns_to_a_part_of_a_finished_trainer(folder: Path, tmp_path: Path) -> None:
+def test_nothing_assigns_to_a_part_of_a_finished_trainer(make: Any) -> None:
     """What samples, scores, steps and listens is given to the constructor; no file of the door swaps a part later."""
     swapped = []
     for path in Path(covey.trl.__file__).parent.rglob("*.py"):
@@ -494,5 +490,5 @@ def test_nothing_assigns_to_a_part_of_a_finished_trainer(folder: Path, tmp_path:
                 if re.match(r"(self\.|trainer\.)?run\b", text) and (called or isinstance(target, ast.Attribute)):
                     swapped += [f"{path.name}:{node.lineno}: {text}"] if text != "self.run" else []  # type: ignore[attr-defined]
     assert swapped == []
-    run = made(folder, tmp_path).run
+    run = make().run
     assert not {name for name in vars(run) if callable(getattr(type(run), name, None))}  # no method is replaced
