@@ -63,8 +63,7 @@ def of_case(model: Any, tokenizer: Any, options: dict[str, Any], folder: str) ->
     args = {"num_iterations": 2} | {n: v for n, v in options.items() if n not in ("use_vllm", "beta")}
     args |= {"per_device_train_batch_size": N // parts, "num_generations": 3, "max_completion_length": T}
     config = GRPOConfig(folder, use_cpu=True, bf16=False, report_to="none", gradient_checkpointing=False, **args)
-    rewards = [lambda **_: [0.0] * N, lambda **_: [0.0] * N]
-    rows = Dataset.from_list([{"prompt": "x"}] * N)
+    rewards, rows = [lambda **_: [0.0] * N] * 2, Dataset.from_list([{"prompt": "x"}] * N)
     trainer = Named(model, rewards, config, rows, processing_class=tokenizer)
     trainer.setup(options)
     model.train()
@@ -75,32 +74,16 @@ def of_case(model: Any, tokenizer: Any, options: dict[str, Any], folder: str) ->
     for part in range(parts):
         trainer.rows = slice(part * N // parts, (part + 1) * N // parts)
         own = {n: v[trainer.rows] if torch.is_tensor(v) and v.ndim else v for n, v in made.items()}
-        loss = trainer._compute_loss(model, own)
-        loss.backward()
+        (loss := trainer._compute_loss(model, own)).backward()
         total += float(loss.detach())
     gradients = [torch.zeros(N, T) if each.grad is None else each.grad for each in trainer.moving]
     found = {"options": options, "loss": total, "advantages": made["advantages"].tolist()}
-    found |= {"gradient": gradients[0].tolist()}
+    found["gradient"] = gradients[0].tolist()
     if gradients[1].any():
         found["entropy_gradient"] = gradients[1].tolist()
     if options.get("use_adaptive_entropy"):
         found["entropy_coef"] = trainer.entropy_coef
     return found
-
-
-def rounded(value: Any) -> Any:
-    """Six significant digits."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, list):
-        return [rounded(each) for each in value]
-    return {name: rounded(each) for name, each in value.items()} if isinstance(value, dict) else value
-
-
-def defaults() -> dict[str, Any]:
-    """What `GRPOConfig("out")` holds, but for what is this machine's."""
-    values = GRPOConfig("out", use_cpu=True).to_dict()
-    return {name: values[name] for name in sorted(values) if name not in ("use_cpu", "bf16", "logging_dir")}
 
 
 def main() -> None:
@@ -112,9 +95,12 @@ def main() -> None:
     model = LlamaForCausalLM(size)
     with tempfile.TemporaryDirectory() as folder:
         cases = [of_case(model, tokenizer, case["options"], folder) for case in GIVEN["cases"]]
-    whole = {name: value for name, value in GIVEN.items() if name != "cases"} | {"defaults": defaults()}
+    values = GRPOConfig("out", use_cpu=True).to_dict()
+    defaults = {name: values[name] for name in sorted(values) if name not in ("use_cpu", "bf16", "logging_dir")}
+    whole = {name: value for name, value in GIVEN.items() if name != "cases"} | {"defaults": defaults}
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in whole.items()]
-    lines.append('"cases": [\n' + ",\n".join(json.dumps(rounded(case)) for case in cases) + "\n]")
+    rounded = json.loads(json.dumps(cases), parse_float=lambda text: float(f"{float(text):.6g}"))
+    lines.append('"cases": [\n' + ",\n".join(map(json.dumps, rounded)) + "\n]")
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 

@@ -10,22 +10,16 @@ import torch
 from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM, LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
-from trl_runs import made
 
 from command import Command
 from covey.errors import HubError
-from covey.trl import GRPOTrainer
 from fake_hub import TOKEN, fake_hub
 
-
-def make(model: Path, output: Path, peft: bool = False, **options: Any) -> GRPOTrainer:
-    lora = LoraConfig(target_modules=["q_proj"]) if peft else None
-    trainer: GRPOTrainer = made(model, output, learning_rate=0.01, max_steps=1, peft_config=lora, **options)
-    return trainer
+LORA: dict[str, Any] = {"peft_config": LoraConfig(target_modules=["q_proj"]), "learning_rate": 0.01, "max_steps": 1}
 
 
-def test_a_trained_model_is_uploaded(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = make(model_folder, tmp_path / "tiny-GRPO", save_steps=1, hub_token=TOKEN)
+def test_a_trained_model_is_uploaded(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(out=tmp_path / "tiny-GRPO", max_steps=1, save_steps=1, hub_token=TOKEN)
     trainer.train()
     with fake_hub(monkeypatch) as hub:
         place = trainer.push_to_hub("First try", dataset_name="me/rows", tags="poetry")
@@ -41,10 +35,10 @@ def test_a_trained_model_is_uploaded(model_folder: Path, tmp_path: Path, monkeyp
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-GRPO").config.model_type == "llama"
 
 
-def test_the_end_of_training_uploads(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_training_uploads(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub_options = {"hub_model_id": "us/named", "hub_token": TOKEN, "hub_private_repo": True, "hub_revision": "draft"}
     with fake_hub(monkeypatch) as hub:
-        trainer = make(model_folder, tmp_path, peft=True, push_to_hub=True, **hub_options)
+        trainer = make(**LORA, push_to_hub=True, **hub_options)
         assert hub.private == {"us/named": True}  # found out before anything is trained
         trainer.train()
         assert hub.messages == ["End of training"]
@@ -56,9 +50,9 @@ def test_the_end_of_training_uploads(model_folder: Path, tmp_path: Path, monkeyp
     assert "AutoPeftModelForCausalLM" in (tmp_path / "README.md").read_text()
 
 
-def test_covey_export_reads_the_run(covey: Command, model_folder: Path, tmp_path: Path) -> None:
+def test_covey_export_reads_the_run(covey: Command, make: Any, model_folder: Path, tmp_path: Path) -> None:
     """Final weights and those of a checkpoint, though the adapter's form is in no setting of the run."""
-    trainer = make(model_folder, tmp_path, peft=True, save_steps=1)
+    trainer = make(**LORA, save_steps=1)
     trainer.train()
     for options in ((), ("--checkpoint", 1)):
         out = tmp_path / f"export{len(options)}"
@@ -72,22 +66,20 @@ def test_covey_export_reads_the_run(covey: Command, model_folder: Path, tmp_path
     assert str(model_folder) not in card  # a path means nothing elsewhere
 
 
-def test_a_card_before_and_without_a_run(model_folder: Path, tmp_path: Path) -> None:
-    make(model_folder, tmp_path).create_model_card(model_name="mine", tags=["a", "b"])
+def test_a_card_before_and_without_a_run(make: Any, tmp_path: Path) -> None:
+    make().create_model_card(model_name="mine", tags=["a", "b"])
     card = ModelCard.load(tmp_path / "README.md")
     assert {"a", "b", "covey"} <= set(card.data.tags)
     assert "# mine" in card.text
     assert "Held out" not in card.text
 
 
-def test_missing_rights_are_one_clear_error(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_rights_are_one_clear_error(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_hub(monkeypatch) as hub:
         for token, message in ((None, "log in with"), ("hf_read", "this token may only read")):
             with pytest.raises(HubError, match=message):
-                make(model_folder, tmp_path / "a", push_to_hub=True, hub_token=token)
-        trainer = make(model_folder, tmp_path / "b", push_to_hub=True, hub_token=TOKEN)
+                make(out=tmp_path / "a", push_to_hub=True, hub_token=token)
+        trainer = make(out=tmp_path / "b", max_steps=1, push_to_hub=True, hub_token=TOKEN)
 
         class Revoke(TrainerCallback):
             def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -99,7 +99,5 @@ def test_what_is_not_possible(folder: Path, tmp_path: Path) -> None:
 def test_a_script_s_arguments() -> None:
     assert get_quantization_config(ModelConfig()) is None
     eight, four = (get_quantization_config(ModelConfig(**{name: True})) for name in ("load_in_8bit", "load_in_4bit"))
-    assert eight is not None
     assert eight.load_in_8bit
-    assert four is not None
     assert (four.load_in_4bit, four.bnb_4bit_quant_type, four.bnb_4bit_use_double_quant) == (True, "nf4", False)

@@ -29,21 +29,20 @@ from covey.trl.tables import columns, send, show
 from covey.trl.translate import settings
 
 
-def test_a_batch_below_one_group_is_raised_to_one() -> None:
-    with pytest.warns(UserWarning, match="per_device_train_batch_size=1 times gradient_accumulation_steps=4"):
-        args = GRPOConfig("out", num_generations=16, per_device_train_batch_size=1, gradient_accumulation_steps=4)
-    assert (args.per_device_train_batch_size, args.generation_batch_size) == (16, 64)
-    with pytest.raises(ConfigError, match="whole groups"):  # not where the generation's size is the script's choice
-        GRPOConfig("out", num_generations=16, per_device_train_batch_size=1, steps_per_generation=4)
-
-
 def test_options_of_other_machines_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch below one group is raised to one, but not where the generation's size is the script's choice."""
+    batch = {"num_generations": 16, "per_device_train_batch_size": 1}
+    with pytest.warns(UserWarning, match="per_device_train_batch_size=1 times gradient_accumulation_steps=4"):
+        args = GRPOConfig("out", **batch, gradient_accumulation_steps=4)
+    assert (args.per_device_train_batch_size, args.generation_batch_size) == (16, 64)
+    with pytest.raises(ConfigError, match="whole groups"):
+        GRPOConfig("out", **batch, steps_per_generation=4)
     monkeypatch.setattr("covey.trl.arguments.is_torch_tf32_available", lambda: False)
     with pytest.warns(UserWarning, match="tf32=True has no effect"):
         args = GRPOConfig("out", tf32=True, report_to=None)
     assert (args.tf32, args.report_to) == (None, [])
-    assert GRPOConfig("out", report_to=["none"]).report_to == []
-    assert GRPOConfig("out", report_to=["tensorboard"]).report_to == ["tensorboard"]
+    for given, kept in ((["none"], []), (["tensorboard"], ["tensorboard"])):
+        assert GRPOConfig("out", report_to=given).report_to == kept
 
 
 class Letters(torch.utils.data.Dataset[dict[str, str]]):
@@ -191,28 +190,23 @@ def test_the_server_says_what_it_is(body: dict[str, Any] | None, kind: str, monk
     assert found.sampling.top_k == 0
 
 
-@pytest.fixture
-def installed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("arguments", "translate"):
-        monkeypatch.setattr(f"covey.trl.{module}.vllm_is_installed", lambda: request.param)
+def test_vllm_in_this_process_if_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed(found: bool) -> None:
+        for module in ("arguments", "translate"):
+            monkeypatch.setattr(f"covey.trl.{module}.vllm_is_installed", lambda: found)
 
-
-@pytest.mark.parametrize("installed", [False], indirect=True)
-def test_vllm_in_this_process_is_said_to_be_none_where_it_is_not_installed(installed: None) -> None:
-    args = GRPOConfig("out", use_vllm=True, vllm_mode="colocate")
-    (said,) = warned(args)
-    assert said.startswith("use_vllm=True with vllm_mode='colocate' has no effect: vLLM is not installed here")
-    assert settings(args, num_prompts=8, lora=True).sampling.engine == "covey"
-    assert not list(warned(GRPOConfig("out")))
-
-
-@pytest.mark.parametrize("installed", [True], indirect=True)
-def test_vllm_in_this_process(installed: None) -> None:
     def asked(**more: Any) -> Any:
         args = GRPOConfig("out", use_vllm=True, **more)
         assert not list(warned(args))
         return settings(args, num_prompts=8, lora=True)
 
+    installed(False)
+    args = GRPOConfig("out", use_vllm=True, vllm_mode="colocate")
+    (said,) = warned(args)
+    assert said.startswith("use_vllm=True with vllm_mode='colocate' has no effect: vLLM is not installed here")
+    assert settings(args, num_prompts=8, lora=True).sampling.engine == "covey"
+    assert not list(warned(GRPOConfig("out")))
+    installed(True)
     plain, arguments = asked(), {"enable_sleep_mode": False, "tensor_parallel_size": 1}
     assert (plain.sampling.engine, plain.vllm.gpu_memory_utilization) == ("vllm", 0.3)
     assert plain.vllm.llm_arguments == arguments
@@ -251,12 +245,6 @@ def test_a_generate_that_was_replaced_samples(where: str, make: Any) -> None:
     assert last["completions/clipped_ratio"] == pytest.approx(1 / 3)
     assert last["sampling/sampling_logp_difference/max"] == pytest.approx(0, abs=1e-4)
     assert changed(trainer, before) == set(before)
-
-
-def test_the_engine_samples_where_nothing_was_replaced(make: Any) -> None:
-    trainer = make(Seen(), max_steps=2)
-    with patch.object(type(trainer.run.engine), "turns", side_effect=AssertionError):
-        trainer.train()
 
 
 @pytest.mark.slow
@@ -309,25 +297,20 @@ def test_formulas_by_hand() -> None:
         assert kept.int().tolist() == expected
     gate = GRPOTrainer.get_sapo_token_loss(torch.tensor([1.0, 2.0]), 2.0)
     assert gate.tolist() == pytest.approx([1.0, 2 / (1 + math.exp(-2))])
-    kept = GRPOTrainer.get_off_policy_mask(
-        torch.tensor([[-1.0], [-1.0], [1.0]]),
-        torch.tensor([[-3.0, 0.0], [-1.0, 50.0], [-9.0, -9.0]]),
-        torch.zeros(3, 2),
-        torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]]),
-        1.2,
-    )
-    assert kept.tolist() == [[0.0], [1.0], [1.0]]
-    phi = GRPOTrainer.get_gamma_weights(
-        torch.tensor([[1.0], [-1.0]]), torch.tensor([[0.1, 0.2], [0.1, 7.0]]), torch.tensor([[1, 1], [1, 0]]), None
-    )
+    policy, mask = [[-3.0, 0.0], [-1.0, 50.0], [-9.0, -9.0]], [[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]]
+    given = map(torch.tensor, ([[-1.0], [-1.0], [1.0]], policy, [[0.0, 0.0]] * 3, mask))
+    assert GRPOTrainer.get_off_policy_mask(*given, 1.2).tolist() == [[0.0], [1.0], [1.0]]
+    given = map(torch.tensor, ([[1.0], [-1.0]], [[0.1, 0.2], [0.1, 7.0]], [[1, 1], [1, 0]]))
+    phi = GRPOTrainer.get_gamma_weights(*given, None)
     w, v = math.exp(0.3), math.exp(0.1)
     assert phi[:, 0].tolist() == pytest.approx([w**2 * math.exp(3 * (1 - w)), v**3 * math.exp(2 * (1 - v))])
 
 
-def test_the_references_weights_can_be_read(make: Any) -> None:
-    trainer = make(Seen(), max_steps=2, beta=0.1)
+def test_the_engine_samples_where_nothing_was_replaced_and_the_reference_stays(make: Any) -> None:
+    trainer = make(max_steps=2, beta=0.1)
     before = {name: p.clone() for name, p in trainer.ref_model.named_parameters()}
     assert set(before) == set(weights(trainer))
-    trainer.train()
+    with patch.object(type(trainer.run.engine), "turns", side_effect=AssertionError):
+        trainer.train()
     assert all(torch.equal(old, trainer.ref_model.get_parameter(name)) for name, old in before.items())
     assert changed(trainer, before) == set(before)

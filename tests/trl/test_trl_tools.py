@@ -20,7 +20,6 @@ import torch
 from peft import LoraConfig
 from tiny_models import END_ID, tiny_model
 from trl_runs import OPENS, TOOLS, TURNS, Seen, add, changed, made, messages, tokenizer_of, weights
-from trl_runs import SMALL as SMALL_RUN
 
 import covey
 from covey.errors import ConfigError, DataError, GenerationError
@@ -36,7 +35,7 @@ from covey.trl.tools import Call, tool_schema
 
 TEMPLATE = TOOLS + TURNS + OPENS
 ROWS = [{"prompt": [{"role": "user", "content": text}], "secret": n} for n, text in enumerate(["Add", "Sum", "Plus"])]
-SMALL = SMALL_RUN | {"learning_rate": 0.01, "max_completion_length": 200, "max_steps": 1}
+SMALL = {"learning_rate": 0.01, "max_completion_length": 200, "max_steps": 1}
 Script = Callable[[int, int], str]
 """(sample, turn) -> what is said in that turn."""
 Agent = Callable[..., GRPOTrainer]
@@ -195,17 +194,14 @@ class TestTools:
         assert "no 1 today" in spoken
         assert "test_trl_tools.py" in spoken
 
-    def test_several_calls_at_once_keep_their_order(self, agent: Agent) -> None:
-        trainer = agent(said(call("later", a=1, b=1) + call("add", a=2, b=2), "ok"), tools=[add, later])
-        text = text_of(trainer, trainer.run.rollout().groups[0].episodes[0], sampled=False)
-        assert text.endswith("\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n")
-
-    def test_a_name_that_is_no_tool_is_not_written_into_the_template(self, agent: Agent) -> None:
-        """U+2402 marks the places of results in a template; in a name it would move them."""
-        trainer = agent(said(call("\u24020\u2402"), "ok"), tools=[add])
+    def test_several_calls_at_once_and_a_name_that_is_no_tool(self, agent: Agent) -> None:
+        """Calls keep their order. U+2402 marks places of results in a template, and is not written there as a name."""
+        calls = call("later", a=1, b=1) + call("add", a=2, b=2), call("\u24020\u2402")
+        trainer = agent(said(*calls, "ok"), tools=[add, later])
         told = text_of(trainer, trainer.run.rollout().groups[0].episodes[0], sampled=False)
-        assert told.count("There is no tool") == 1
-        assert told.count("<|im_start|>assistant") == 2  # the prompt's, and that of the second turn
+        two, wrong = told.split("<|im_start|>assistant")[1:3]
+        assert two == "\n\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n"
+        assert (wrong.count("There is no tool"), wrong.count("<|im_start|>")) == (1, 1)
 
     def test_limits(self, agent: Agent) -> None:
         """`max_tool_calling_iterations` counts rounds, `max_completion_length` every token after the prompt."""
@@ -278,11 +274,11 @@ class TestTools:
         assert calls == ([] if arguments is None else [Call("say", arguments)])
         assert content == (text if arguments is None else "x" if text.startswith("x") else "")
 
-    def test_a_call_that_was_cut_off_is_none(self) -> None:
-        assert calls_in('<tool_call>{"name": "f"', (), ended=False, bare=True)[1] == []
-        assert calls_in('<tool_call>{"name": "f"', (), ended=True, bare=True)[1][0].problem
-
     def test_calls_that_nobody_reads(self, caplog: pytest.LogCaptureFixture) -> None:
+        """One that was cut off is none; of forms that are not read a warning tells."""
+        cut = '<tool_call>{"name": "f"'
+        assert calls_in(cut, (), ended=False, bare=True)[1] == []
+        assert calls_in(cut, (), ended=True, bare=True)[1][0].problem
         ToolChat(tokenizer_of(TEMPLATE), (END_ID,), {})
         assert not caplog.records
         ToolChat(tokenizer_of(TEMPLATE.replace("tool_call>", "other>")), (END_ID,), {})
@@ -352,24 +348,21 @@ class TestEnvironments:
     def test_tools_resets_and_rewards(self, agent: Agent) -> None:
         Counter.made = 0
         seen = Seen(lambda environments, **_: [float(environment.count) for environment in environments])
-        trainer = agent(counting, seen, environment_factory=Counter, max_steps=2)
-        trainer.train()
-        assert Counter.made == 3
-        assert [e.count for e in trainer.environments or []] == [2, 4, 6]
-        assert [tool.__name__ for tool in trainer.tools] == ["increment"]
-        (row, _) = seen.all("environments")[0].resets
-        assert row.keys() == {"prompt", "secret"}
-        assert seen.all("prompts")[0][-1]["content"] == f"{row['prompt'][-1]['content']} {row['secret']}"
-        assert trainer.reward_func_names == ["seen"]
-        assert trainer.state.log_history[-1]["rewards/seen/mean"] == 4
-
-    def test_the_model_reads_what_a_reset_says(self, agent: Agent) -> None:
-        trainer = agent(counting, environment_factory=Counter, tools=[add])
+        trainer = agent(counting, seen, environment_factory=Counter, tools=[add], max_steps=2)
         (group,) = trainer.run.rollout().groups
         text = trainer.processing_class.decode(group.episodes[0].token_ids[: group.episodes[0].prompt_length])
         system = "".join(f"<|im_start|>system\n{name}<|im_end|>\n" for name in ("add", "increment"))
         asked = f"{group.prompt.content[0]['content']} {group.prompt.columns['secret']}"
         assert text == f"{system}<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
+        trainer.train()
+        assert Counter.made == 3
+        assert [e.count for e in trainer.environments or []] == [2, 4, 6]
+        assert [tool.__name__ for tool in trainer.tools] == ["add", "increment"]
+        row, *others = seen.all("environments")[0].resets
+        assert (row.keys(), len(others)) == ({"prompt", "secret"}, 2)
+        assert seen.all("prompts")[0][-1]["content"] == f"{row['prompt'][-1]['content']} {row['secret']}"
+        assert trainer.reward_func_names == ["seen"]
+        assert trainer.state.log_history[-1]["rewards/seen/mean"] == 4
 
     @pytest.mark.parametrize(("factory", "factor"), [(Paid, 1), (PaidLater, 2)])
     def test_rewards_of_their_own(self, factory: Any, factor: int, agent: Agent) -> None:
@@ -377,8 +370,8 @@ class TestEnvironments:
         trainer = agent(counting, None, None, environment_factory=factory)
         assert trainer.reward_func_names == [factory.__name__]
         trainer.train()
-        assert trainer.state.log_history[-1][f"rewards/{factory.__name__}/mean"] == 4 * factor
-        assert trainer.state.log_history[-1]["reward"] == 4 * factor
+        last = trainer.state.log_history[-1]
+        assert last[f"rewards/{factory.__name__}/mean"] == last["reward"] == 4 * factor
 
     def test_weights_beside_reward_functions(self, agent: Agent) -> None:
         trainer = agent(counting, environment_factory=Paid, reward_weights=[0.5])
@@ -406,8 +399,7 @@ class TestEnvironments:
         rows = [{"secret": n} for n in range(5)]
         trainer = agent(counting, None, rows, eval_dataset=rows, environment_factory=Paid)
         metrics = trainer.evaluate()
-        assert metrics["eval_rewards/Paid/mean"] == 4
-        assert metrics["eval_tools/call_frequency"] == 2
+        assert (metrics["eval_rewards/Paid/mean"], metrics["eval_tools/call_frequency"]) == (4, 2)
         assert len(trainer.environments or []) == 3  # no more at once than a training step has
 
 
@@ -468,8 +460,7 @@ class TestRolloutFunctions:
         assert (len(prompts), group, prompts[0]) == (3, 3, prompts[2])
         assert changed(trainer, before) == set(before)
         record = trainer.state.log_history[0]
-        assert record["rewards/reward/mean"] == 1
-        assert record["completions/mean_length"] == 3
+        assert (record["rewards/reward/mean"], record["completions/mean_length"]) == (1, 3)
         assert record["ratio/mean"] == pytest.approx(1, abs=1e-5)
         assert least <= record["sampling/sampling_logp_difference/max"] <= most
 
@@ -491,24 +482,14 @@ class TestRolloutFunctions:
 FOLLOWED = "{% if loop.nextitem is defined and loop.nextitem['role'] == 'tool' and m['role'] == 'tool' %}"
 LAST_ONLY = TURNS.replace("{{ '<|im_start|>'", FOLLOWED + "{% else %}{{ '<|im_start|>'")
 LAST_ONLY = LAST_ONLY.replace("<|im_end|>\n{% endfor %}", "<|im_end|>\n{% endif %}{% endfor %}")
-BAD = {
-    "no results": (
-        TOOLS + TURNS.replace("messages %}", "messages if m['role'] != 'tool' %}", 1),
-        "what a tool returned",
-    ),
-    "the last result only": (TOOLS + LAST_ONLY, "what each of 2 calls in a turn returned"),
-    "no tools": (TURNS, "does not show the model its tools"),
-}
+HIDDEN = TURNS.replace("messages %}", "messages if m['role'] != 'tool' %}", 1)
+ASKED = [
+    {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 1}'}},
+    {"id": "call_2", "type": "function", "function": {"name": "now", "arguments": ""}},
+]
 TRACE: list[dict[str, Any]] = [
     {"role": "user", "content": "1+1?", "tool_calls": None, "name": None},
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [
-            {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 1}'}},
-            {"id": "call_2", "type": "function", "function": {"name": "now", "arguments": ""}},
-        ],
-    },
+    {"role": "assistant", "content": None, "tool_calls": ASKED},
     {"role": "tool", "tool_call_id": "call_1", "content": "2"},
     {"role": "tool", "tool_call_id": "call_2", "content": "noon"},
 ]
@@ -518,6 +499,8 @@ SHOWN = (
     '<tool_call>{"name": "now", "arguments": {}}</tool_call><|im_end|>\n'
     "<|im_start|>tool\n2<|im_end|>\n<|im_start|>tool\nnoon<|im_end|>\n<|im_start|>assistant\n"
 )
+STARTED = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "It is"}]
+GOES_ON = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\nIt is"
 
 
 def begun(template: str, out: Path, rows: Any, tools: Any) -> str:
@@ -528,77 +511,75 @@ def begun(template: str, out: Path, rows: Any, tools: Any) -> str:
     return str(tokenizer.decode(episode.token_ids[: -episode.num_sampled]))
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_templates_that_hide_something_are_refused_at_the_start(name: str, tmp_path: Path) -> None:
-    template, message = BAD[name]
-    with pytest.raises(ConfigError, match=message):
-        begun(template + OPENS, tmp_path, [{"prompt": [{"role": "user", "content": "1+1?"}]}], [add])
+class TestTemplates:
+    @pytest.mark.parametrize(
+        ("template", "message"),
+        [
+            (TOOLS + HIDDEN, "what a tool returned"),
+            (TOOLS + LAST_ONLY, "what each of 2 calls in a turn returned"),
+            (TURNS, "does not show the model its tools"),
+        ],
+        ids=["no results", "the last result only", "no tools"],
+    )
+    def test_templates_that_hide_something_are_refused_at_the_start(
+        self, template: str, message: str, tmp_path: Path
+    ) -> None:
+        with pytest.raises(ConfigError, match=message):
+            begun(template + OPENS, tmp_path, [{"prompt": TRACE[:1]}], [add])
 
+    def test_results_of_several_calls(self) -> None:
+        """The turn before them is written with one call: some templates refuse more."""
+        check = "{% if (m['tool_calls'] or []) | length > 1 %}{{ raise_exception('one call at once') }}{% endif %}"
+        chat = ToolChat(tokenizer_of(TOOLS + TURNS.replace("%}", "%}" + check, 1) + OPENS), (END_ID,), {})
+        told = [{"role": "tool", "name": "add", "content": text} for text in ("2", "<|im_end|>", "\u24021\u2402")]
+        ids = chat.results(told, ended=False).tolist()
+        assert ids.count(END_ID) == 4  # of the turn before, and of three messages, none of a result
+        assert ids[0] == END_ID != chat.results(told[:1], ended=True)[0]
 
-def test_results_of_several_calls() -> None:
-    """The turn before them is written with one call: some templates refuse more."""
-    check = "{% if (m['tool_calls'] or []) | length > 1 %}{{ raise_exception('one call at once') }}{% endif %}"
-    chat = ToolChat(tokenizer_of(TOOLS + TURNS.replace("%}", "%}" + check, 1) + OPENS), (END_ID,), {})
-    told = [{"role": "tool", "name": "add", "content": text} for text in ("2", "<|im_end|>", "\u24021\u2402")]
-    ids = chat.results(told, ended=False).tolist()
-    assert ids.count(END_ID) == 4  # of the turn before, and of three messages, none of a result
-    assert ids[0] == END_ID != chat.results(told[:1], ended=True)[0]
+    def test_traces_of_openai_as_prompts(self, tmp_path: Path) -> None:
+        tokenizer = tokenizer_of(TEMPLATE)
+        (prompt,) = build_prompts([{"prompt": TRACE}], tokenizer)
+        assert tokenizer.decode(prompt.token_ids) == SHOWN
+        assert prompt.content[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": 1}
+        assert prompt.content[2] == {"role": "tool", "tool_call_id": "call_1", "content": "2"}
+        shown = begun(TEMPLATE, tmp_path, [{"prompt": TRACE}], [add])
+        assert shown == "<|im_start|>system\nadd<|im_end|>\n" + SHOWN
 
+    @pytest.mark.parametrize("arguments", ["{", "[]", "3", "null", "[" * 100_000])
+    def test_arguments_that_are_no_object(self, arguments: str) -> None:
+        call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+        trace = [TRACE[0], {"role": "assistant", "tool_calls": [call]}, TRACE[2]]
+        with pytest.raises(DataError, match=r"row 0: message 1 of the prompt: a tool call has arguments=.*JSON object"):
+            build_prompts([{"prompt": trace}], tokenizer_of(TURNS + OPENS))
 
-def test_traces_of_openai_as_prompts(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(TEMPLATE)
-    (prompt,) = build_prompts([{"prompt": TRACE}], tokenizer)
-    assert tokenizer.decode(prompt.token_ids) == SHOWN
-    assert isinstance(prompt.content, list)
-    assert prompt.content[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": 1}
-    assert prompt.content[2] == {"role": "tool", "tool_call_id": "call_1", "content": "2"}
-    shown = begun(TEMPLATE, tmp_path, [{"prompt": TRACE}], [add])
-    assert shown == "<|im_start|>system\nadd<|im_end|>\n" + SHOWN
+    def test_a_prompt_that_ends_with_the_assistant_is_continued(self, tmp_path: Path) -> None:
+        tokenizer, rows = tokenizer_of(TEMPLATE), [{"prompt": STARTED}]
+        (prompt,) = build_prompts(rows, tokenizer)
+        assert tokenizer.decode(prompt.token_ids) == GOES_ON
+        assert begun(TEMPLATE, tmp_path, rows, None) == GOES_ON
+        assert begun(TEMPLATE, tmp_path, rows, [add]) == "<|im_start|>system\nadd<|im_end|>\n" + GOES_ON
 
+    def test_a_reward_model_reads_one_turn(self) -> None:
+        model = RewardModel(tiny_model("llama"), tokenizer_of(TURNS))
+        text = model._text(STARTED, [{"role": "assistant", "content": " 2"}])
+        assert text == GOES_ON + " 2<|im_end|>\n"
 
-@pytest.mark.parametrize("arguments", ["{", "[]", "3", "null", "[" * 100_000])
-def test_arguments_that_are_no_object(arguments: str) -> None:
-    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
-    trace = [TRACE[0], {"role": "assistant", "tool_calls": [call]}, TRACE[2]]
-    with pytest.raises(DataError, match=r"row 0: message 1 of the prompt: a tool call has arguments=.*JSON object"):
-        build_prompts([{"prompt": trace}], tokenizer_of(TURNS + OPENS))
+    def test_an_answer_within_the_prompt_is_refused(self, tmp_path: Path) -> None:
+        tokenizer = tokenizer_of(TURNS + OPENS)
+        with pytest.raises(DataError, match="row 0: the column 'messages' ends with a message of the assistant"):
+            build_prompts([{"messages": STARTED}], tokenizer, prompt_column="messages")
+        args = covey.GRPOConfig(output_dir=str(tmp_path), prompt_column="messages", num_generations=2)
+        with pytest.raises(DataError, match="an answer leaves nothing to ask"):
+            covey.GRPOTrainer(tiny_model("llama"), messages, args, [{"messages": STARTED}], processing_class=tokenizer)
+        for last in (TRACE[1], {"role": "assistant", "content": " \n"}):
+            with pytest.raises(DataError, match="ends with a message of the assistant"):
+                build_prompts([{"prompt": [TRACE[0], last]}], tokenizer)
+        assert build_prompts([{"messages": STARTED[:1]}], tokenizer, prompt_column="messages")
 
-
-STARTED = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "It is"}]
-GOES_ON = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\nIt is"
-
-
-def test_a_prompt_that_ends_with_the_assistant_is_continued(tmp_path: Path) -> None:
-    tokenizer, rows = tokenizer_of(TEMPLATE), [{"prompt": STARTED}]
-    (prompt,) = build_prompts(rows, tokenizer)
-    assert tokenizer.decode(prompt.token_ids) == GOES_ON
-    assert begun(TEMPLATE, tmp_path, rows, None) == GOES_ON
-    assert begun(TEMPLATE, tmp_path, rows, [add]) == "<|im_start|>system\nadd<|im_end|>\n" + GOES_ON
-
-
-def test_a_reward_model_reads_one_turn() -> None:
-    model = RewardModel(tiny_model("llama"), tokenizer_of(TURNS))
-    text = model._text(STARTED, [{"role": "assistant", "content": " 2"}])
-    assert text == GOES_ON + " 2<|im_end|>\n"
-
-
-def test_an_answer_within_the_prompt_is_refused(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(TURNS + OPENS)
-    with pytest.raises(DataError, match="row 0: the column 'messages' ends with a message of the assistant"):
-        build_prompts([{"messages": STARTED}], tokenizer, prompt_column="messages")
-    args = covey.GRPOConfig(output_dir=str(tmp_path), prompt_column="messages", num_generations=2)
-    with pytest.raises(DataError, match="an answer leaves nothing to ask"):
-        covey.GRPOTrainer(tiny_model("llama"), messages, args, [{"messages": STARTED}], processing_class=tokenizer)
-    for last in (TRACE[1], {"role": "assistant", "content": " \n"}):
-        with pytest.raises(DataError, match="ends with a message of the assistant"):
-            build_prompts([{"prompt": [TRACE[0], last]}], tokenizer)
-    assert build_prompts([{"messages": STARTED[:1]}], tokenizer, prompt_column="messages")
-
-
-def test_the_run_knows_that_the_template_opened_the_thought(model_folder: Path, tmp_path: Path) -> None:
-    seen = Seen(think_format_reward)
-    opening = {"processing_class": tokenizer_of("{{ messages[0]['content'] }}{{ ' <think>' }}"), "logging_steps": 1}
-    made(model_folder, tmp_path, seen, ROWS, **opening, max_completion_length=4, max_steps=1).train()
-    assert all(end.endswith("<think>") for end in seen.all("prompt_ends"))
-    first = (tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()[0]
-    assert json.loads(first)["prompts/opened_tag"] == 1.0
+    def test_the_run_knows_that_the_template_opened_the_thought(self, model_folder: Path, tmp_path: Path) -> None:
+        seen = Seen(think_format_reward)
+        opening = {"processing_class": tokenizer_of("{{ messages[0]['content'] }}{{ ' <think>' }}"), "logging_steps": 1}
+        made(model_folder, tmp_path, seen, ROWS, **opening, max_completion_length=4, max_steps=1).train()
+        assert all(end.endswith("<think>") for end in seen.all("prompt_ends"))
+        first = (tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()[0]
+        assert json.loads(first)["prompts/opened_tag"] == 1.0

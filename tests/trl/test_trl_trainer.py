@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import threading
@@ -41,7 +40,15 @@ async def lengths(completions: list[Any], **columns: Any) -> list[float]:
     return messages(completions)
 
 
-MORE_OPTIONS: list[dict[str, Any]] = [
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"loss_type": "bnpo", "scale_rewards": False, "bf16": True},
+    {"loss_type": "grpo", "gradient_accumulation_steps": 2, "beta": 0.1, "use_bias_correction_kl": False},
+    {"loss_type": "dr_grpo", "delta": 2.0, "scale_rewards": "batch", "gradient_checkpointing": False},
+    {"loss_type": "cispo", "epsilon_high": 5.0, "num_iterations": 2},
+    {"loss_type": "sapo", "entropy_coef": 0.01, "scale_rewards": True, "cast_lm_head_to_fp32": True},
+    {"loss_type": "vespo", "fp16": True, "warmup_steps": 0.5},
+    # The others are slow.
     {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "top_p": 0.9, "top_k": 10, "min_p": 0.01},
     {"num_iterations": 2, "importance_sampling_level": "sequence"},
     {"steps_per_generation": 2, "max_steps": 4, "off_policy_mask_threshold": 0.5},
@@ -51,129 +58,104 @@ MORE_OPTIONS: list[dict[str, Any]] = [
     {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.01}},
     {"multi_objective_aggregation": "normalize_then_sum", "generation_kwargs": {"do_sample": True, "top_k": 5}},
 ]
+SLOW = [pytest.param(options, marks=pytest.mark.slow) for options in OPTIONS[7:]]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"loss_type": "bnpo", "scale_rewards": False, "bf16": True},
-        {"loss_type": "grpo", "gradient_accumulation_steps": 2, "beta": 0.1, "use_bias_correction_kl": False},
-        {"loss_type": "dr_grpo", "delta": 2.0, "scale_rewards": "batch", "gradient_checkpointing": False},
-        {"loss_type": "cispo", "epsilon_high": 5.0, "num_iterations": 2},
-        {"loss_type": "sapo", "entropy_coef": 0.01, "scale_rewards": True, "cast_lm_head_to_fp32": True},
-        {"loss_type": "vespo", "fp16": True, "warmup_steps": 0.5},
-        *(pytest.param(options, marks=pytest.mark.slow) for options in MORE_OPTIONS),
-    ],
-    ids=str,
-)
-def test_options_that_train(options: dict[str, Any], make: Any) -> None:
-    trainer = make([unique_letters, lengths], **options)
-    before = weights(trainer)
-    output = trainer.train()
-    assert output.global_step == trainer.state.global_step == trainer.args.max_steps
-    assert trainer.state.log_history[-1]["train_loss"] == output.training_loss
-    assert "rewards/unique_letters/mean" in trainer.state.log_history[-1]
-    assert changed(trainer, before) == set(before)
-    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+class TestTraining:
+    @pytest.mark.parametrize("options", [*OPTIONS[:7], *SLOW], ids=str)
+    def test_options_that_train(self, options: dict[str, Any], make: Any) -> None:
+        trainer = make([unique_letters, lengths], **options)
+        before = weights(trainer)
+        output = trainer.train()
+        assert output.global_step == trainer.state.global_step == trainer.args.max_steps
+        assert trainer.state.log_history[-1]["train_loss"] == output.training_loss
+        assert "rewards/unique_letters/mean" in trainer.state.log_history[-1]
+        assert changed(trainer, before) == set(before)
+        assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
 
+    def test_a_generation_is_trained_on_in_several_optimiser_steps(self, make: Any, tmp_path: Path) -> None:
+        """`max_steps` and the learning rate count optimiser steps, whatever a generation is used for."""
+        steps = []
 
-def test_a_generation_is_trained_on_in_several_optimiser_steps(make: Any, tmp_path: Path) -> None:
-    """`max_steps` and the learning rate count optimiser steps, whatever a generation is used for."""
-    steps = []
+        class Watch(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                steps.append(state.global_step)
 
-    class Watch(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            steps.append(state.global_step)
+        options = {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 6, "logging_steps": 1}
+        make(callbacks=[Watch()], **options).train()
+        assert steps == [1, 2, 3, 4, 5, 6]
+        records = [json.loads(line) for line in (tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()]
+        assert [record["policy_version"] for record in records] == [1, 5]  # two generations, of 4 and of 2 steps
+        assert records[-1]["learning_rate"] == pytest.approx(0.1 * (1 - 5 / 6))
 
-    options = {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 6, "logging_steps": 1}
-    make(callbacks=[Watch()], **options).train()
-    assert steps == [1, 2, 3, 4, 5, 6]
-    records = [json.loads(line) for line in (tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()]
-    assert [record["policy_version"] for record in records] == [1, 5]  # two generations, of 4 and of 2 steps
-    assert records[-1]["learning_rate"] == pytest.approx(0.1 * (1 - 5 / 6))
+    def test_without_max_steps_epochs_count_whole_generations(self, make: Any) -> None:
+        trainer = make(max_steps=-1, num_train_epochs=2, logging_strategy="epoch")
+        assert trainer.train().global_step == 8
+        assert [record["epoch"] for record in trainer.state.log_history] == [1.0, 2.0, 2.0]
 
+    def test_the_cap_of_cispo_is_trls(self, make: Any) -> None:
+        """Where no upper range is given, TRL caps at `epsilon`; Covey's own default is 5."""
+        for given, cap in (({}, 0.2), ({"epsilon": 0.3}, 0.3), ({"epsilon_high": 4.0}, 4.0)):
+            trainer = make(loss_type="cispo", **given)
+            assert trainer.run.args.algorithm.loss_parameters["epsilon_max"] == cap
 
-def test_without_max_steps_epochs_count_whole_generations(make: Any) -> None:
-    trainer = make(max_steps=-1, num_train_epochs=2, logging_strategy="epoch")
-    assert trainer.train().global_step == 8
-    assert [record["epoch"] for record in trainer.state.log_history] == [1.0, 2.0, 2.0]
+    def test_reward_models_and_means_of_what_was_judged(self, make: Any, tmp_path: Path) -> None:
+        calls: list[int] = []
 
+        def now_and_then(completions: list[Any], **columns: Any) -> list[float | None]:
+            calls.append(len(completions))
+            return [len(calls) if len(calls) < 3 else None for _ in completions]
 
-def test_the_cap_of_cispo_is_trls(make: Any) -> None:
-    """Where no upper range is given, TRL caps at `epsilon`; Covey's own default is 5."""
-    for given, cap in (({}, 0.2), ({"epsilon": 0.3}, 0.3), ({"epsilon_high": 4.0}, 4.0)):
-        trainer = make(loss_type="cispo", **given)
-        assert trainer.run.args.algorithm.loss_parameters["epsilon_max"] == cap
+        def never(completions: list[Any], **columns: Any) -> list[None]:
+            return [None for _ in completions]
 
+        judge, tokenizer = tmp_path / "reward-model", tiny_tokenizer()
+        shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        Judge(LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **shape)).save_pretrained(judge)
+        tokenizer.save_pretrained(judge)
+        trainer = make([str(judge), unique_letters, now_and_then, never], out=tmp_path / "out")
+        trainer.train()
+        assert trainer.reward_func_names == ["reward-model", "unique_letters", "now_and_then", "never"]
+        last = trainer.state.log_history[-1]
+        assert (last["rewards/now_and_then/mean"], last["rewards/never/mean"]) == (1.5, None)
+        assert "rewards/reward-model/mean" in last
+        model = Judge.from_pretrained(judge)
+        (reward,) = trainer.reward_funcs[0](["Flat is"], [" bad"])
+        with torch.no_grad():
+            wanted = model(**tokenizer("Flat is bad", return_tensors="pt", add_special_tokens=False)).logits.item()
+        assert reward == pytest.approx(wanted, abs=1e-6)
+        with pytest.raises(ValueError, match="must match"):
+            make([model, unique_letters], reward_processing_classes=AutoTokenizer.from_pretrained(judge))
 
-def test_a_mean_is_of_what_was_judged(make: Any) -> None:
-    calls: list[int] = []
+    def test_a_stream_of_conversations(self, make: Any, tmp_path: Path) -> None:
+        trainer = make(rows=Stream(cycle(CHATS)))
+        assert trainer.train().global_step == 3
+        assert [len(texts) for texts in trainer.generate([CHATS[0]["prompt"]], num_generations=2)] == [2]
+        with pytest.raises(ValueError, match="set max_steps"):
+            make(out=tmp_path / "b", rows=Stream(CHATS), max_steps=-1)
 
-    def now_and_then(completions: list[Any], **columns: Any) -> list[float | None]:
-        calls.append(len(completions))
-        return [len(calls) if len(calls) < 3 else None for _ in completions]
-
-    def never(completions: list[Any], **columns: Any) -> list[None]:
-        return [None for _ in completions]
-
-    trainer = make([unique_letters, now_and_then, never])
-    trainer.train()
-    last = trainer.state.log_history[-1]
-    assert (last["rewards/now_and_then/mean"], last["rewards/never/mean"]) == (1.5, None)
-
-
-def test_reward_models(make: Any, tmp_path: Path) -> None:
-    judge, tokenizer = tmp_path / "reward-model", tiny_tokenizer()
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    Judge(LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **shape)).save_pretrained(judge)
-    tokenizer.save_pretrained(judge)
-    trainer = make([str(judge), unique_letters], out=tmp_path / "out")
-    trainer.train()
-    assert trainer.reward_func_names == ["reward-model", "unique_letters"]
-    assert "rewards/reward-model/mean" in trainer.state.log_history[-1]
-    model = Judge.from_pretrained(judge)
-    (reward,) = trainer.reward_funcs[0](["Flat is"], [" bad"])
-    with torch.no_grad():
-        wanted = model(**tokenizer("Flat is bad", return_tensors="pt", add_special_tokens=False)).logits.item()
-    assert reward == pytest.approx(wanted, abs=1e-6)
-    with pytest.raises(ValueError, match="must match"):
-        make([model, unique_letters], reward_processing_classes=AutoTokenizer.from_pretrained(judge))
-
-
-def test_a_stream_of_conversations(make: Any, tmp_path: Path) -> None:
-    trainer = make(rows=Stream(cycle(CHATS)))
-    assert trainer.train().global_step == 3
-    (texts,) = trainer.generate([CHATS[0]["prompt"]], num_generations=2)
-    assert len(texts) == 2
-    with pytest.raises(ValueError, match="set max_steps"):
-        make(out=tmp_path / "b", rows=Stream(CHATS), max_steps=-1)
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_lora(wrapped: bool, make: Any, model_folder: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="float32")
-    lora = LoraConfig(target_modules=["q_proj", "v_proj"])
-    model, config = (get_peft_model(model, lora), None) if wrapped else (model, lora)
-    trainer = make(model=model, peft_config=config)
-    assert isinstance(trainer.model, PeftModel)
-    before = weights(trainer)
-    trainer.train()
-    assert changed(trainer, before) == {name for name in before if ".lora_" in name}
-    trainer.save_model(tmp_path / "saved")
-    fresh = AutoModelForCausalLM.from_pretrained(model_folder, dtype="float32")
-    read = PeftModel.from_pretrained(fresh, tmp_path / "saved")
-    ids = torch.tensor([[5, 6, 7]])
-    assert torch.allclose(read(ids).logits, trainer.model(ids).logits, atol=1e-5)
+    @pytest.mark.parametrize("wrapped", [False, True])
+    def test_lora(self, wrapped: bool, make: Any, model_folder: Path, tmp_path: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="float32")
+        lora = LoraConfig(target_modules=["q_proj", "v_proj"])
+        model, config = (get_peft_model(model, lora), None) if wrapped else (model, lora)
+        trainer = make(model=model, peft_config=config)
+        assert isinstance(trainer.model, PeftModel)
+        before = weights(trainer)
+        trainer.train()
+        assert changed(trainer, before) == {name for name in before if ".lora_" in name}
+        trainer.save_model(tmp_path / "saved")
+        fresh = AutoModelForCausalLM.from_pretrained(model_folder, dtype="float32")
+        read = PeftModel.from_pretrained(fresh, tmp_path / "saved")
+        ids = torch.tensor([[5, 6, 7]])
+        assert torch.allclose(read(ids).logits, trainer.model(ids).logits, atol=1e-5)
 
 
 class TestRecords:
-    """Logs, evaluations and callbacks, as transformers' users expect them."""
-
     def test_logs_and_evaluations(self, make: Any) -> None:
         options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3, "eval_on_start": True}
         options |= {"logging_steps": 2, "max_steps": 5, "logging_first_step": True}
-        trainer = make(unique_letters, ROWS, ROWS[:2], **options)
+        trainer = make(held_out=ROWS[:2], **options)
         trainer.train()
         history = trainer.state.log_history
         assert [r["step"] for r in history if "eval_reward" in r] == [0, 2, 4, 5]
@@ -232,8 +214,7 @@ class TestRecords:
                 control.should_save = control.should_evaluate = state.global_step == 2
                 return control
 
-        options = {"callbacks": [Ask()], "max_steps": 4, "save_strategy": "no"}
-        trainer = make(unique_letters, ROWS, ROWS[:1], **options)
+        trainer = make(held_out=ROWS[:1], callbacks=[Ask()], max_steps=4, save_strategy="no")
         trainer.train()
         assert (tmp_path / "checkpoint-2").is_dir()
         assert [record["step"] for record in trainer.state.log_history if "eval_reward" in record] == [2]
@@ -245,8 +226,6 @@ def checkpoints(folder: Path) -> list[str]:
 
 
 class TestFolders:
-    """Where a transformers user finds what a run leaves behind."""
-
     def test_checkpoints_and_resuming(self, make: Any, tmp_path: Path) -> None:
         class Stop(TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -299,44 +278,32 @@ class TestFolders:
         assert checkpoints(tmp_path) == ["checkpoint-1", "checkpoint-2"]
         assert make(**options).train(resume_from_checkpoint=True).global_step == 3
 
-    def test_saving(self, make: Any, tmp_path: Path) -> None:
-        trainer = make()
-        metrics = trainer.train().metrics
-        trainer.log_metrics("train", metrics)
-        trainer.save_metrics("train", metrics)
-        trainer.save_state()
-        trainer.save_model()
-        assert json.loads((tmp_path / "all_results.json").read_text())["train_loss"] == metrics["train_loss"]
-        assert (tmp_path / "trainer_state.json").exists()
-        assert AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == "llama"
-        assert trainer.accelerator.is_main_process
-        assert trainer.is_world_process_zero()
-        assert trainer.accelerator.unwrap_model(trainer.model) is trainer.model
 
-
-def test_an_optimiser_of_ones_own(make: Any, model_folder: Path) -> None:
+def test_an_optimiser_of_ones_own_and_saving(make: Any, model_folder: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="float32")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     trainer = make(model=model, optimizers=(optimizer, schedule))
     before = weights(trainer)
-    trainer.train()
+    metrics = trainer.train().metrics
     assert changed(trainer, before)
     assert optimizer.param_groups[0]["lr"] == 0.5 * 0.5 ** int(trainer.run.state.updates)
-
-
-def test_config_is_training_arguments(tmp_path: Path) -> None:
-    words = f"--output_dir {tmp_path} --num_generations 4 --beta 0.1 --reward_weights 1 2"
-    (args,) = HfArgumentParser((GRPOConfig,)).parse_args_into_dataclasses(words.split())
-    assert (args.beta, args.reward_weights, args.generation_batch_size) == (0.1, [1.0, 2.0], 8)
-    assert GRPOConfig(**json.loads(args.to_json_string())).beta == 0.1
-    args.learning_rate = 3e-5
-    assert args.learning_rate == 3e-5
+    trainer.log_metrics("train", metrics)
+    trainer.save_metrics("train", metrics)
+    trainer.save_state()
+    trainer.save_model()
+    assert json.loads((tmp_path / "all_results.json").read_text())["train_loss"] == metrics["train_loss"]
+    assert (tmp_path / "trainer_state.json").exists()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == "llama"
+    assert (trainer.accelerator.is_main_process, trainer.is_world_process_zero()) == (True, True)
+    assert trainer.accelerator.unwrap_model(trainer.model) is trainer.model
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"reward": None}, "No reward source provided"),
+        ({"rows": None}, "`train_dataset` is required"),
         ({"fsdp": "full_shard"}, "fsdp"),
         ({"vllm_structured_outputs_regex": "a+"}, "reward the wanted form"),
         ({"generation_kwargs": {"beams": 2}}, "beams: transformers' generate has no such option"),
@@ -379,17 +346,14 @@ def test_what_has_no_effect_is_said(make: Any) -> None:
         make(optim="paged_adamw_32bit")
 
 
-def test_the_documented_table_is_that_of_the_code() -> None:
+def test_every_field_has_a_meaning_which_is_documented() -> None:
+    """All 191 of TRL's, and those of earlier versions; the time limit of reward functions is Covey's own."""
+    assert {field.name for field in fields(GRPOConfig)} == set(MEANINGS) | set(FORMER) | {"reward_timeout"}
+    assert len(MEANINGS) == 191
     text = (Path(__file__).parents[2] / "docs" / "coming-from-trl.md").read_text()
     squeezed = {" ".join(line.split()) for line in text.splitlines()}
     for line in (table() + table(former=True)).splitlines():
         assert line.startswith("| -") or " ".join(line.split()) in squeezed, line
-
-
-def test_every_field_has_a_meaning() -> None:
-    """All 191 of TRL's, and those of earlier versions; the time limit of reward functions is Covey's own."""
-    assert {field.name for field in fields(GRPOConfig)} == set(MEANINGS) | set(FORMER) | {"reward_timeout"}
-    assert len(MEANINGS) == 191
 
 
 @pytest.mark.filterwarnings("ignore:vllm")
@@ -404,22 +368,27 @@ def test_a_script_of_an_earlier_version(make: Any) -> None:
     assert trainer.train().global_step == 3
 
 
-def test_arguments_from_yaml(tmp_path: Path) -> None:
+def test_arguments_from_a_command_line_and_from_yaml(tmp_path: Path) -> None:
+    words = f"--output_dir {tmp_path} --num_generations 4 --beta 0.1 --reward_weights 1 2"
+    (args,) = HfArgumentParser((GRPOConfig,)).parse_args_into_dataclasses(words.split())
+    assert (args.beta, args.reward_weights, args.generation_batch_size) == (0.1, [1.0, 2.0], 8)
+    assert GRPOConfig(**json.loads(args.to_json_string())).beta == 0.1
+    args.learning_rate = 3e-5
+    assert args.learning_rate == 3e-5
     path = tmp_path / "args.yaml"
     path.write_text("output_dir: out\nbeta: 0.2\nuse_peft: true\nlora_target_modules: [q_proj]\nnum_generations: 4\n")
     args, model = TrlParser((GRPOConfig, ModelConfig)).parse_args_and_config(["--config", str(path), "--beta", "0.3"])
     assert (args.beta, args.num_generations) == (0.3, 4)
-    lora = get_peft_config(model)
-    assert lora is not None
+    lora: Any = get_peft_config(model)
     assert lora.target_modules == "q_proj"
     path.write_text("lora_r: 4\nunknown: 1\n")
-    words = ["--config", str(path)]
+    given = ["--config", str(path)]
     with pytest.raises(ValueError, match="--unknown: no such option"):
-        TrlParser(ModelConfig).parse_args_and_config(words)
-    (args,) = TrlParser((ModelConfig,), prog="grpo").parse_args_and_config(words, fail_with_unknown_args=False)
+        TrlParser(ModelConfig).parse_args_and_config(given)
+    (args,) = TrlParser((ModelConfig,), prog="grpo").parse_args_and_config(given, fail_with_unknown_args=False)
     assert args.lora_r == 4
     apart = {"return_remaining_strings": True, "separate_remaining_strings": True}
-    _, file, line = TrlParser((ModelConfig,)).parse_args_and_config([*words, "--more", "2"], **apart)
+    _, file, line = TrlParser((ModelConfig,)).parse_args_and_config([*given, "--more", "2"], **apart)
     assert (file, line) == (["--unknown", "1"], ["--more", "2"])
 
 
@@ -430,14 +399,7 @@ def test_rewards_of_trl() -> None:
     assert punish(completions=[""] * 3, completion_ids=[[1] * 80, [1] * 90, [1] * 100]) == [0.0, -0.5, -1.0]
 
 
-def test_a_subclass_that_would_have_no_effect_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Mine\.compute_loss: is never called; .*loss_type='FILE\.py:NAME'"):
-
-        class Mine(GRPOTrainer):
-            def compute_loss(self, *args: Any, **kwargs: Any) -> None: ...
-
-
-def test_a_subclass_adds_to_what_is_logged(model_folder: Path, tmp_path: Path) -> None:
+def test_a_subclass_adds_to_what_is_logged_and_overrides_nothing_else(model_folder: Path, tmp_path: Path) -> None:
     class Mine(GRPOTrainer):
         def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
             super().log(logs | {"mine": len(logs)})
@@ -446,8 +408,9 @@ def test_a_subclass_adds_to_what_is_logged(model_folder: Path, tmp_path: Path) -
     trainer = Mine(str(model_folder), unique_letters, args, ROWS, eval_dataset=ROWS[:1])
     trainer.train()
     trainer.evaluate()
-    assert len(trainer.state.log_history) == 3
-    assert all(record["mine"] > 3 for record in trainer.state.log_history)
+    assert [record["mine"] > 3 for record in trainer.state.log_history] == [True] * 3
+    with pytest.raises(ConfigError, match=r"Lossy\.compute_loss: is never called; .*loss_type='FILE\.py:NAME'"):
+        type("Lossy", (GRPOTrainer,), {"compute_loss": lambda *_: None})
 
 
 def test_errors_of_a_reward_function_explain_the_commonest_slips(make: Any) -> None:
@@ -463,32 +426,29 @@ def test_errors_of_a_reward_function_explain_the_commonest_slips(make: Any) -> N
         make(one).train()
 
 
-@pytest.mark.parametrize(("limit", "in_main_thread"), [(None, True), (30.0, False)])
-def test_reward_functions_have_a_time_limit_if_one_is_set(make: Any, limit: float | None, in_main_thread: bool) -> None:
+def test_reward_functions_have_a_time_limit_if_one_is_set(make: Any) -> None:
     """Without one they are called in the main thread, as by TRL, where they may use signals."""
-    seen = []
+    threads: list[Any] = []
 
     def where(completions: list[str], **columns: Any) -> list[float]:
-        seen.append(threading.current_thread() is threading.main_thread())
+        threads.append(threading.current_thread())
         return messages(completions)
 
-    trainer = make(where, reward_timeout=limit)
-    trainer.train()
-    assert set(seen) == {in_main_thread}
-    assert trainer.run.data.scorer.timeout == limit
+    for limit, in_main_thread in ((None, True), (30.0, False)):
+        threads.clear()
+        trainer = make(where, reward_timeout=limit)
+        trainer.train()
+        assert {thread is threading.main_thread() for thread in threads} == {in_main_thread}
+        assert trainer.run.data.scorer.timeout == limit
 
 
 def test_nothing_assigns_to_a_part_of_a_finished_trainer(make: Any) -> None:
     """What samples, scores, steps and listens is given to the constructor; no file of the door swaps a part later."""
-    swapped = []
-    for path in Path(covey.trl.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
-            called = isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "vars", "patch")
-            for target in [*targets, *(node.args[:1] if called else ())]:  # type: ignore[attr-defined]
-                text = "" if target is None else ast.unparse(target)
-                if re.match(r"(self\.|trainer\.)?run\b", text) and (called or isinstance(target, ast.Attribute)):
-                    swapped += [f"{path.name}:{node.lineno}: {text}"] if text != "self.run" else []  # type: ignore[attr-defined]
-    assert swapped == []
+    swapping = re.compile(
+        r"^\s*(self\.|trainer\.)?run\.[\w.]+[^=(]*=[^=]|\b(setattr|vars|patch)\((self\.|trainer\.)?run\b"
+    )
+    sources = [path.read_text() for path in Path(covey.trl.__file__).parent.rglob("*.py")]
+    assert [line for source in sources for line in source.splitlines() if swapping.search(line)] == []
+    assert all(map(swapping.search, ("    self.run.engine = 3", "run.a.b: int = 3", "vars(trainer.run)")))
     run = make().run
     assert not {name for name in vars(run) if callable(getattr(type(run), name, None))}  # no method is replaced

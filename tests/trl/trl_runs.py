@@ -13,15 +13,8 @@ from tiny_models import tiny_tokenizer
 from covey.trl import GRPOConfig, GRPOTrainer
 
 ROWS = [{"prompt": text, "number": n} for n, text in enumerate(["Flat is", "Simple is better", "Now is", "Errors"])]
-SMALL: dict[str, Any] = {
-    "learning_rate": 0.1,
-    "per_device_train_batch_size": 3,
-    "num_generations": 3,
-    "max_completion_length": 8,
-    "max_steps": 3,
-    "report_to": "none",
-    "disable_tqdm": True,
-}
+SMALL: dict[str, Any] = {"learning_rate": 0.1, "per_device_train_batch_size": 3, "num_generations": 3, "max_steps": 3}
+SMALL |= {"max_completion_length": 8, "report_to": "none", "disable_tqdm": True}
 _PARTS = tuple(inspect.signature(GRPOTrainer).parameters)[4:]
 TOOLS = "{% for t in tools or [] %}<|im_start|>system\n{{ t['function']['name'] }}<|im_end|>\n{% endfor %}"
 TURNS = (
@@ -72,9 +65,6 @@ def add(a: int, b: int) -> int:
     Args:
         a: The first.
         b: The second.
-
-    Returns:
-        Their sum.
     """
     return a + b
 
