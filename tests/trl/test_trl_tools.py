@@ -197,7 +197,7 @@ class TestTools:
     def test_several_calls_at_once_and_a_name_that_is_no_tool(self, agent: Agent) -> None:
         """Calls keep their order. U+2402 marks places of results in a template, and is not written there as a name."""
         calls = call("later", a=1, b=1) + call("add", a=2, b=2), call("\u24020\u2402")
-        trainer = agent(said(*calls, "ok"), tools=[add, later])
+        trainer = agent(said(*calls, "ok"), tools=[add, later], max_completion_length=2000)
         told = text_of(trainer, trainer.run.rollout().groups[0].episodes[0], sampled=False)
         two, wrong = told.split("<|im_start|>assistant")[1:3]
         assert two == "\n\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n"
