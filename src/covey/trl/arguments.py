@@ -288,7 +288,9 @@ class GRPOConfig(TrainingArguments):
                 f"generation_batch_size={sampled}, steps_per_generation={steps}: each follows from the other; give one"
             )
         if sampled is not None and sampled % size:
-            raise ConfigError(f"generation_batch_size={sampled}: is no multiple of per_device_train_batch_size={size}")
+            raise ConfigError(
+                f"generation_batch_size={sampled}: is no multiple of per_device_train_batch_size={size}; change one"
+            )
         steps = steps if sampled is None else sampled // size
         self.steps_per_generation = steps or self.gradient_accumulation_steps
         self.generation_batch_size = size * self.steps_per_generation

@@ -179,9 +179,7 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
             raise DataError("train_dataset=None: a `train_dataset` is required; pass one with a column 'prompt'")
         if is_stream(dataset):
             if self.args.max_steps <= 0:
-                raise ConfigError(
-                    "train_dataset: a stream has no length, and so has the run; set max_steps in GRPOConfig"
-                )
+                raise ConfigError("train_dataset: a stream and its run have no length; set max_steps in GRPOConfig")
             generations = -(-self.args.max_steps // self.args.optimizer_steps_per_generation)
             dataset = list(islice(dataset, generations * prompts_per_generation(self.args)))
         return load_rows(dataset)
