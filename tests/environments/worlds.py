@@ -110,6 +110,9 @@ class BreakingEnvironment(TroubleEnvironment):
 class Unimportable(Trouble):
     """Cannot be made."""
 
+    def eval_tasks(self) -> list[TaskInstance]:
+        return []
+
     def make(self) -> Environment:
         raise ImportError("no such game engine")
 
