@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import random
 import subprocess
@@ -12,15 +11,45 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from household import GOAL, PLAN, PROBLEM, row
+from worlds import answers, begun
 
 from covey.environments import EnvironmentPool, Observation, Outcome, World, get_world
 from covey.errors import ConfigError, DataError
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("alfworld") is None, reason="pip install 'covey[alfworld]'; see make test-worlds"
+pytest.importorskip("alfworld", reason="pip install 'covey[alfworld]'; see make test-worlds")
+TYPE = "pick_and_place_simple"
+# A household of two places and three things, written by hand for ALFWorld's rules.
+PROBLEM = """
+(define (problem small)
+(:domain alfred)
+(:objects
+    agent1 - agent loc_bar_1 - location loc_bar_2 - location loc_bar_3 - location DeskType - rtype DrawerType - rtype
+    Desk_bar__plus_01_bar__plus_00 - receptacle Drawer_bar__plus_02_bar__plus_00 - receptacle
+    BookType - otype BowlType - otype DeskLampType - otype Book_bar__plus_01_bar__plus_01 - object
+    Bowl_bar__plus_01_bar__plus_02 - object DeskLamp_bar__plus_01_bar__plus_03 - object
 )
-
+(:init
+    (= (total-cost) 0) (atLocation agent1 loc_bar_3) (canContain DeskType BookType) (canContain DeskType BowlType)
+    (receptacleType Desk_bar__plus_01_bar__plus_00 DeskType) (canContain DrawerType BookType)
+    (receptacleType Drawer_bar__plus_02_bar__plus_00 DrawerType) (pickupable Book_bar__plus_01_bar__plus_01)
+    (objectType Book_bar__plus_01_bar__plus_01 BookType) (objectType Bowl_bar__plus_01_bar__plus_02 BowlType)
+    (objectType DeskLamp_bar__plus_01_bar__plus_03 DeskLampType) (pickupable Bowl_bar__plus_01_bar__plus_02)
+    (isReceptacleObject Bowl_bar__plus_01_bar__plus_02) (toggleable DeskLamp_bar__plus_01_bar__plus_03)
+    (openable Drawer_bar__plus_02_bar__plus_00) (receptacleAtLocation Desk_bar__plus_01_bar__plus_00 loc_bar_1)
+    (receptacleAtLocation Drawer_bar__plus_02_bar__plus_00 loc_bar_2)
+    (objectAtLocation Book_bar__plus_01_bar__plus_01 loc_bar_1)
+    (objectAtLocation Bowl_bar__plus_01_bar__plus_02 loc_bar_1)
+    (objectAtLocation DeskLamp_bar__plus_01_bar__plus_03 loc_bar_1)
+    (inReceptacle Book_bar__plus_01_bar__plus_01 Desk_bar__plus_01_bar__plus_00)
+    (inReceptacle Bowl_bar__plus_01_bar__plus_02 Desk_bar__plus_01_bar__plus_00)
+    (inReceptacle DeskLamp_bar__plus_01_bar__plus_03 Desk_bar__plus_01_bar__plus_00)
+)
+(:goal (exists (?r - receptacle ?o - object)
+    (and (inReceptacle ?o ?r) (objectType ?o BookType) (receptacleType ?r DrawerType))))
+)
+"""
+GOAL = "put some book on drawer"  # the book lies on the desk
+PLAN = ["go to desk 1", "take book 1 from desk 1", "go to drawer 1", "open drawer 1", "move book 1 to drawer 1"]
 # In a process of its own: TextWorld as it comes, before anything of ours has been imported.
 _THEIRS = """
 import json, random, sys
@@ -45,6 +74,11 @@ json.dump(seen, sys.stdout)
 """
 
 
+def row(name: str, task_type: str = TYPE) -> dict[str, object]:
+    """A line of a compact file."""
+    return {"id": name, "task_type": task_type, "goal": GOAL, "anns": ["File the book."], "pddl_problem": PROBLEM}
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     train = [row(f"train-{i}") for i in range(4)] + [row("look", "look_at_obj_in_light")]
@@ -58,24 +92,13 @@ def _world(folder: Path, **options: Any) -> World:
     return get_world("alfworld", data=str(folder), **options)
 
 
-def _then(pool: EnvironmentPool) -> Any:
-    ((_, found),) = pool.wait()
-    return found
-
-
 def test_plays_as_textworld_does() -> None:
     from fast_downward import load_lib
 
     from covey.environments.alfworld_game import Game
 
-    played = subprocess.run(
-        [sys.executable, "-c", _THEIRS],
-        input=json.dumps([PROBLEM, GOAL, PLAN]),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
+    told, how = json.dumps([PROBLEM, GOAL, PLAN]), {"capture_output": True, "text": True, "check": True, "timeout": 120}
+    played = subprocess.run([sys.executable, "-c", _THEIRS], input=told, **how)  # type: ignore[call-overload]
     (first, commands, _), *theirs = json.loads(played.stdout)
     game = Game.begin(load_lib(), PROBLEM, GOAL)
     assert game.introduction() == first.removeprefix("-= Welcome to TextWorld, ALFRED! =-").strip()
@@ -92,38 +115,32 @@ def test_the_planner_solves_it_in_a_process_of_its_own(folder: Path) -> None:
     world = _world(folder)
     with EnvironmentPool(world, 1) as pool:
         for task in world.eval_tasks() * 2:  # an environment plays one game after another
-            pool.reset(0, task, 0)
-            seen = _then(pool)
-            assert isinstance(seen, Observation)
+            (seen,) = begun(pool, task)
             assert seen.text.endswith(f"Your task is to: {GOAL}.")
-            actions = []
-            outcome: Any = None
-            while outcome is None or not outcome.done:
-                actions.append(pool.expert_action(0))
-                assert actions[-1] in seen.actions
-                pool.step(0, actions[-1])
-                outcome = _then(pool)
+            for action in PLAN:
+                assert pool.expert_action(0) == action
+                assert action in seen.actions
+                pool.step(0, action)
+                outcome = answers(pool, 1)[0]
                 seen = outcome.observation
-            assert actions == PLAN
+                assert outcome.done == (action == PLAN[-1])
             assert (outcome.success, outcome.reward) == (True, 1.0)
 
 
 def test_what_is_not_possible_changes_nothing(folder: Path) -> None:
     world = _world(folder)
-    environment = world.make()
+    environment: Any = world.make()
     before = environment.reset(world.eval_tasks()[0], 0)
-    assert isinstance(before, Observation)
     seen, reward, done, info = environment.step("open the drawer with your teeth")
-    assert isinstance(seen, Observation)
     assert (seen.text, seen.actions) == ("Nothing happens.", before.actions)
     assert (reward, done, info["valid"], info["success"]) == (0.0, False, False, False)
 
 
 def test_tasks(folder: Path) -> None:
-    world = _world(folder, num_train=2)
-    assert [task["uid"] for task in world.train_tasks(1)] == [task["uid"] for task in world.train_tasks(1)]
-    assert len(world.train_tasks(1)) == 2
-    assert {task["type"] for task in _world(folder).train_tasks(0)} == {"pick_and_place_simple", "look_at_obj_in_light"}
+    two = [_world(folder, num_train=2).train_tasks(1) for _ in range(2)]
+    assert two[0] == two[1]
+    assert len(two[0]) == 2
+    assert {task["type"] for task in _world(folder).train_tasks(0)} == {TYPE, "look_at_obj_in_light"}
     (look,) = _world(folder, types="look_at_obj_in_light").train_tasks(0)
     assert look["uid"] == "look"
     assert _world(folder).eval_tasks()[0]["goal"] == GOAL
@@ -135,13 +152,10 @@ def test_a_downloaded_folder(folder: Path) -> None:
         place = folder / "valid_unseen" / name
         place.mkdir(parents=True)
         grammar = 'grammar :: """{"task": [{"rhs": "Your task is to: ' + GOAL + '."}]}"""'
-        (place / "game.tw-pddl").write_text(
-            json.dumps({"grammar": grammar, "pddl_problem": PROBLEM, "solvable": True, **game})
-        )
-        said = {"anns": [{"task_desc": "File the book."}]}
-        (place / "traj_data.json").write_text(
-            json.dumps({"task_type": "pick_and_place_simple", "turk_annotations": said})
-        )
+        whole = {"grammar": grammar, "pddl_problem": PROBLEM, "solvable": True, **game}
+        said = {"task_type": TYPE, "turk_annotations": {"anns": [{"task_desc": "File the book."}]}}
+        (place / "game.tw-pddl").write_text(json.dumps(whole))
+        (place / "traj_data.json").write_text(json.dumps(said))
 
     trial("book/trial_1")
     trial("book/trial_2", solvable=False)
@@ -152,12 +166,13 @@ def test_a_downloaded_folder(folder: Path) -> None:
 
 
 def test_mistakes(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'pick_and_plaice' is none of pick_and_place_simple"):
-        _world(folder, types="pick_and_plaice")
-    with pytest.raises(ConfigError, match="num_train=0"):
-        _world(folder, num_train=0)
-    with pytest.raises(ConfigError, match="must be template or human"):
-        _world(folder, goals="animal")
+    for options, message in (
+        ({"types": "pick_and_plaice"}, "'pick_and_plaice' is none of pick_and_place_simple"),
+        ({"num_train": 0}, "num_train=0"),
+        ({"goals": "animal"}, "must be template or human"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            _world(folder, **options)
     with pytest.raises(DataError, match=r"neither train\.jsonl\.gz nor a folder train"):
         _world(tmp_path / "nowhere").train_tasks(0)
     with pytest.raises(DataError, match="no games of pick_heat_then_place_in_recep"):
@@ -169,11 +184,9 @@ def test_mistakes(folder: Path, tmp_path: Path) -> None:
 
 def test_a_broken_game_costs_its_own_episode(folder: Path) -> None:
     world = _world(folder)
-    good = world.eval_tasks()[0]
+    (good,) = world.eval_tasks()
     with EnvironmentPool(world, 1) as pool:
-        pool.reset(0, {**good, "problem": "bm9uc2Vuc2U="}, 0)
-        assert "failed in reset" in str(_then(pool))
-        pool.reset(0, good, 0)
-        assert isinstance(_then(pool), Observation)
+        assert "failed in reset" in str(begun(pool, {**good, "problem": "bm9uc2Vuc2U="})[0])
+        assert isinstance(begun(pool, good)[0], Observation)
         pool.step(0, "look")
-        assert isinstance(_then(pool), Outcome)
+        assert isinstance(answers(pool, 1)[0], Outcome)

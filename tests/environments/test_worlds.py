@@ -6,17 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from worlds import answers, begun
 
-from covey.environments import (
-    EnvironmentPool,
-    Observation,
-    Outcome,
-    get_world,
-    match_action,
-    parse_action,
-    register_world,
-    world_names,
-)
+from covey.environments import EnvironmentPool, Observation, get_world, register_world, world_names
+from covey.environments.actions import match_action, parse_action
 from covey.environments.adapters import Gymnasium, GymnasiumEnvironment, OpenEnv, OpenEnvEnvironment
 from covey.environments.base import checked_reset, checked_step
 from covey.errors import ConfigError, EpisodeError
@@ -33,8 +26,7 @@ def test_the_house_shows_one_room_at_a_time() -> None:
     seen, reward, done, _ = house.step("go attic")
     assert seen == Observation("You are in the attic. It is empty. A door leads back to the hall.", ("go hall",))
     assert (reward, done) == (0.0, False)
-    _, _, _, info = house.step("take key")  # it is not here
-    assert info == {"valid": False}
+    assert house.step("take key")[3] == {"valid": False}  # it is not here
     house.step("go hall")
     seen, *_ = house.step("read note")
     assert seen.text.startswith("The note says: the key is in the garden. You are in the hall. Doors: attic")
@@ -50,11 +42,7 @@ def test_an_expert_needs_three_actions_everywhere() -> None:
     for task in world.eval_tasks()[:20]:
         house = HouseEnvironment()
         house.reset(task, 0)
-        done, turns = False, 0
-        while not done:
-            _, _, done, _ = house.step(house.expert_action())
-            turns += 1
-        assert turns == 3
+        assert [house.step(house.expert_action())[2] for _ in range(3)] == [False, False, True]
 
 
 def test_instances_are_seeded_and_disjoint() -> None:
@@ -70,12 +58,13 @@ def test_instances_are_seeded_and_disjoint() -> None:
 def test_worlds_by_name() -> None:
     assert {"house", "gymnasium", "openenv"} <= set(world_names())
     assert get_world("house:rooms=4,max_turns=6").max_turns == 6
-    with pytest.raises(ConfigError, match=r"environment='hause': no such environment; did you mean 'house'"):
-        get_world("hause")
-    with pytest.raises(ConfigError, match="has no option 'room'; did you mean 'rooms'"):
-        get_world("house:room=3")
-    with pytest.raises(ConfigError, match="rooms=1"):
-        get_world("house:rooms=1")
+    for name, message in (
+        ("hause", r"environment='hause': no such environment; did you mean 'house'"),
+        ("house:room=3", "has no option 'room'; did you mean 'rooms'"),
+        ("house:rooms=1", "rooms=1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            get_world(name)
     register_world("mine", House)
     assert isinstance(get_world("mine"), House)
 
@@ -99,9 +88,7 @@ def test_gymnasium() -> None:
     env = GymnasiumEnvironment(Corridor(), ["left", "right"], lambda place: f"at {place}")
     assert env.reset({"seed": 7}, 0) == Observation("at 0", ("left", "right"))
     assert env.step("jump") == (Observation("at 0", ("left", "right")), 0.0, False, {"valid": False})
-    for _ in range(2):
-        env.step("right")
-    assert env.step("right") == (Observation("at 3", ("left", "right")), 1.0, True, {"seed": 7})
+    assert [env.step("right") for _ in range(3)][2] == (Observation("at 3", ("left", "right")), 1.0, True, {"seed": 7})
     env.close()
     world = Gymnasium("Corridor-v0", num_train=5, num_eval=3)
     assert {t["seed"] for t in world.train_tasks(0)}.isdisjoint(t["seed"] for t in world.eval_tasks())
@@ -135,13 +122,11 @@ def test_openenv() -> None:
         OpenEnv()
 
 
-@pytest.mark.parametrize("returned", [None, 3, b"x", Observation(3), Observation("x", "abc"), Observation("x", (1,))])  # type: ignore[arg-type]
-def test_what_is_no_observation(returned: Any) -> None:
-    with pytest.raises(EpisodeError, match="reset returned"):
-        checked_reset(returned)
-
-
-def test_what_is_an_outcome() -> None:
+def test_what_is_an_observation_and_an_outcome() -> None:
+    wrong: Any = (None, 3, b"x", Observation(3), Observation("x", "abc"), Observation("x", (1,)))  # type: ignore[arg-type]
+    for returned in wrong:
+        with pytest.raises(EpisodeError, match="reset returned"):
+            checked_reset(returned)
     seen = Observation("a", ("x", "y"))
     assert checked_reset(("text", {"info": 1})) == Observation("text")
     outcome = checked_step(("b", 1, True, {"k": 2}), "x", seen)
@@ -157,21 +142,14 @@ def test_a_real_gymnasium_environment_in_a_process_of_its_own() -> None:
     pytest.importorskip("gymnasium")
     world = get_world("gymnasium:env=FrozenLake-v1,actions=left|down|right|up,max_turns=30")
     with EnvironmentPool(world, places=2) as pool:
-        seen = {}
-        for place in range(2):
-            pool.reset(place, world.eval_tasks()[0], 0)
-        while len(seen) < 2:
-            seen |= dict(pool.wait())
+        seen = begun(pool, *world.eval_tasks()[:1] * 2)
         assert seen[0] == seen[1] == Observation("0", ("left", "down", "right", "up"))
         pool.step(0, "down")
-        ((_, outcome),) = pool.wait()
-        assert isinstance(outcome, Outcome)
+        outcome = answers(pool, 1)[0]
         assert outcome.observation.text in ("0", "1", "4")  # the ice is slippery
         assert "prob" in outcome.info
     with EnvironmentPool(get_world("gymnasium:env=NoSuchLake-v1"), places=1) as pool:
-        pool.reset(0, {"uid": "x"}, 0)
-        ((_, failed),) = pool.wait()
-        assert "NoSuchLake" in str(failed)
+        assert "NoSuchLake" in str(begun(pool, {})[0])
 
 
 ACTIONS = ("go", "go north", "go to the red door", "take key", "look")
@@ -209,13 +187,9 @@ def test_formats(text: str, format: str, action: str | None) -> None:
     assert parse_action(text, format, ACTIONS) == action  # type: ignore[arg-type]
 
 
-def test_without_a_list_anything_may_be_tried() -> None:
+def test_without_a_list_anything_may_be_tried_and_with_one_the_longest_name_is_meant() -> None:
     assert parse_action("<action> open the box </action>", "tags") == "open the box"
     assert parse_action("x" * 1001, "text") is None
-
-
-def test_the_longest_name_is_meant() -> None:
-    assert match_action("go north!", ACTIONS) == "go north"
-    assert match_action("GO", ACTIONS) == "go"
-    assert match_action("going nowhere", ACTIONS) is None
+    for said, action in (("go north!", "go north"), ("GO", "go"), ("going nowhere", None)):
+        assert match_action(said, ACTIONS) == action
     assert match_action("x", ()) is None

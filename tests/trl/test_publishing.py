@@ -10,35 +10,22 @@ import torch
 from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM, LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
-from trl_runs import ROWS, unique_letters
-from trl_runs import SMALL as SMALL_RUN
 
 from command import Command
 from covey.errors import HubError
-from covey.trl import GRPOConfig, GRPOTrainer
-from fake_hub import TOKEN, FakeHub, fake_hub
+from fake_hub import TOKEN, fake_hub
 
-SMALL = SMALL_RUN | {"learning_rate": 0.01, "max_steps": 1}
-
-
-def make(model: Path, output: Path, peft: bool = False, **options: Any) -> GRPOTrainer:
-    args = GRPOConfig(str(output), **(SMALL | options))
-    lora = LoraConfig(target_modules=["q_proj"]) if peft else None
-    return GRPOTrainer(str(model), unique_letters, args, ROWS, peft_config=lora)
+LORA: dict[str, Any] = {"peft_config": LoraConfig(target_modules=["q_proj"]), "learning_rate": 0.01, "max_steps": 1}
 
 
-def files(hub: FakeHub, repository: str, branch: str = "main") -> set[str]:
-    return set(hub.files[repository, branch])
-
-
-def test_a_trained_model_is_uploaded(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = make(model_folder, tmp_path / "tiny-GRPO", save_steps=1, hub_token=TOKEN)
+def test_a_trained_model_is_uploaded(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(out=tmp_path / "tiny-GRPO", max_steps=1, save_steps=1, hub_token=TOKEN)
     trainer.train()
     with fake_hub(monkeypatch) as hub:
         place = trainer.push_to_hub("First try", dataset_name="me/rows", tags="poetry")
     assert place == f"{hub.url}/me/tiny-GRPO/commit/0"
     assert hub.messages == ["First try"]
-    found = files(hub, "me/tiny-GRPO")
+    found = set(hub.files["me/tiny-GRPO", "main"])
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= found
     assert not [name for name in found if name.startswith(("checkpoint-", "covey/"))]  # what is for resuming stays
     card = ModelCard.load(tmp_path / "tiny-GRPO" / "README.md")
@@ -48,24 +35,24 @@ def test_a_trained_model_is_uploaded(model_folder: Path, tmp_path: Path, monkeyp
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-GRPO").config.model_type == "llama"
 
 
-def test_the_end_of_training_uploads(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_training_uploads(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub_options = {"hub_model_id": "us/named", "hub_token": TOKEN, "hub_private_repo": True, "hub_revision": "draft"}
     with fake_hub(monkeypatch) as hub:
-        trainer = make(model_folder, tmp_path, peft=True, push_to_hub=True, **hub_options)
+        trainer = make(**LORA, push_to_hub=True, **hub_options)
         assert hub.private == {"us/named": True}  # found out before anything is trained
         trainer.train()
         assert hub.messages == ["End of training"]
         trainer.save_model()
         assert hub.messages[1:] == ["Model save"]
-    assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= files(hub, "us/named", "draft")
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= set(hub.files["us/named", "draft"])
     assert ("us/named", "main") not in hub.files
     assert AutoPeftModelForCausalLM.from_pretrained(tmp_path).peft_config["default"].r == 8
     assert "AutoPeftModelForCausalLM" in (tmp_path / "README.md").read_text()
 
 
-def test_covey_export_reads_the_run(covey: Command, model_folder: Path, tmp_path: Path) -> None:
+def test_covey_export_reads_the_run(covey: Command, make: Any, model_folder: Path, tmp_path: Path) -> None:
     """Final weights and those of a checkpoint, though the adapter's form is in no setting of the run."""
-    trainer = make(model_folder, tmp_path, peft=True, save_steps=1)
+    trainer = make(**LORA, save_steps=1)
     trainer.train()
     for options in ((), ("--checkpoint", 1)):
         out = tmp_path / f"export{len(options)}"
@@ -79,23 +66,20 @@ def test_covey_export_reads_the_run(covey: Command, model_folder: Path, tmp_path
     assert str(model_folder) not in card  # a path means nothing elsewhere
 
 
-def test_a_card_before_and_without_a_run(model_folder: Path, tmp_path: Path) -> None:
-    make(model_folder, tmp_path).create_model_card(model_name="mine", tags=["a", "b"])
+def test_a_card_before_and_without_a_run(make: Any, tmp_path: Path) -> None:
+    make().create_model_card(model_name="mine", tags=["a", "b"])
     card = ModelCard.load(tmp_path / "README.md")
     assert {"a", "b", "covey"} <= set(card.data.tags)
     assert "# mine" in card.text
     assert "Held out" not in card.text
 
 
-def test_missing_rights_are_one_clear_error(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_rights_are_one_clear_error(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_hub(monkeypatch) as hub:
-        with pytest.raises(HubError, match="log in with"):
-            make(model_folder, tmp_path / "a", push_to_hub=True)
-        with pytest.raises(HubError, match="this token may only read"):
-            make(model_folder, tmp_path / "a", push_to_hub=True, hub_token="hf_read")
-        trainer = make(model_folder, tmp_path / "b", push_to_hub=True, hub_token=TOKEN)
+        for token, message in ((None, "log in with"), ("hf_read", "this token may only read")):
+            with pytest.raises(HubError, match=message):
+                make(out=tmp_path / "a", push_to_hub=True, hub_token=token)
+        trainer = make(out=tmp_path / "b", max_steps=1, push_to_hub=True, hub_token=TOKEN)
 
         class Revoke(TrainerCallback):
             def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -106,4 +90,4 @@ def test_missing_rights_are_one_clear_error(
             trainer.train()
         assert AutoModelForCausalLM.from_pretrained(tmp_path / "b").config.model_type == "llama"
         trainer.push_to_hub(token=TOKEN)
-    assert "model.safetensors" in files(hub, "me/b")
+    assert "model.safetensors" in hub.files["me/b", "main"]

@@ -5,63 +5,48 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import TrainerCallback
-from trl_runs import ROWS, unique_letters
-from trl_runs import SMALL as SMALL_RUN
+from trl_runs import made
 
 from covey.errors import CheckpointError
-from covey.trl import GRPOConfig, GRPOTrainer
+from covey.files import publishing
 
-SMALL = SMALL_RUN | {"max_completion_length": 4, "save_steps": 1}
+SMALL = {"max_completion_length": 4, "save_steps": 1}
 
 
 @pytest.fixture(scope="module")
-def stopped(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stopped(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three steps, with checkpoint-1, 2 and 3."""
     base = tmp_path_factory.mktemp("stopped") / "out"
-    GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(base), **SMALL), ROWS).train()
+    made(model_folder, base, **SMALL).train()
     return base
 
 
-class Taken(Exception):  # noqa: N818
-    """Says what would have been resumed from."""
-
-
 @pytest.fixture
-def taken(
-    folder: Path, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[Any], str]]:
+def taken(make: Any, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str]:
     """What `train` takes of Covey's checkpoints, in a copy of the stopped run at `tmp_path / "out"`."""
     shutil.copytree(stopped, tmp_path / "out")
-    trainer = GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path / "out"), **SMALL), ROWS)
+    trainer = make(out=tmp_path / "out", **SMALL)
 
     def stop(resume_from_checkpoint: str) -> None:
-        raise Taken(Path(resume_from_checkpoint).name)
+        raise LookupError(Path(resume_from_checkpoint).name)
 
     monkeypatch.setattr(trainer.run, "train", stop)
 
     def take(wanted: Any) -> str:
-        with pytest.raises(Taken) as found:
+        with pytest.raises(LookupError) as found:
             trainer.train(resume_from_checkpoint=wanted)
         return str(found.value)
 
     take.trainer = trainer  # type: ignore[attr-defined]
     return take
-
-
-def damages(path: Path) -> Iterator[tuple[str, Callable[[], object]]]:
-    """What a kill or a failing disk makes of a file."""
-    content = path.read_bytes()
-    yield "cut", lambda: path.write_bytes(content[: len(content) // 2])
-    yield "empty", lambda: path.write_bytes(b"")
-    yield "other", lambda: path.write_bytes(bytes(len(content)))
-    yield "missing", path.unlink
 
 
 def test_damage_to_any_file_of_the_newest_costs_that_one_only(taken: Any, tmp_path: Path) -> None:
@@ -73,9 +58,9 @@ def test_damage_to_any_file_of_the_newest_costs_that_one_only(taken: Any, tmp_pa
     assert {"trainer_state.json", "covey.json", "model.safetensors", "optimizer.safetensors"} <= {p.name for p in files}
     for path in files:
         content = path.read_bytes()
-        for what, damage in damages(path):
-            damage()
-            assert taken(True) == "step_000002", f"{path.name} {what}"
+        for left in (content[: len(content) // 2], b"", bytes(len(content)), None):
+            path.unlink() if left is None else path.write_bytes(left)
+            assert taken(True) == "step_000002", f"{path.name} {left!r:.9}"
             with pytest.raises(CheckpointError, match="checkpoint-3") as error:
                 taken.trainer.train(resume_from_checkpoint=str(newest))
             assert "\n" not in str(error.value)
@@ -84,16 +69,16 @@ def test_damage_to_any_file_of_the_newest_costs_that_one_only(taken: Any, tmp_pa
 
 
 def test_all_damaged_or_none_is_one_error(taken: Any, tmp_path: Path) -> None:
-    for number in (1, 2, 3):
-        (tmp_path / "out" / f"checkpoint-{number}" / "trainer_state.json").write_text('{"global_step": ')
+    folders = [tmp_path / "out" / f"checkpoint-{number}" for number in (1, 2, 3)]
+    for folder in folders:
+        (folder / "trainer_state.json").write_text('{"global_step": ')
     with pytest.raises(CheckpointError, match=r"none of the 3 checkpoints .* checkpoint-3: trainer_state.json has 16"):
         taken.trainer.train(resume_from_checkpoint=True)
-    for number in (1, 2, 3):
-        shutil.rmtree(tmp_path / "out" / f"checkpoint-{number}")
-    with pytest.raises(CheckpointError, match="no checkpoint-N"):
-        taken.trainer.train(resume_from_checkpoint=True)
-    with pytest.raises(CheckpointError, match="no such folder"):
-        taken.trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    for folder in folders:
+        shutil.rmtree(folder)
+    for wanted, message in ((True, "no checkpoint-N"), (str(folders[0]), "no such folder")):
+        with pytest.raises(CheckpointError, match=message):
+            taken.trainer.train(resume_from_checkpoint=wanted)
 
 
 def test_what_does_not_belong_to_a_checkpoint(taken: Any, tmp_path: Path) -> None:
@@ -108,12 +93,10 @@ def test_what_does_not_belong_to_a_checkpoint(taken: Any, tmp_path: Path) -> Non
 
 
 def test_json_that_is_none_is_found_though_its_hash_is_right(taken: Any, tmp_path: Path) -> None:
-    from covey.files import publishing
-
-    newest = tmp_path / "out" / "checkpoint-3"
+    before, newest = (tmp_path / "out" / f"checkpoint-{number}" for number in (2, 3))
     for name, text in (("trainer_state.json", "[]"), ("trainer_state.json", "null"), ("covey.json", "{}")):
         with publishing(newest) as aside:
-            for path in (tmp_path / "out" / "checkpoint-2").iterdir():
+            for path in before.iterdir():
                 if path.name != "COMPLETE":
                     shutil.copy(path, aside)
             (aside / name).write_text(text)
@@ -125,12 +108,11 @@ class Killed(BaseException):
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_moment_of_saving(
-    taken: Any, folder: Path, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_at_any_moment(taken: Any, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 3 is saved again with a limit of one: whenever it is killed, a whole checkpoint can be taken."""
-    trainer = taken.trainer
-    calls, last = [0], [10**9]
+    trainer, out = taken.trainer, tmp_path / "out"
+    never = 10**9
+    calls, last = [0], [never]
 
     def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*values: Any, **options: Any) -> Any:
@@ -146,55 +128,50 @@ def test_a_kill_at_any_moment_of_saving(
     monkeypatch.setattr(Path, "write_text", guarded(Path.write_text))
 
     def save(kill_at: int) -> None:
-        calls[0], last[0] = 0, 10**9
-        shutil.rmtree(tmp_path / "out")
-        shutil.copytree(stopped, tmp_path / "out")
+        last[0] = never
+        shutil.rmtree(out)
+        shutil.copytree(stopped, out)
         trainer.state.global_step, trainer.args.save_total_limit = 3, 1
         calls[0], last[0] = 0, kill_at
         trainer._save_checkpoint()
 
-    save(10**9)
+    save(never)
     writes = calls[0]
     assert writes > 20
-    last[0] = 10**9
-    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-3"]
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-3"]
     for kill_at in range(1, writes + 1):
         with pytest.raises(Killed):
             save(kill_at)
-        last[0] = 10**9
+        last[0] = never
         assert taken(True) in ("step_000002", "step_000003"), kill_at
         trainer._save_checkpoint()  # the next save clears what was left
-        assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-3"], kill_at
+        assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-3"], kill_at
 
 
-def test_a_checkpoint_never_outlives_the_one_it_goes_with(folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_never_outlives_the_one_it_goes_with(make: Any, tmp_path: Path) -> None:
     """With a limit of one, each `checkpoint-N` that is there can be resumed from at every moment."""
 
     class Watching(TrainerCallback):
         seen = 0
 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            inner = tmp_path / "covey" / "checkpoints"
             for path in tmp_path.glob("checkpoint-*/covey.json"):
-                assert (tmp_path / "covey" / "checkpoints" / json.loads(path.read_text())["checkpoint"]).is_dir()
+                assert (inner / json.loads(path.read_text())["checkpoint"]).is_dir()
                 self.seen += 1
-            assert len(list((tmp_path / "covey" / "checkpoints").iterdir())) == min(state.global_step, 2)
+            assert len(list(inner.iterdir())) == min(state.global_step, 2)
 
     watching = Watching()
-    args = GRPOConfig(str(tmp_path), **SMALL | {"save_total_limit": 1})
-    GRPOTrainer(str(folder), unique_letters, args, ROWS, callbacks=[watching]).train()
+    make(**SMALL, save_total_limit=1, callbacks=[watching]).train()
     assert watching.seen == 3
 
 
-def test_resuming_past_a_damaged_one_gives_the_same_numbers(folder: Path, stopped: Path, tmp_path: Path) -> None:
+def test_resuming_past_a_damaged_one_gives_the_same_numbers(make: Any, stopped: Path, tmp_path: Path) -> None:
     shutil.copytree(stopped, tmp_path / "out")
     (tmp_path / "out" / "checkpoint-3" / "model.safetensors").write_bytes(b"cut")
     (tmp_path / "out" / "checkpoint-2" / "trainer_state.json").write_text("")
-    resumed = GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path / "out"), **SMALL), ROWS)
-    resumed.train(resume_from_checkpoint=True)
-    from safetensors.torch import load_file
-
-    whole = load_file(stopped / "checkpoint-3" / "model.safetensors")
-    again = load_file(tmp_path / "out" / "checkpoint-3" / "model.safetensors")
+    make(out=tmp_path / "out", **SMALL).train(resume_from_checkpoint=True)
+    whole, again = (load_file(out / "checkpoint-3" / "model.safetensors") for out in (stopped, tmp_path / "out"))
     assert all(torch.equal(whole[name], again[name]) for name in whole)
 
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_models import tiny_model, tiny_tokenizer
 from transformers import EarlyStoppingCallback, TrainerCallback
-from trl_runs import SMALL as SMALL_RUN
-from trl_runs import unique_letters
+from trl_runs import ROWS, Seen, Stream, unique_letters
 
 from covey.errors import ConfigError, DataError
-from covey.trl import GRPOConfig, GRPOTrainer
 
-TRAINING = [{"prompt": text} for text in ["Flat is", "Simple is better", "Now is", "Errors"]]
 HELD_OUT = [{"prompt": text} for text in ["Sparse is", "Readability", "Complex"]]
-SMALL = SMALL_RUN | {"per_device_eval_batch_size": 3}
-EVERY_STEP: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1}
+EVERY_STEP: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3}
+SETS = {"data1": HELD_OUT[:1], "data2": HELD_OUT[1:]}
 BEST: dict[str, Any] = {**EVERY_STEP, "save_steps": 1, "load_best_model_at_end": True}
 
 
@@ -26,121 +22,78 @@ def constant(completions: list[str], **columns: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
-class Stream:
-    """Rows that can only be read one after the other."""
+class TestEvaluations:
+    @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
+    def test_the_loss_of_an_evaluation(self, make: Any, loss_type: str) -> None:
+        """On the policy's own completions every ratio is 1, so that a token's loss is minus its advantage."""
+        seen = Seen(unique_letters)
+        metrics = make(seen, loss_type=loss_type, scale_rewards="none").evaluate(HELD_OUT)
+        found = [*zip(unique_letters(seen.all("completions")), map(len, seen.all("completion_ids")), strict=True)]
+        groups = [found[at : at + 3] for at in range(0, 9, 3)]
+        rows = [(r - sum(x for x, _ in group) / 3, length) for group in groups for r, length in group]
+        tokens, by_token = sum(length for _, length in rows), -sum(advantage * length for advantage, length in rows)
+        expected = {"grpo": 0.0, "dr_grpo": by_token / (9 * 8), "dapo": by_token / tokens}
+        assert metrics["eval_loss"] == pytest.approx(expected[loss_type], abs=1e-5)
 
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self.rows = rows
+    def test_the_loss_has_its_kl_and_its_entropy(self, make: Any) -> None:
+        """The reference is the policy before training: its KL is 0. Of equal rewards the entropy alone is left."""
+        assert make(constant, beta=0.5).evaluate(HELD_OUT)["eval_loss"] == pytest.approx(0.0, abs=1e-5)
+        assert make(constant, entropy_coef=0.5).evaluate(HELD_OUT)["eval_loss"] < -1.0
+        assert make(constant, num_generations_eval=1).evaluate(HELD_OUT)["eval_loss"] == pytest.approx(0.0)
 
-    def __iter__(self) -> Any:
-        return iter(self.rows)
+    def test_early_stopping_by_the_default_metric(self, make: Any) -> None:
+        """The default, the loss, means the reward: one that stays as it is stops the run after one evaluation more."""
+        trainer = make(constant, held_out=HELD_OUT, callbacks=[EarlyStoppingCallback(1)], **BEST)
+        assert trainer.train().global_step == 2
+        assert (trainer.args.metric_for_best_model, trainer.args.greater_is_better) == ("eval_reward", True)
+        assert trainer.state.best_metric == 1.0
+        rising = map(float, range(100))
+        better = Seen(lambda completions, **_: [next(rising)] * len(completions))
+        trainer = make(better, held_out=HELD_OUT, callbacks=[EarlyStoppingCallback(1)], **BEST)
+        assert trainer.train().global_step == trainer.state.best_global_step == 3
+        by_name = {"metric_for_best_model": "eval_reward", "max_steps": 9, "save_total_limit": 1}
+        trainer = make(constant, held_out=HELD_OUT, callbacks=[EarlyStoppingCallback(2)], **(BEST | by_name))
+        assert trainer.train().global_step == 3
+        kept = Path(trainer.args.output_dir) / "checkpoint-1"
+        assert (trainer.state.best_model_checkpoint, kept.is_dir()) == (str(kept), True)
 
+    @pytest.mark.parametrize("metric", ["accuracy", "eval_f1", "eval_rewards/other/mean"])
+    def test_a_metric_that_nobody_measures_is_refused_before_training(self, make: Any, metric: str) -> None:
+        with pytest.raises(ConfigError, match=r"metric_for_best_model=.*(nobody measures it|there is no such reward)"):
+            make(held_out=HELD_OUT, metric_for_best_model=metric, **EVERY_STEP)
 
-@pytest.fixture
-def make(folder: Path, tmp_path: Path) -> Any:
-    def make(reward: Any = unique_letters, held_out: Any = None, *, training: Any = None, **more: Any) -> GRPOTrainer:
-        callbacks = more.pop("callbacks", None)
-        args = GRPOConfig(str(tmp_path / "out"), **(SMALL | more))
-        return GRPOTrainer(str(folder), reward, args, training or TRAINING, held_out, callbacks=callbacks)
+    def test_a_metric_that_a_function_logs_chooses_the_best(self, make: Any) -> None:
+        """What is logged in an evaluation stays in it."""
+        values = iter([0.2, 0.9, 0.5, 0.4])
 
-    return make
+        def logs(completions: list[str], log_metric: Any, **columns: Any) -> list[float]:
+            log_metric("rows", float(len(completions)))
+            if len(completions) == 9:  # of an evaluation
+                log_metric("accuracy", next(values))
+            return unique_letters(completions)
 
+        def forwards(completions: list[str], **columns: Any) -> list[float]:
+            return logs(completions, **columns)
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
-def test_the_loss_of_an_evaluation(make: Any, loss_type: str) -> None:
-    """On the policy's own completions every ratio is 1, so that a token's loss is minus its advantage."""
-    seen: list[tuple[float, int]] = []
+        trainer = make(logs, held_out=HELD_OUT, metric_for_best_model="accuracy", **BEST)
+        trainer.train()
+        history = trainer.state.log_history
+        assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.9, 2)
+        assert [record["eval_accuracy"] for record in history if "eval_accuracy" in record] == [0.2, 0.9, 0.5]
+        assert "accuracy" not in history[-1]
+        assert [record["rows"] for record in history if "rows" in record] == [3.0]
+        assert trainer.evaluate(HELD_OUT)["eval_rows"] == 9.0
+        assert make(forwards, held_out=HELD_OUT, metric_for_best_model="accuracy", **EVERY_STEP)
 
-    def reward(completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
-        found = unique_letters(completions)
-        seen.extend(zip(found, map(len, completion_ids), strict=True))
-        return found
+    def test_the_best_are_saved_only_where_a_metric_says_which(self, make: Any) -> None:
+        with pytest.raises(
+            ConfigError, match="save_strategy='best' and metric_for_best_model=None: nothing says which"
+        ):
+            make(held_out=HELD_OUT, save_strategy="best", **EVERY_STEP)
+        trainer = make(held_out=HELD_OUT, save_strategy="best", metric_for_best_model="loss", **EVERY_STEP)
+        assert trainer.args.metric_for_best_model == "eval_reward"
 
-    metrics = make(reward, loss_type=loss_type, scale_rewards="none").evaluate(HELD_OUT)
-    groups = [seen[at : at + 3] for at in range(0, 9, 3)]
-    rows = [(r - sum(x for x, _ in group) / 3, length) for group in groups for r, length in group]
-    tokens, by_token = sum(length for _, length in rows), -sum(advantage * length for advantage, length in rows)
-    expected = {"grpo": 0.0, "dr_grpo": by_token / (9 * 8), "dapo": by_token / tokens}
-    assert metrics["eval_loss"] == pytest.approx(expected[loss_type], abs=1e-5)
-
-
-def test_the_loss_has_its_kl_and_its_entropy(make: Any) -> None:
-    """The reference is the policy before training, so that its KL is 0; of equal rewards the entropy alone is left."""
-    assert make(constant, beta=0.5).evaluate(HELD_OUT)["eval_loss"] == pytest.approx(0.0, abs=1e-5)
-    assert make(constant, entropy_coef=0.5).evaluate(HELD_OUT)["eval_loss"] < -1.0
-    assert make(constant, num_generations_eval=1).evaluate(HELD_OUT)["eval_loss"] == pytest.approx(0.0)
-
-
-def test_early_stopping_by_the_default_metric(make: Any) -> None:
-    """The default, the loss, means the reward: one that stays as it is stops the run after one evaluation more."""
-    trainer = make(constant, HELD_OUT, callbacks=[EarlyStoppingCallback(1)], **BEST)
-    assert trainer.train().global_step == 2
-    assert (trainer.args.metric_for_best_model, trainer.args.greater_is_better) == ("eval_reward", True)
-    assert trainer.state.best_metric == 1.0
-    rising = iter(range(100))
-
-    def better(completions: list[str], **columns: Any) -> list[float]:
-        return [float(next(rising))] * len(completions)
-
-    trainer = make(better, HELD_OUT, callbacks=[EarlyStoppingCallback(1)], **BEST)
-    assert trainer.train().global_step == 3
-    assert trainer.state.best_global_step == 3
-    by_name = {"metric_for_best_model": "eval_reward", "max_steps": 9, "save_total_limit": 1}
-    trainer = make(constant, HELD_OUT, callbacks=[EarlyStoppingCallback(2)], **(BEST | by_name))
-    assert trainer.train().global_step == 3
-    kept = Path(trainer.args.output_dir) / "checkpoint-1"
-    assert (trainer.state.best_model_checkpoint, kept.is_dir()) == (str(kept), True)
-
-
-@pytest.mark.parametrize("metric", ["accuracy", "eval_f1", "eval_rewards/other/mean"])
-def test_a_metric_that_nobody_measures_is_refused_before_training(make: Any, metric: str) -> None:
-    with pytest.raises(ConfigError, match=r"metric_for_best_model=.*(nobody measures it|there is no such reward)"):
-        make(unique_letters, HELD_OUT, metric_for_best_model=metric, **EVERY_STEP)
-
-
-def test_a_metric_that_a_function_logs_chooses_the_best(make: Any) -> None:
-    values = iter([0.2, 0.0, 0.9, 0.0, 0.5, 0.0])
-
-    def logs(completions: list[str], log_metric: Any, **columns: Any) -> list[float]:
-        if len(completions) == 9:  # of an evaluation
-            log_metric("accuracy", next(values))
-        return unique_letters(completions)
-
-    values = iter([0.2, 0.9, 0.5])
-    trainer = make(logs, HELD_OUT, metric_for_best_model="accuracy", **BEST)
-    trainer.train()
-    assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.9, 2)
-    assert [r["eval_accuracy"] for r in trainer.state.log_history if "eval_accuracy" in r] == [0.2, 0.9, 0.5]
-    assert "accuracy" not in trainer.state.log_history[-1]  # evaluations leave nothing in training's records
-
-    def forwards(completions: list[str], **columns: Any) -> list[float]:
-        return logs(completions, **columns)
-
-    assert make(forwards, HELD_OUT, metric_for_best_model="accuracy", **EVERY_STEP)
-
-
-def test_what_is_logged_in_an_evaluation_of_ones_own_stays_in_it(make: Any) -> None:
-    def logs(completions: list[str], log_metric: Any, **columns: Any) -> list[float]:
-        log_metric("rows", float(len(completions)))
-        return unique_letters(completions)
-
-    trainer = make(logs)
-    assert trainer.evaluate(HELD_OUT)["eval_rows"] == 9.0
-    trainer.train()
-    assert trainer.state.log_history[-1]["rows"] == 3.0
-
-
-def test_the_best_are_saved_only_where_a_metric_says_which(make: Any) -> None:
-    with pytest.raises(ConfigError, match="save_strategy='best' and metric_for_best_model=None: nothing says which"):
-        make(unique_letters, HELD_OUT, save_strategy="best", **EVERY_STEP)
-    trainer = make(unique_letters, HELD_OUT, save_strategy="best", metric_for_best_model="loss", **EVERY_STEP)
-    assert trainer.args.metric_for_best_model == "eval_reward"
-
-
-class TestSeveralSets:
-    SETS = {"data1": HELD_OUT[:1], "data2": HELD_OUT[1:]}  # noqa: RUF012
-
-    def test_at_the_start_and_with_the_best_at_the_end(self, make: Any, tmp_path: Path) -> None:
+    def test_several_sets_at_the_start_and_with_the_best_at_the_end(self, make: Any, tmp_path: Path) -> None:
         told: list[set[str]] = []
 
         class Watching(TrainerCallback):
@@ -148,118 +101,73 @@ class TestSeveralSets:
                 told.append({name.split("_")[1] for name in metrics})
 
         more = {"metric_for_best_model": "eval_data2_reward", "eval_on_start": True, "callbacks": [Watching()]}
-        trainer = make(unique_letters, self.SETS, **(BEST | more | {"save_total_limit": 1}))
+        trainer = make(held_out=SETS, **BEST, **more, save_total_limit=1)
         trainer.train()
-        history = trainer.state.log_history
-        for name in ("data1", "data2"):
-            found = {r["step"]: r[f"eval_{name}_reward"] for r in history if f"eval_{name}_reward" in r}
+        for name in SETS:
+            key = f"eval_{name}_reward"
+            found = {record["step"]: record[key] for record in trainer.state.log_history if key in record}
             assert list(found) == [0, 1, 2, 3]
         assert told == [{"data2"}, {"data1"}] * 4
         assert trainer.state.best_metric == max(found.values())
         best = trainer.state.best_global_step
         assert found[best] == trainer.state.best_metric
-        assert best == 0 or trainer.state.best_model_checkpoint == str(tmp_path / "out" / f"checkpoint-{best}")
+        assert best == 0 or trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
         assert trainer.run.state.best_step == best
 
-    def test_which_is_compared_must_be_said(self, make: Any) -> None:
+    def test_several_sets_are_read_before_training_and_one_is_compared(self, make: Any) -> None:
         with pytest.raises(ConfigError, match="names none; give one of 'eval_data1_reward', 'eval_data2_reward'"):
-            make(unique_letters, self.SETS, **BEST)
-        trainer = make(unique_letters, self.SETS, metric_for_best_model="data1_loss", **BEST)
-        assert trainer.args.metric_for_best_model == "eval_data1_reward"
-
-    def test_all_are_read_before_training(self, make: Any) -> None:
+            make(held_out=SETS, **BEST)
+        named = make(held_out=SETS, metric_for_best_model="data1_loss", **BEST).args.metric_for_best_model
+        assert named == "eval_data1_reward"
         with pytest.raises(DataError, match=r"eval_dataset\['data2'\]: .*no column 'prompt'"):
-            make(unique_letters, {"data1": HELD_OUT, "data2": [{"question": "Sparse is"}]}, **EVERY_STEP)
+            make(held_out={"data1": HELD_OUT, "data2": [{"question": "Sparse is"}]}, **EVERY_STEP)
 
-    def test_streams_by_name(self, make: Any) -> None:
-        metrics = make().evaluate({name: Stream(rows) for name, rows in self.SETS.items()})
-        assert {"eval_data1_loss", "eval_data2_loss", "eval_data1_reward"} <= set(metrics)
-
-
-class TestStreams:
-    def test_are_held_out_rows_too(self, make: Any) -> None:
-        trainer = make(unique_letters, Stream(HELD_OUT), training=Stream(TRAINING), **EVERY_STEP)
+    def test_streams_are_held_out_rows_too(self, make: Any) -> None:
+        trainer = make(unique_letters, Stream(ROWS), Stream(HELD_OUT), **EVERY_STEP)
         trainer.train()
         evaluated = [record for record in trainer.state.log_history if "eval_loss" in record]
         assert [record["eval_num_completions"] for record in evaluated] == [9.0] * 3
         assert trainer.evaluate(Stream(HELD_OUT[:1]))["eval_num_completions"] == 3.0
+        metrics = trainer.evaluate({name: Stream(rows) for name, rows in SETS.items()})
+        assert {"eval_data1_loss", "eval_data2_loss", "eval_data1_reward"} <= set(metrics)
 
-    def test_the_settings_of_a_loader_say_how_they_are_read(self, make: Any) -> None:
-        trainer = make(training=Stream(TRAINING), dataloader_num_workers=4)
+    def test_the_settings_of_a_loader_say_how_streams_are_read(self, make: Any) -> None:
+        trainer = make(rows=Stream(ROWS), dataloader_num_workers=4)
         assert trainer.args.dataloader_num_workers == 0
         assert trainer.args.accelerator_config.dispatch_batches is False
-        assert make(unique_letters, Stream(HELD_OUT), dataloader_num_workers=4).args.dataloader_num_workers == 4
+        assert make(held_out=Stream(HELD_OUT), dataloader_num_workers=4).args.dataloader_num_workers == 4
         with pytest.raises(ConfigError, match="`dispatch_batches=False`"):
-            make(training=Stream(TRAINING), accelerator_config={"dispatch_batches": True}, max_steps=-1)
+            make(rows=Stream(ROWS), accelerator_config={"dispatch_batches": True}, max_steps=-1)
 
+    def test_the_latest_generation_is_there_to_be_read(self, make: Any) -> None:
+        def reward(completions: list[str], log_extra: Any, **columns: Any) -> list[float]:
+            log_extra("first", [completion[:1] for completion in completions])
+            return unique_letters(completions)
 
-@pytest.mark.parametrize(("loss_type", "says"), [("grpo", False), ("dapo", True), ("bnpo", True), ("cispo", True)])
-def test_a_ratio_of_sequences_with_a_sum_of_tokens(
-    make: Any, caplog: pytest.LogCaptureFixture, loss_type: str, says: bool
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        make(importance_sampling_level="sequence", loss_type=loss_type)
-    assert ("weights each sequence by its completion length" in caplog.text) == says
+        trainer = make(reward, entropy_coef=0.1)
+        assert trainer._logs["completion"] == []
+        trainer.train()
+        assert trainer.entropy_coef == 0.1
+        assert trainer.state.log_history[-1]["entropy_coef"] == pytest.approx(0.1)
+        logs = trainer._logs
+        assert logs["extra"]["first"] == [completion[:1] for completion in logs["completion"]]
+        assert logs["rewards"] == {"reward": unique_letters(logs["completion"])}
+        assert len(logs["prompt"]) == len(logs["advantages"]) == 3
 
+    def test_losses_of_which_something_is_said(self, make: Any, caplog: pytest.LogCaptureFixture) -> None:
+        """TRL adds a balance loss by default to a model that has one; 0 asks for none. Some losses sum tokens."""
+        mixture = {"model": tiny_model("qwen3_moe"), "processing_class": tiny_tokenizer()}
+        off = {"router_aux_loss_coef": 0.0}
+        for options, says in ((mixture, True), (mixture | off, False), ({}, False), (off, False)):
+            caplog.clear()
+            assert make(**options).aux_loss_enabled is False
+            assert ("this model has a balance loss, which is not computed" in caplog.text) == says
+        for loss_type in ("grpo", "dapo", "bnpo", "cispo"):
+            caplog.clear()
+            make(importance_sampling_level="sequence", loss_type=loss_type)
+            assert ("weights each sequence by its completion length" in caplog.text) == (loss_type != "grpo")
 
-def test_the_latest_generation_is_there_to_be_read(make: Any) -> None:
-    def reward(completions: list[str], log_extra: Any, **columns: Any) -> list[float]:
-        log_extra("first", [completion[:1] for completion in completions])
-        return unique_letters(completions)
-
-    trainer = make(reward)
-    assert trainer._logs["completion"] == []
-    trainer.train()
-    logs = trainer._logs
-    assert logs["extra"]["first"] == [completion[:1] for completion in logs["completion"]]
-    assert logs["rewards"] == {"reward": unique_letters(logs["completion"])}
-    assert len(logs["prompt"]) == len(logs["advantages"]) == 3
-
-
-@pytest.mark.parametrize("name", ["num_completions_to_print", "num_generations_eval", "max_tool_calling_iterations"])
-@pytest.mark.parametrize("value", [1.5, "2", True])
-def test_what_counts_is_a_whole_number(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{name}=.*a whole number"):
-        GRPOConfig("out", **{name: value})
-
-
-def test_a_balance_loss_is_known_to_be_none(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """TRL adds it by default to a model that has one, which is said; 0 asks for none."""
-    for options, says in (({}, True), ({"router_aux_loss_coef": 0.0}, False)):
-        args = GRPOConfig(str(tmp_path), **SMALL, **options)
-        caplog.clear()
-        trainer = GRPOTrainer(
-            tiny_model("qwen3_moe"), unique_letters, args, TRAINING, processing_class=tiny_tokenizer()
-        )
-        assert trainer.aux_loss_enabled is False
-        assert ("this model has a balance loss, which is not computed" in caplog.text) == says
-    assert make().aux_loss_enabled is False
-    assert make(router_aux_loss_coef=0.0).aux_loss_enabled is False
-    with pytest.raises(ConfigError, match="router_aux_loss_coef"):
-        make(router_aux_loss_coef=0.1)
-
-
-def test_the_weight_of_the_entropy_is_told(make: Any) -> None:
-    trainer = make(entropy_coef=0.1)
-    trainer.train()
-    assert trainer.entropy_coef == 0.1
-    assert trainer.state.log_history[-1]["entropy_coef"] == pytest.approx(0.1)
-    trainer = make(entropy_coef=0.01, use_adaptive_entropy=True, entropy_target=15.0, entropy_coef_delta=0.005)
-    trainer.train()
-    assert trainer.entropy_coef == pytest.approx(0.01 + 3 * 0.005)
-
-
-def test_a_wrong_number_of_rewards_is_a_value_error(make: Any) -> None:
-    def one(completions: list[str], **columns: Any) -> list[float]:
-        return [1.0]
-
-    with pytest.raises(ValueError, match="'one' returned 1 rewards for 3 completions"):
-        make(one).train()
-
-
-def test_what_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
-    args = GRPOConfig(str(tmp_path), **SMALL)
-    with pytest.raises(ValueError, match="No reward source provided"):
-        GRPOTrainer(str(folder), args=args, train_dataset=TRAINING)
-    with pytest.raises(ValueError, match="`train_dataset` is required"):
-        GRPOTrainer(str(folder), unique_letters, args)
+    def test_the_weight_of_the_entropy_is_told_as_it_moves(self, make: Any) -> None:
+        trainer = make(entropy_coef=0.01, use_adaptive_entropy=True, entropy_target=15.0, entropy_coef_delta=0.005)
+        trainer.train()
+        assert trainer.entropy_coef == pytest.approx(0.01 + 3 * 0.005)

@@ -43,8 +43,8 @@ GIVEN = {name: sampled(values) for name, values in NUMBERS["inputs"].items()}
 class Told:
     """A learner that is told its log-probabilities: the old ones in the first pass, the moved ones in the second."""
 
-    def __init__(self, passes: int) -> None:
-        self.steps, self.passes = 0, passes
+    def __init__(self) -> None:
+        self.steps = 0
         self.loss = self.gradient = self.entropy_gradient = None
 
     def _now(self) -> NDArray[np.float32]:
@@ -55,27 +55,16 @@ class Told:
 
     def forward_backward(self, batch: Batch, rows: Any, objective: Any, **given: Any) -> Gradients:
         weights, _ = loss_weights(batch, objective, given["max_completion_length"])
-        bonus = entropy_weights(batch, objective)
         logp, uncertain = (torch.tensor(x, requires_grad=True) for x in (self._now(), GIVEN["entropy"]))
         mask, sampler = torch.tensor(batch.mask), torch.tensor(batch.old_logprobs)
         old, factor, correction = sampler, None, given["correction"]
         if correction is not None:
             old = logp.detach() if given["trainer_old"] is None else torch.tensor(given["trainer_old"])
             factor = mismatch_correction(old, sampler, mask, *astuple(correction))
-        terms = policy_loss(
-            logp,
-            old,
-            torch.tensor(batch.advantages),
-            mask,
-            torch.tensor(weights),
-            objective,
-            ref=None if given["reference"] is None else torch.tensor(given["reference"]),
-            entropy=uncertain,
-            correction=factor,
-            sampler=sampler,
-            entropy_coef=given["entropy_coef"],
-            entropy_weights=None if bonus is None else torch.tensor(bonus),
-        )
+        more = {"entropy": uncertain, "correction": factor, "sampler": sampler, "entropy_coef": given["entropy_coef"]}
+        known = {"ref": given["reference"], "entropy_weights": entropy_weights(batch, objective)}
+        more |= {name: torch.tensor(value) for name, value in known.items() if value is not None}
+        terms = policy_loss(logp, old, torch.tensor(batch.advantages), mask, torch.tensor(weights), objective, **more)
         slopes = torch.autograd.grad(terms.loss, (logp, uncertain), allow_unused=True, materialize_grads=True)
         self.loss, (self.gradient, self.entropy_gradient) = terms.loss.item(), (x.numpy() for x in slopes)
         metrics = {name: float(value) for name, value in terms.metrics.items()}
@@ -106,29 +95,15 @@ def groups(sampler: NDArray[np.float32], weights: list[float]) -> list[Group]:
 
 @pytest.mark.parametrize("case", NUMBERS["cases"], ids=lambda case: json.dumps(case["options"]))
 def test_loss_and_gradient_are_trls(case: dict[str, Any], tmp_path: Path) -> None:
-    options = {"num_iterations": 2} | case["options"]
-    parts = options.get("gradient_accumulation_steps", 1)
-    args = GRPOConfig(
-        str(tmp_path),
-        **options,
-        per_device_train_batch_size=6 // parts,
-        num_generations=3,
-        max_completion_length=5,
-        report_to="none",
-        bf16=False,
-    )
-    config = settings(args, num_prompts=2, lora=False)
-    weights = options.get("reward_weights", [1.0, 1.0])
-    batch = make_batch(
-        groups(GIVEN["sampler" if args.use_vllm else "old"], weights),
-        config.algorithm,
-        config.rewards,
-        config.environment,
-        reward_weights=weights,
-        max_completion_length=5,
-    )
+    options = {"num_iterations": 2, "num_generations": 3, "max_completion_length": 5, "report_to": "none"}
+    options |= {"per_device_train_batch_size": 6 // case["options"].get("gradient_accumulation_steps", 1)}
+    args = GRPOConfig(str(tmp_path), **(options | case["options"]), bf16=False)
+    config, weights = settings(args, num_prompts=2, lora=False), args.reward_weights or [1.0, 1.0]
+    given = groups(GIVEN["sampler" if args.use_vllm else "old"], weights)
+    sections = (config.algorithm, config.rewards, config.environment)
+    batch = make_batch(given, *sections, reward_weights=weights, max_completion_length=5)
     np.testing.assert_allclose(batch.advantages[:, 0], case["advantages"], rtol=2e-5, atol=1e-5)
-    learner, state = Told(args.num_iterations), TrainerState()
+    learner, state = Told(), TrainerState()
     update(learner, batch, config.algorithm, 0.1, temperature=1.0, max_completion_length=5, state=state)  # type: ignore[arg-type]
     assert learner.steps == args.num_iterations
     assert learner.loss == pytest.approx(case["loss"], rel=2e-5, abs=2e-6)

@@ -10,23 +10,17 @@ import torch
 from peft import LoraConfig
 from tiny_models import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPTQConfig, TorchAoConfig
-from trl_runs import ROWS
-from trl_runs import SMALL as SMALL_RUN
+from trl_runs import made
 
 from covey.errors import ConfigError, ModelError
 from covey.pytorch.models.quantised import quantised_layers
-from covey.trl import GRPOConfig, GRPOTrainer, ModelConfig, get_quantization_config
+from covey.trl import GRPOTrainer, ModelConfig, get_quantization_config
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 pytest.importorskip("torchao")
 
-SMALL = SMALL_RUN | {"max_steps": 2}
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-
-
-def letters(completions: list[str], **columns: Any) -> list[float]:
-    return [float(len(set(completion))) for completion in completions]
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +50,8 @@ def trained(trainer: GRPOTrainer) -> set[str]:
     ids=["nf4", "mapping", "int8", "fp4"],
 )
 def test_a_config_for_the_model(folder: Path, tmp_path: Path, config: Any, name: str) -> None:
-    args = GRPOConfig(str(tmp_path), **SMALL, optim="adamw_8bit", model_init_kwargs={"quantization_config": config})
-    trainer = GRPOTrainer(str(folder), letters, args, ROWS, peft_config=LORA)
+    options = {"optim": "adamw_8bit", "model_init_kwargs": {"quantization_config": config}, "max_steps": 2}
+    trainer = made(folder, tmp_path, **options, peft_config=LORA)
     assert trainer.run.args.model.quantization == name  # none: transformers has loaded it so
     assert trainer.run.args.optim.optimizer == "adamw_8bit"
     assert isinstance(trainer.optimizer, bitsandbytes.optim.AdamW8bit)
@@ -69,42 +63,41 @@ def test_a_config_for_the_model(folder: Path, tmp_path: Path, config: Any, name:
 
 def test_a_config_for_the_trainer(folder: Path, tmp_path: Path) -> None:
     torchao = TorchAoConfig(__import__("torchao").quantization.Int8WeightOnlyConfig(set_inductor_config=False))
-    args = GRPOConfig(str(tmp_path), **SMALL)
-    trainer = GRPOTrainer(str(folder), letters, args, ROWS, peft_config=LORA, quantization_config=torchao)
+    trainer = made(folder, tmp_path, max_steps=2, peft_config=LORA, quantization_config=torchao)
     assert len(list(quantised_layers(trainer.model))) == 14
     assert trained(trainer)
 
 
 def test_a_model_that_is_quantised(folder: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=NF4, dtype=torch.bfloat16)
-    args = GRPOConfig(str(tmp_path), **SMALL, beta=0.1)
-    trainer = GRPOTrainer(model, letters, args, ROWS, processing_class=tiny_tokenizer(), peft_config=LORA)
+    trainer = made(model, tmp_path, beta=0.1, max_steps=2, processing_class=tiny_tokenizer(), peft_config=LORA)
     assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}
     assert all("lora_" in name for name in trained(trainer))
 
 
 def test_what_is_not_possible(folder: Path, tmp_path: Path) -> None:
-    args = GRPOConfig(str(tmp_path), **SMALL)
-    with pytest.raises(ConfigError, match="quantised weights cannot be trained themselves; pass peft_config"):
-        GRPOTrainer(str(folder), letters, args, ROWS, quantization_config=NF4)
-    with pytest.raises(ConfigError, match="a GPTQConfig; adapters are trained on models quantised by bitsandbytes"):
-        GRPOTrainer(
-            str(folder), letters, args, ROWS, peft_config=LORA, quantization_config=GPTQConfig(bits=4, dataset=["a"])
-        )
     skips = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=["lm_head"])
-    with pytest.raises(ConfigError, match=r"^quantization_config: pkg:any is a GGUF file, which Covey loads by itself"):
-        GRPOTrainer("pkg:any", letters, args, ROWS, peft_config=LORA, quantization_config=skips)
+    gptq = {"peft_config": LORA, "quantization_config": GPTQConfig(bits=4, dataset=["a"])}
     loaded = AutoModelForCausalLM.from_pretrained(folder, quantization_config=NF4)
-    with pytest.raises(ConfigError, match="the model is loaded already"):
-        GRPOTrainer(loaded, letters, args, ROWS, peft_config=LORA, quantization_config=NF4)
-    with pytest.raises(ModelError, match=r"in covey.trl pass peft_config"):
-        GRPOTrainer(loaded, letters, args, ROWS, processing_class=tiny_tokenizer())
+    cases: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
+        (ConfigError, "quantised weights cannot be trained themselves", folder, {"quantization_config": NF4}),
+        (ConfigError, "a GPTQConfig; adapters are trained on models quantised by bitsandbytes", folder, gptq),
+        (
+            ConfigError,
+            "^quantization_config: pkg:any is a GGUF file, which",
+            "pkg:any",
+            gptq | {"quantization_config": skips},
+        ),
+        (ConfigError, "the model is loaded already", loaded, gptq | {"quantization_config": NF4}),
+        (ModelError, "in covey.trl pass peft_config", loaded, {"processing_class": tiny_tokenizer()}),
+    ]
+    for kind, message, model, given in cases:
+        with pytest.raises(kind, match=message):
+            made(model, tmp_path, **given)
 
 
 def test_a_script_s_arguments() -> None:
     assert get_quantization_config(ModelConfig()) is None
     eight, four = (get_quantization_config(ModelConfig(**{name: True})) for name in ("load_in_8bit", "load_in_4bit"))
-    assert eight is not None
     assert eight.load_in_8bit
-    assert four is not None
     assert (four.load_in_4bit, four.bnb_4bit_quant_type, four.bnb_4bit_use_double_quant) == (True, "nf4", False)

@@ -1,55 +1,48 @@
-"""What scripts in circulation ask for beside training: older versions' batches, tables, trackers, rollouts."""
+"""What scripts ask for beside training: older versions' batches, tables, trackers, rollouts, `model.generate`."""
 
 from __future__ import annotations
 
 import io
+import math
 import signal
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from trl_runs import ROWS, made, unique_letters
-from trl_runs import SMALL as SMALL_RUN
+from tiny_models import END_ID, PAD_ID
+from transformers import GenerationMixin
+from trl_runs import ROWS, Seen, changed, unique_letters, weights
 
-from covey.errors import ConfigError
-from covey.trl import (
-    DatasetMixtureConfig,
-    GRPOConfig,
-    GRPOTrainer,
-    ModelConfig,
-    RichProgressCallback,
-    TrlParser,
-    get_dataset,
-)
+from covey.errors import ConfigError, GenerationError
+from covey.trl import DatasetMixtureConfig, GRPOConfig, GRPOTrainer, RichProgressCallback, get_dataset
 from covey.trl.arguments import warned
 from covey.trl.experimental.openenv import generate_rollout_completions
 from covey.trl.tables import columns, send, show
 from covey.trl.translate import settings
 
-SMALL = SMALL_RUN | {"max_steps": 2, "logging_steps": 1}
-
-
-def test_a_batch_below_one_group_is_raised_to_one() -> None:
-    with pytest.warns(UserWarning, match="per_device_train_batch_size=1 times gradient_accumulation_steps=4"):
-        args = GRPOConfig("out", num_generations=16, per_device_train_batch_size=1, gradient_accumulation_steps=4)
-    assert (args.per_device_train_batch_size, args.generation_batch_size) == (16, 64)
-    with pytest.raises(ConfigError, match="whole groups"):  # not where the generation's size is the script's choice
-        GRPOConfig("out", num_generations=16, per_device_train_batch_size=1, steps_per_generation=4)
-
 
 def test_options_of_other_machines_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch below one group is raised to one, but not where the generation's size is the script's choice."""
+    batch = {"num_generations": 16, "per_device_train_batch_size": 1}
+    with pytest.warns(UserWarning, match="per_device_train_batch_size=1 times gradient_accumulation_steps=4"):
+        args = GRPOConfig("out", **batch, gradient_accumulation_steps=4)
+    assert (args.per_device_train_batch_size, args.generation_batch_size) == (16, 64)
+    with pytest.raises(ConfigError, match="whole groups"):
+        GRPOConfig("out", **batch, steps_per_generation=4)
     monkeypatch.setattr("covey.trl.arguments.is_torch_tf32_available", lambda: False)
     with pytest.warns(UserWarning, match="tf32=True has no effect"):
         args = GRPOConfig("out", tf32=True, report_to=None)
     assert (args.tf32, args.report_to) == (None, [])
-    assert GRPOConfig("out", report_to=["none"]).report_to == []
-    assert GRPOConfig("out", report_to=["tensorboard"]).report_to == ["tensorboard"]
+    for given, kept in ((["none"], []), (["tensorboard"], ["tensorboard"])):
+        assert GRPOConfig("out", report_to=given).report_to == kept
 
 
 class Letters(torch.utils.data.Dataset[dict[str, str]]):
@@ -60,20 +53,20 @@ class Letters(torch.utils.data.Dataset[dict[str, str]]):
         return ROWS[index]
 
 
-def test_what_a_script_reads_around_a_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_script_reads_around_a_run(make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     threads = []
 
     def reward(completions: list[str], **rest: Any) -> list[float]:
         threads.append(signal.signal(signal.SIGALRM, signal.SIG_DFL))  # raises in any thread but the main one
         return unique_letters(completions)
 
-    options = SMALL | {"max_steps": -1, "num_train_epochs": 0.5, "log_completions": True}
-    args = GRPOConfig(str(tmp_path), **options, num_completions_to_print=2)
-    trainer = GRPOTrainer(str(folder), reward, args, Letters(), ROWS[:2], callbacks=[RichProgressCallback()])
+    options = {"max_steps": -1, "num_train_epochs": 0.5, "log_completions": True, "num_completions_to_print": 2}
+    options |= {"callbacks": [RichProgressCallback()], "logging_steps": 1}
+    trainer = make(reward, Letters(), ROWS[:2], **options)
     trainer.train()
     assert threads
     assert trainer.state.global_step == 2  # half of four prompts
-    args.distributed_state.wait_for_everyone()
+    trainer.args.distributed_state.wait_for_everyone()
     printed = capsys.readouterr().out
     assert printed.count("advantage") == 2
     assert "Step 2/2" in printed
@@ -100,7 +93,7 @@ def test_a_table_of_completions_on_the_screen_and_at_trackers(monkeypatch: pytes
             "advantage": at - 1.0,
             "note": at,
         }
-        for at, prompt in enumerate(("p", "p", "q"))
+        for at, prompt in enumerate("ppq")
     ]
     table = columns(rows, 7)
     assert list(table) == ["step", "prompt", "completion", "f", "note", "advantage"]
@@ -121,12 +114,11 @@ def test_a_table_of_completions_on_the_screen_and_at_trackers(monkeypatch: pytes
     send(table, ["wandb", "tensorboard"], [types.SimpleNamespace(tb_writer=writer), object()])
     names, data = sent[0]["completions"]
     assert (names, data[2]) == (list(table), [7, "q", "c2", 0.5, 2, 1.0])
-    assert sent[1][0] == "completions"
-    assert sent[1][1].splitlines()[-1] == "| 7 | q | c2 | 0.5 | 2 | 1.0 |"
-    assert sent[1][2] == 7
+    name, lines, step = sent[1]
+    assert (name, lines.splitlines()[-1], step) == ("completions", "| 7 | q | c2 | 0.5 | 2 | 1.0 |", 7)
 
 
-def test_rollouts_of_openenv_examples(folder: Path, tmp_path: Path) -> None:
+def test_rollouts_of_openenv_examples(make: Any) -> None:
     seen = []
 
     def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
@@ -138,15 +130,11 @@ def test_rollouts_of_openenv_examples(folder: Path, tmp_path: Path) -> None:
                 logits = trainer.model(torch.tensor([ids])).logits[0, len(output["prompt_ids"]) - 1 : -1]
             expected = logits.log_softmax(-1).gather(-1, torch.tensor(output["completion_ids"])[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(output["logprobs"]), expected, atol=1e-4, rtol=0)
-        names = ("prompt_ids", "completion_ids", "logprobs")
-        return {name: [output[name] for output in outputs] for name in names} | {
-            "size": [float(len(set(output["completion_ids"]))) for output in outputs]
-        }
+            output["size"] = float(len(set(output["completion_ids"])))
+        names = ("prompt_ids", "completion_ids", "logprobs", "size")
+        return {name: [output[name] for output in outputs] for name in names}
 
-    def reward(completions: list[str], size: list[float], **rest: Any) -> list[float]:
-        return size
-
-    trainer = GRPOTrainer(str(folder), reward, GRPOConfig(str(tmp_path), **SMALL), ROWS, rollout_func=rollout)
+    trainer = make(lambda completions, size, **rest: size, max_steps=2, rollout_func=rollout)
     trainer.train()
     assert len(seen) == 2
     assert all(len(texts) == 3 and len(set(texts)) > 1 for texts in seen)  # different ones of the same prompt
@@ -156,14 +144,11 @@ def test_rollouts_of_openenv_examples(folder: Path, tmp_path: Path) -> None:
 
 def test_a_mixture_of_datasets(tmp_path: Path) -> None:
     datasets: Any = pytest.importorskip("datasets")
-    for name, rows in (("a", 8), ("b", 4)):
-        datasets.Dataset.from_dict({"prompt": [f"{name}{n}" for n in range(rows)], "other": [0] * rows}).to_json(
-            tmp_path / f"{name}.jsonl"
-        )
-    parts: list[Any] = [
-        {"path": "json", "data_files": str(tmp_path / f"{name}.jsonl"), "columns": ["prompt"], "fraction": 0.5}
-        for name in "ab"
-    ]
+    parts: list[dict[str, Any]] = []
+    for name, count in (("a", 8), ("b", 4)):
+        rows = {"prompt": [f"{name}{n}" for n in range(count)], "other": [0] * count}
+        datasets.Dataset.from_dict(rows).to_json(tmp_path / name)
+        parts.append({"path": "json", "data_files": str(tmp_path / name), "columns": ["prompt"], "fraction": 0.5})
     mixed = get_dataset(DatasetMixtureConfig(datasets=list(parts)))
     assert mixed["train"]["prompt"][:] == [f"{name}{n}" for name in "ab" for n in range(4)]
     whole = [part | {"fraction": None} for part in parts]
@@ -175,35 +160,13 @@ def test_a_mixture_of_datasets(tmp_path: Path) -> None:
         get_dataset(DatasetMixtureConfig())
 
 
-def test_the_parser_passes_over_what_no_dataclass_knows(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text("lora_r: 4\nunknown: 1\n")
-    words = ["--config", str(path)]
-    with pytest.raises(ConfigError, match="unknown"):
-        TrlParser((ModelConfig,)).parse_args_and_config(words)
-    (args,) = TrlParser((ModelConfig,), prog="grpo").parse_args_and_config(words, fail_with_unknown_args=False)
-    assert args.lora_r == 4
-    _, file, line = TrlParser((ModelConfig,)).parse_args_and_config(
-        [*words, "--more", "2"], return_remaining_strings=True, separate_remaining_strings=True
-    )
-    assert (file, line) == (["--unknown", "1"], ["--more", "2"])
-
-
-def test_model_options_of_open_r1_load_the_model(folder: Path, tmp_path: Path) -> None:
+def test_model_options_of_open_r1_load_the_model(make: Any) -> None:
     """Flash attention, which is not installed here, is no reason to stop: attention is Covey's own."""
     options = {"revision": "main", "attn_implementation": "flash_attention_2", "use_cache": False, "device_map": None}
     for dtype in (torch.bfloat16, "bfloat16"):
         given = {"model_init_kwargs": options | {"torch_dtype": dtype}, "lr_scheduler_type": "constant_with_warmup"}
-        trainer = made(folder, tmp_path, **given)
+        trainer = make(**given)
         assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
-
-
-class _Answer:
-    def __init__(self, body: dict[str, Any]) -> None:
-        self.body = body
-
-    def json(self) -> dict[str, Any]:
-        return self.body
 
 
 @pytest.mark.parametrize(
@@ -212,11 +175,11 @@ class _Answer:
 def test_the_server_says_what_it_is(body: dict[str, Any] | None, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def get(url: str, timeout: float) -> _Answer:
+    def get(url: str, timeout: float) -> httpx.Response:
         asked.append(url)
         if body is None:
             raise httpx.ConnectError("nobody listens")
-        return _Answer(body)
+        return httpx.Response(200, json=body)
 
     monkeypatch.setattr("covey.trl.translate.httpx.get", get)
     args = GRPOConfig("out", use_vllm=True, vllm_mode="server", vllm_server_port=8123, top_k=-1)
@@ -227,35 +190,127 @@ def test_the_server_says_what_it_is(body: dict[str, Any] | None, kind: str, monk
     assert found.sampling.top_k == 0
 
 
-def test_vllm_in_this_process_is_said_to_be_none_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covey.trl.arguments.vllm_is_installed", lambda: False)
-    monkeypatch.setattr("covey.trl.translate.vllm_is_installed", lambda: False)
-    args = GRPOConfig("out", use_vllm=True, vllm_mode="colocate")
-    (said,) = warned(args)
-    assert said.startswith("use_vllm=True with vllm_mode='colocate' has no effect: vLLM is not installed here")
-    assert settings(args, num_prompts=8, lora=True).sampling.engine == "covey"
-    assert not list(warned(GRPOConfig("out")))
-
-
-def test_vllm_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covey.trl.arguments.vllm_is_installed", lambda: True)
-    monkeypatch.setattr("covey.trl.translate.vllm_is_installed", lambda: True)
+def test_vllm_in_this_process_if_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed(found: bool) -> None:
+        for module in ("arguments", "translate"):
+            monkeypatch.setattr(f"covey.trl.{module}.vllm_is_installed", lambda: found)
 
     def asked(**more: Any) -> Any:
         args = GRPOConfig("out", use_vllm=True, **more)
         assert not list(warned(args))
         return settings(args, num_prompts=8, lora=True)
 
-    plain = asked()
+    installed(False)
+    args = GRPOConfig("out", use_vllm=True, vllm_mode="colocate")
+    (said,) = warned(args)
+    assert said.startswith("use_vllm=True with vllm_mode='colocate' has no effect: vLLM is not installed here")
+    assert settings(args, num_prompts=8, lora=True).sampling.engine == "covey"
+    assert not list(warned(GRPOConfig("out")))
+    installed(True)
+    plain, arguments = asked(), {"enable_sleep_mode": False, "tensor_parallel_size": 1}
     assert (plain.sampling.engine, plain.vllm.gpu_memory_utilization) == ("vllm", 0.3)
-    assert plain.vllm.llm_arguments == {"enable_sleep_mode": False, "tensor_parallel_size": 1}
+    assert plain.vllm.llm_arguments == arguments
     assert plain.algorithm.correction.mode == "sequence_mask"  # TRL's default
     more = asked(vllm_enable_sleep_mode=True, vllm_max_model_len=512, vllm_model_impl="transformers")
-    assert more.vllm.llm_arguments == {
-        **{"enable_sleep_mode": True, "tensor_parallel_size": 1, "max_model_len": 512},
-        "model_impl": "transformers",
-    }
-    plain = asked(vllm_importance_sampling_correction=False)
-    correction = plain.algorithm.correction
+    expected = arguments | {"enable_sleep_mode": True, "max_model_len": 512, "model_impl": "transformers"}
+    assert more.vllm.llm_arguments == expected
+    correction = asked(vllm_importance_sampling_correction=False).algorithm.correction
     assert correction.cap == np.float32(correction.floor) == 1  # ratios begin at the learner's own, of weight 1
     assert asked(repetition_penalty=1.1).sampling.engine == "covey"  # the model's own generate samples
+
+
+def says(*turns: list[int]) -> Callable[..., torch.Tensor]:
+    """A `generate` that appends these tokens, padded, whatever it is asked."""
+    width = max(map(len, turns))
+    padded = torch.tensor([[*turn, *[PAD_ID] * (width - len(turn))] for turn in turns])
+
+    def generate(input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        return torch.cat([input_ids, padded], dim=1)
+
+    return generate
+
+
+@pytest.mark.parametrize("where", ["model", "transformers"])
+def test_a_generate_that_was_replaced_samples(where: str, make: Any) -> None:
+    """What follows the end of a turn is padding; a turn without an end is cut off; all of it is trained on."""
+    seen = Seen()
+    turns = ([5, 6, END_ID], list(range(10, 21)), [7, END_ID, 8])
+    trainer = make(seen, max_steps=2, mask_truncated_completions=True)
+    before = weights(trainer)
+    target = trainer.model if where == "model" else GenerationMixin
+    with patch.object(target, "generate", side_effect=says(*turns)):
+        trainer.train()
+    assert seen.all("completion_ids") == [[5, 6, END_ID], list(range(10, 18)), [7, END_ID]] * 2
+    last = trainer.state.log_history[-1]
+    assert last["completions/clipped_ratio"] == pytest.approx(1 / 3)
+    assert last["sampling/sampling_logp_difference/max"] == pytest.approx(0, abs=1e-4)
+    assert changed(trainer, before) == set(before)
+
+
+@pytest.mark.slow
+def test_options_of_generate(make: Any, tmp_path: Path) -> None:
+    """A prohibitive penalty leaves no token twice, which shows that it is applied; without one some come again."""
+
+    def repeated(name: str, **options: Any) -> int:
+        seen = Seen()
+        make(seen, out=tmp_path / name, max_steps=6, **options).train()
+        return sum(len(ids) - len(set(ids)) for ids in seen.all("completion_ids"))
+
+    assert repeated("without", top_k=5) > 0
+    assert repeated("with", top_k=5, repetition_penalty=1e6) == 0
+    assert repeated("kwargs", top_k=5, generation_kwargs={"no_repeat_ngram_size": 1}) == 0
+
+
+def test_resuming_draws_what_the_unbroken_run_does(make: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"generation_kwargs": {"num_beams": 2, "length_penalty": -0.1}, "save_steps": 1}
+    whole = make(Seen(), max_steps=2, **options)
+    whole.train()
+    resumed = make(Seen(), max_steps=2, **options)
+    torch.rand(5)  # whatever else draws from torch's own stream
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert changed(resumed, weights(whole)) == set()
+
+
+@pytest.mark.parametrize(
+    ("generate", "message"),
+    [
+        (lambda input_ids, **_: input_ids, "at least one more token"),
+        (lambda input_ids, **_: torch.cat([input_ids, input_ids])[:, :1], "as many rows"),
+        (lambda **_: 1 / 0, "ZeroDivisionError"),
+    ],
+)
+def test_a_generate_that_does_not_work(generate: Any, message: str, make: Any) -> None:
+    trainer = make(Seen(), max_steps=2)
+    trainer.model.generate = generate
+    with pytest.raises(GenerationError, match=message):
+        trainer.train()
+
+
+def test_formulas_by_hand() -> None:
+    """As methods of TRL's trainer, with Covey's values behind them."""
+    entropy = torch.tensor([[4.0, 1.0, 3.0], [2.0, 9.0, 5.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 1]])
+    trainer: Any = None
+    above = {0.0: [[1, 1, 1], [1, 0, 1]], 0.5: [[1, 0, 1], [0, 0, 1]], 1.0: [[0, 0, 0], [0, 0, 1]]}  # the median is 3
+    for threshold, expected in above.items():
+        kept = GRPOTrainer.get_high_entropy_mask(trainer, entropy, mask, threshold)
+        assert kept.int().tolist() == expected
+    gate = GRPOTrainer.get_sapo_token_loss(torch.tensor([1.0, 2.0]), 2.0)
+    assert gate.tolist() == pytest.approx([1.0, 2 / (1 + math.exp(-2))])
+    policy, mask = [[-3.0, 0.0], [-1.0, 50.0], [-9.0, -9.0]], [[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]]
+    given = map(torch.tensor, ([[-1.0], [-1.0], [1.0]], policy, [[0.0, 0.0]] * 3, mask))
+    assert GRPOTrainer.get_off_policy_mask(*given, 1.2).tolist() == [[0.0], [1.0], [1.0]]
+    given = map(torch.tensor, ([[1.0], [-1.0]], [[0.1, 0.2], [0.1, 7.0]], [[1, 1], [1, 0]]))
+    phi = GRPOTrainer.get_gamma_weights(*given, None)
+    w, v = math.exp(0.3), math.exp(0.1)
+    assert phi[:, 0].tolist() == pytest.approx([w**2 * math.exp(3 * (1 - w)), v**3 * math.exp(2 * (1 - v))])
+
+
+def test_the_engine_samples_where_nothing_was_replaced_and_the_reference_stays(make: Any) -> None:
+    trainer = make(max_steps=2, beta=0.1)
+    before = {name: p.clone() for name, p in trainer.ref_model.named_parameters()}
+    assert set(before) == set(weights(trainer))
+    with patch.object(type(trainer.run.engine), "turns", side_effect=AssertionError):
+        trainer.train()
+    assert all(torch.equal(old, trainer.ref_model.get_parameter(name)) for name, old in before.items())
+    assert changed(trainer, before) == set(before)

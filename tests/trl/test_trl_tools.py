@@ -1,4 +1,5 @@
-"""Agents written for TRL: tools, environments and rollout functions, on a tiny model whose tokens are dictated.
+"""Agents written for TRL: tools, environments and rollout functions, on a tiny model whose tokens are dictated; and
+chat templates, which are tried when the trainer is made.
 
 The model is real and so are its log-probabilities; only which token is drawn is written down, so that there are calls.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,42 +17,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import END_ID, tiny_model, tiny_tokenizer
-from trl_runs import SMALL as SMALL_RUN
+from peft import LoraConfig
+from tiny_models import END_ID, tiny_model
+from trl_runs import OPENS, TOOLS, TURNS, Seen, add, changed, made, messages, tokenizer_of, weights
 
-from covey.errors import GenerationError
+import covey
+from covey.errors import ConfigError, DataError, GenerationError
 from covey.pytorch.engine import device as engine_device
 from covey.pytorch.engine.sampling import Draw
 from covey.rollout.turns import Row
-from covey.trl import GRPOConfig, GRPOTrainer
+from covey.tasks import build_prompts
+from covey.trl import GRPOTrainer
+from covey.trl.loading import RewardModel
+from covey.trl.rewards import think_format_reward
 from covey.trl.toolchat import ToolChat, calls_in
 from covey.trl.tools import Call, tool_schema
 
-TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool['function']['name'] + '\n' }}{% endfor %}"
-    "<|im_end|>\n{% endif %}"
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
-    "{% for call in message['tool_calls'] or [] %}{{ '<tool_call>' + (call['function'] | tojson) + '</tool_call>' }}"
-    "{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+TEMPLATE = TOOLS + TURNS + OPENS
 ROWS = [{"prompt": [{"role": "user", "content": text}], "secret": n} for n, text in enumerate(["Add", "Sum", "Plus"])]
-SMALL = SMALL_RUN | {"learning_rate": 0.01, "max_completion_length": 200, "max_steps": 1}
+SMALL = {"learning_rate": 0.01, "max_completion_length": 200, "max_steps": 1}
 Script = Callable[[int, int], str]
 """(sample, turn) -> what is said in that turn."""
-
-
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: The first.
-        b: The second.
-
-    Returns:
-        Their sum.
-    """
-    return a + b
+Agent = Callable[..., GRPOTrainer]
 
 
 async def later(a: int, b: int) -> int:
@@ -76,50 +64,35 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def messages(completions: list[Any], **columns: Any) -> list[float]:
-    return [float(len(completion)) for completion in completions]
-
-
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    tiny_model("llama", max_position_embeddings=4096).save_pretrained(folder)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return folder
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Agent:
+    """A trainer whose engine draws a script's text and an end token, each with the model's own log-probability."""
 
+    def make(script: Script | None, reward: Any = messages, rows: Any = ROWS, **what: Any) -> GRPOTrainer:
+        tokenizer = tokenizer_of(TEMPLATE)
 
-@pytest.fixture
-def dictate(monkeypatch: pytest.MonkeyPatch) -> Callable[[Script], None]:
-    """Sets what the engine draws: the script's text and an end token, each with the model's own log-probability."""
-    tokenizer = tiny_tokenizer()
-
-    def install(script: Script) -> None:
         def draw(rows: list[Row], logits: torch.Tensor) -> Draw:
             chosen = []
             for row in rows:
                 _, _, _, sample, *turn = row.stream
-                ids = tokenizer(script(sample, turn[0] if turn else 0))["input_ids"]
+                ids = tokenizer(script(sample, turn[0] if turn else 0))["input_ids"]  # type: ignore[misc]
                 chosen.append([*ids, END_ID][row.sampled])
             tokens = torch.tensor(chosen)
             logprobs = logits.float().log_softmax(-1)[torch.arange(len(rows)), tokens]
             return Draw(tokens.numpy(), logprobs.numpy(), None)
 
-        monkeypatch.setattr(engine_device, "draw_tokens", draw)
+        if script is not None:
+            monkeypatch.setattr(engine_device, "draw_tokens", draw)
+        model, out = tiny_model("llama", max_position_embeddings=4096), Path(tempfile.mkdtemp(dir=tmp_path))
+        trainer: GRPOTrainer = made(model, out, reward, rows, **(SMALL | {"processing_class": tokenizer} | what))
+        return trainer
 
-    return install
-
-
-def trainer_of(
-    folder: Path, reward: Any = messages, rows: Any = ROWS, /, *, more: Any = None, **what: Any
-) -> GRPOTrainer:
-    args = GRPOConfig(str(folder.parent / "out"), **(SMALL | (more or {})))
-    return GRPOTrainer(str(folder), reward, args, rows, **what)
+    return make
 
 
-def trained_text(trainer: GRPOTrainer, episode: Any) -> str:
-    return str(trainer.processing_class.decode(episode.token_ids[episode.sampled]))
+def text_of(trainer: GRPOTrainer, episode: Any, sampled: bool = True) -> str:
+    """What the policy has said, or all else."""
+    return str(trainer.processing_class.decode(episode.token_ids[episode.sampled == sampled]))
 
 
 def said(first: str, *others: str) -> Script:
@@ -127,29 +100,25 @@ def said(first: str, *others: str) -> Script:
     return lambda sample, turn: [first, *others][turn] if sample == 0 else ["no", "idea"][sample - 1]
 
 
+def called(calls: float, failures: float) -> Any:
+    return {"tools/call_frequency": pytest.approx(calls), "tools/failure_frequency": pytest.approx(failures)}
+
+
 class TestTools:
-    def test_what_is_trained_and_what_rewards_see(
-        self, folder: Path, dictate: Callable[[Script], None], caplog: pytest.LogCaptureFixture
-    ) -> None:
-        dictate(said(f"Well. {call('add', a=3, b=4)}", "It is 7."))
-        seen: list[Any] = []
-
-        def reward(prompts: list[Any], completions: list[Any], secret: list[int], **_: Any) -> list[float]:
-            seen.extend(zip(prompts, completions, strict=True))
-            return [float(len(completion)) for completion in completions]
-
-        trainer = trainer_of(folder, reward, tools=[add])
+    def test_what_is_trained_and_what_rewards_see(self, agent: Agent) -> None:
+        seen = Seen()
+        trainer = agent(said(f"Well. {call('add', a=3, b=4)}", "It is 7."), seen, tools=[add])
         rollout = trainer.run.rollout()
-        episode = rollout.groups[0].episodes[0]
-        text = str(trainer.processing_class.decode(episode.token_ids))
-        prompt = rollout.groups[0].prompt.content[0]["content"]
-        asked = f"<|im_start|>system\nadd\n<|im_end|>\n<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+        (group,) = rollout.groups
+        prompt, episode = group.prompt.content[0]["content"], group.episodes[0]
+        asked = f"<|im_start|>system\nadd<|im_end|>\n<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
         first, second = f"Well. {call('add', a=3, b=4)}<|im_end|>", "It is 7.<|im_end|>"
+        text = str(trainer.processing_class.decode(episode.token_ids))
         assert text == f"{asked}{first}\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n{second}"
-        assert trained_text(trainer, episode) == first + second
+        assert text_of(trainer, episode) == first + second
         assert episode.finish_reason == "stop"
-        (asked_for, completion), (_, plain), _ = seen
-        assert asked_for == [{"role": "user", "content": prompt}]
+        completion, plain, _ = seen.all("completions")
+        assert seen.all("prompts")[0] == [{"role": "user", "content": prompt}]
         function = {"name": "add", "arguments": {"a": 3, "b": 4}}
         assert completion == [
             {"role": "assistant", "content": "Well.", "tool_calls": [{"type": "function", "function": function}]},
@@ -157,31 +126,34 @@ class TestTools:
             {"role": "assistant", "content": "It is 7."},
         ]
         assert plain == [{"role": "assistant", "content": "no"}]
-        assert rollout.groups[0].rewards.tolist() == [3.0, 1.0, 1.0]
-        assert rollout.metrics == {"tools/call_frequency": pytest.approx(1 / 3), "tools/failure_frequency": 0.0}
+        assert group.rewards.tolist() == [3.0, 1.0, 1.0]
+        assert rollout.metrics == called(1 / 3, 0)
         assert [tool.__name__ for tool in trainer.tools] == ["add"]
 
     @pytest.mark.parametrize("lora", [False, True])
-    def test_training(self, lora: bool, folder: Path, dictate: Callable[[Script], None]) -> None:
-        from peft import LoraConfig
+    def test_training(self, lora: bool, agent: Agent) -> None:
+        def results(completions: list[Any], **_: Any) -> list[float]:
+            return [sum(float(m["content"]) for m in completion if m["role"] == "tool") for completion in completions]
 
-        dictate(lambda sample, turn: call("add" if sample else "later", a=sample, b=turn) if turn < 2 else "done")
-        peft = {"peft_config": LoraConfig(target_modules=["q_proj", "v_proj"])} if lora else {}
-        trainer = trainer_of(
-            folder, lengths_of_results, more={"max_steps": 2, "logging_steps": 1}, tools=[add, later], **peft
-        )
-        before = {name: p.clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+        def script(sample: int, turn: int) -> str:
+            return call("add" if sample else "later", a=sample, b=turn) if turn < 2 else "done"
+
+        peft = LoraConfig(target_modules=["q_proj", "v_proj"]) if lora else None
+        trainer = agent(script, results, max_steps=2, logging_steps=1, tools=[add, later], peft_config=peft)
+        before = {
+            name: old for name, old in weights(trainer).items() if trainer.model.get_parameter(name).requires_grad
+        }
         trainer.train()
-        assert all(not torch.equal(old, trainer.model.get_parameter(name)) for name, old in before.items())
+        assert changed(trainer, before) == set(before)
         record = trainer.state.log_history[0]
         assert (record["tools/call_frequency"], record["tools/failure_frequency"]) == (2.0, 0.0)
         # What the engine computed turn by turn is what the trainer computes of the whole sequence.
         assert record["sampling/sampling_logp_difference/max"] < 1e-4
         assert record["ratio/mean"] == pytest.approx(1, abs=1e-4)
 
-    def test_a_generate_that_was_replaced(self, folder: Path) -> None:
+    def test_a_generate_that_was_replaced(self, agent: Agent) -> None:
         """It is asked for all first turns at once, then for the next ones of those that have called."""
-        trainer, asked = trainer_of(folder, tools=[add]), []
+        trainer, asked = agent(None, tools=[add]), []
 
         def generate(input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:
             kept = zip(input_ids, attention_mask > 0, strict=True)
@@ -192,89 +164,65 @@ class TestTools:
 
         trainer.model.generate = generate
         rollout = trainer.run.rollout()
-        texts = [trained_text(trainer, episode) for episode in rollout.groups[0].episodes]
+        texts = [text_of(trainer, episode) for episode in rollout.groups[0].episodes]
         wrong = f"{call('add', a=3, c=4)}<|im_end|>Oh<|im_end|>"
         assert texts == [f"{call('add', a=3, b=4)}<|im_end|>It is 7.<|im_end|>", "no<|im_end|>", wrong]
         assert [len(prompts) for prompts in asked] == [3, 2]
         assert asked[1][0].endswith("<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n")
-        assert rollout.metrics == {
-            "tools/call_frequency": pytest.approx(2 / 3),
-            "tools/failure_frequency": pytest.approx(1 / 2),
+        assert rollout.metrics == called(2 / 3, 1 / 2)
+
+    def test_failures(self, agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
+        told = {
+            call("broken", a=1): "{'error': 'no 1 today'}",
+            call("broken", a=2): "no 2 today",
+            call("add", a=3, c=4): "'b'",
+            call("nothing"): "There is no tool nothing",
+            "<tool_call>{oops</tool_call>": "no JSON",
+            '<tool_call>{"a": 1}</tool_call>': "look like",
+            '<tool_call>{"name": "add", "arguments": [1]}</tool_call>': "object",
+            call("add", a=1, b=1): "2",
         }
-
-    def test_failures(self, folder: Path, dictate: Callable[[Script], None], caplog: pytest.LogCaptureFixture) -> None:
-        calls = [
-            call("broken", a=1),
-            call("broken", a=2),
-            call("add", a=3, c=4),
-            call("nothing"),
-            "<tool_call>{oops</tool_call>",
-            '<tool_call>{"a": 1}</tool_call>',
-            '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
-            call("add", a=1, b=1),
-            "done",
-        ]
-        dictate(said(*calls))
-        seen: list[Any] = []
-
-        def reward(completions: list[Any], **_: Any) -> list[float]:
-            seen.extend(completions)
-            return [0.0] * len(completions)
-
-        trainer = trainer_of(folder, reward, tools=[add, broken], more={"max_completion_length": 2000})
+        seen = Seen()
+        trainer = agent(said(*told, "done"), seen, tools=[add, broken], max_completion_length=2000)
         with caplog.at_level(logging.WARNING):
             rollout = trainer.run.rollout()
-        told = [message["content"] for message in seen[0] if message["role"] == "tool"]
-        assert told[0] == "{'error': 'no 1 today'}"
-        for text, part in zip(
-            told[2:], ["'b'", "There is no tool nothing", "no JSON", "look like", "object"], strict=False
-        ):
-            assert part in text
-        assert told[7] == "2"
+        texts = [message["content"] for message in seen.all("completions")[0] if message["role"] == "tool"]
+        assert all(part in text for part, text in zip(told.values(), texts, strict=True)), texts
+        assert (texts[0], texts[7]) == ("{'error': 'no 1 today'}", "2")
         assert rollout.metrics["tools/failure_frequency"] == pytest.approx(7 / 8)
-        spoken = [record.getMessage() for record in caplog.records if "broken" in record.getMessage()]
-        assert len(spoken) == 1
-        assert "no 1 today" in spoken[0]
-        assert "test_trl_tools.py" in spoken[0]
+        (spoken,) = [record.getMessage() for record in caplog.records if "broken" in record.getMessage()]
+        assert "no 1 today" in spoken
+        assert "test_trl_tools.py" in spoken
 
-    def test_several_calls_at_once_keep_their_order(self, folder: Path, dictate: Callable[[Script], None]) -> None:
-        dictate(said(call("later", a=1, b=1) + call("add", a=2, b=2), "ok"))
-        trainer = trainer_of(folder, tools=[add, later])
-        (episode, *_) = trainer.run.rollout().groups[0].episodes
-        text = trainer.processing_class.decode(episode.token_ids[~episode.sampled])
-        assert text.endswith("\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n")
+    def test_several_calls_at_once_and_a_name_that_is_no_tool(self, agent: Agent) -> None:
+        """Calls keep their order. U+2402 marks places of results in a template, and is not written there as a name."""
+        calls = call("later", a=1, b=1) + call("add", a=2, b=2), call("\u24020\u2402")
+        trainer = agent(said(*calls, "ok"), tools=[add, later], max_completion_length=2000)
+        told = text_of(trainer, trainer.run.rollout().groups[0].episodes[0], sampled=False)
+        two, wrong = told.split("<|im_start|>assistant")[1:3]
+        assert two == "\n\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n"
+        assert (wrong.count("There is no tool"), wrong.count("<|im_start|>")) == (1, 1)
 
-    def test_a_name_that_is_no_tool_is_not_written_into_the_template(
-        self, folder: Path, dictate: Callable[[Script], None]
-    ) -> None:
-        """U+2402 marks the places of results in a template; in a name it would move them."""
-        dictate(said(call("\u24020\u2402"), "ok"))
-        trainer = trainer_of(folder, tools=[add])
-        episode = trainer.run.rollout().groups[0].episodes[0]
-        told = trainer.processing_class.decode(episode.token_ids[~episode.sampled])
-        assert told.count("There is no tool") == 1
-        assert told.count("<|im_start|>assistant") == 2  # the prompt's, and that of the second turn
-
-    def test_limits(self, folder: Path, dictate: Callable[[Script], None]) -> None:
+    def test_limits(self, agent: Agent) -> None:
         """`max_tool_calling_iterations` counts rounds, `max_completion_length` every token after the prompt."""
-        dictate(lambda sample, turn: call("add", a=sample, b=turn))
-        trainer = trainer_of(folder, tools=[add], more={"max_completion_length": 400, "max_tool_calling_iterations": 2})
+
+        def script(sample: int, turn: int) -> str:
+            return call("add", a=sample, b=turn)
+
+        trainer = agent(script, tools=[add], max_completion_length=400, max_tool_calling_iterations=2)
         rollout = trainer.run.rollout()
         assert rollout.metrics["tools/call_frequency"] == 2
-        (episode, *_) = rollout.groups[0].episodes
-        assert trained_text(trainer, episode) == "".join(f"{call('add', a=0, b=turn)}<|im_end|>" for turn in range(3))
+        text = text_of(trainer, rollout.groups[0].episodes[0])
+        assert text == "".join(f"{call('add', a=0, b=turn)}<|im_end|>" for turn in range(3))
         turn, reply = len(call("add", a=0, b=0)) + 1, len("\n\x00tool\n0\x00\n\x00assistant\n")
         for limit, trained in [(turn, turn), (turn + reply, turn), (turn + reply + 5, turn + 5), (turn - 3, turn - 3)]:
-            folder_of = folder.parent / str(limit)
-            args = GRPOConfig(str(folder_of), **(SMALL | {"max_completion_length": limit}))
-            trainer = GRPOTrainer(str(folder), messages, args, ROWS, tools=[add])
-            (episode, *_) = trainer.run.rollout().groups[0].episodes
+            (episode, *_) = agent(script, tools=[add], max_completion_length=limit).run.rollout().groups[0].episodes
             assert episode.num_sampled == trained, limit
             assert len(episode.token_ids) - episode.prompt_length <= limit
             assert episode.sampled[-1]
             assert episode.finish_reason == ("stop" if limit in (turn, turn + reply) else "length")
 
-    def test_the_completion_that_calls(self, folder: Path, dictate: Callable[[Script], None]) -> None:
+    def test_the_completion_that_calls(self, agent: Agent) -> None:
         callers = []
 
         def note(text: str, _completion_idx: int) -> str:
@@ -286,41 +234,23 @@ class TestTools:
             callers.append((_completion_idx, text, threading.current_thread() is threading.main_thread()))
             return "noted"
 
-        dictate(lambda sample, turn: call("note", text=str(sample)) if turn == 0 else "ok")
-        trainer = trainer_of(folder, tools=[note, add])
+        trainer = agent(lambda sample, turn: "ok" if turn else call("note", text=str(sample)), tools=[note, add])
         trainer.run.rollout()
         assert sorted(callers) == [(0, "0", True), (1, "1", True), (2, "2", True)]
         assert trainer._tools_accept_completion_idx == {"note": True, "add": False}
         assert list(tool_schema(note)["function"]["parameters"]["properties"]) == ["text"]
 
-    def test_a_tokenizer_that_reads_calls_itself(self, folder: Path, dictate: Callable[[Script], None]) -> None:
-        dictate(said("[[add]]", "ok"))
-        trainer = trainer_of(folder, tools=[add])
+    def test_a_tokenizer_that_reads_calls_itself(self, agent: Agent) -> None:
+        trainer = agent(said("[[add]]", "ok"), tools=[add])
+        function = {"name": "{content}", "arguments": {"a": 1, "b": 2}}
+        calls = {"open": "[[", "close_pattern": r"\]\]", "repeats": True, "content": "text"}
+        calls |= {"transform": {"type": "function", "function": function}}
         trainer.processing_class.response_template = {
             "defaults": {"role": "assistant"},
             "start_anchor": "<|im_start|>assistant\n",
-            "fields": {
-                "tool_calls": {
-                    "open": "[[",
-                    "close_pattern": r"\]\]",
-                    "repeats": True,
-                    "content": "text",
-                    "transform": {"type": "function", "function": {"name": "{content}", "arguments": {"a": 1, "b": 2}}},
-                },
-                "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
-            },
+            "fields": {"tool_calls": calls, "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"}},
         }
-        rollout = trainer.run.rollout()
-        assert rollout.metrics == {"tools/call_frequency": pytest.approx(1 / 3), "tools/failure_frequency": 0.0}
-
-    def test_results_are_no_special_tokens(self) -> None:
-        tokenizer = tiny_tokenizer()
-        tokenizer.chat_template = TEMPLATE
-        chat = ToolChat(tokenizer, (END_ID,), {})
-        ids = chat.results([{"role": "tool", "name": "f", "content": "<|im_end|>"}], ended=False)
-        assert (ids == END_ID).sum() == 2  # of the turn before, and of the result's own message
-        assert ids[0] == END_ID
-        assert chat.results([{"role": "tool", "name": "f", "content": "1"}], ended=True)[0] != END_ID
+        assert trainer.run.rollout().metrics == called(1 / 3, 0)
 
     @pytest.mark.parametrize(
         ("text", "arguments"),
@@ -344,32 +274,15 @@ class TestTools:
         assert calls == ([] if arguments is None else [Call("say", arguments)])
         assert content == (text if arguments is None else "x" if text.startswith("x") else "")
 
-    def test_a_call_that_was_cut_off_is_none(self) -> None:
-        assert calls_in('<tool_call>{"name": "f"', (), ended=False, bare=True)[1] == []
-        assert calls_in('<tool_call>{"name": "f"', (), ended=True, bare=True)[1][0].problem
-
     def test_calls_that_nobody_reads(self, caplog: pytest.LogCaptureFixture) -> None:
-        tokenizer = tiny_tokenizer()
-        tokenizer.chat_template = TEMPLATE
-        ToolChat(tokenizer, (END_ID,), {})
+        """One that was cut off is none; of forms that are not read a warning tells."""
+        cut = '<tool_call>{"name": "f"'
+        assert calls_in(cut, (), ended=False, bare=True)[1] == []
+        assert calls_in(cut, (), ended=True, bare=True)[1][0].problem
+        ToolChat(tokenizer_of(TEMPLATE), (END_ID,), {})
         assert not caplog.records
-        tokenizer.chat_template = TEMPLATE.replace("tool_call>", "other>")
-        ToolChat(tokenizer, (END_ID,), {})
+        ToolChat(tokenizer_of(TEMPLATE.replace("tool_call>", "other>")), (END_ID,), {})
         assert "response_template" in caplog.text
-
-    def test_a_template_that_cannot(self, folder: Path) -> None:
-        tokenizer = tiny_tokenizer()
-        tokenizer.chat_template = "{% for m in messages if m['role'] != 'tool' %}{{ m['content'] }}{% endfor %}"
-        with pytest.raises(ValueError, match="tool"):
-            trainer_of(folder, tools=[add], processing_class=tokenizer)
-        with pytest.raises(ValueError, match="Args"):
-            trainer_of(folder, tools=[lambda x: x])
-        with pytest.raises(ValueError, match="leave one out"):
-            trainer_of(folder, tools=[add], rollout_func=lambda prompts, trainer: {})
-
-
-def lengths_of_results(completions: list[Any], **_: Any) -> list[float]:
-    return [sum(float(m["content"]) for m in completion if m["role"] == "tool") for completion in completions]
 
 
 class Counter:
@@ -416,123 +329,111 @@ class PaidLater(Counter):
         return float(2 * self.count)
 
 
+class Looking(Counter):
+    def look(self) -> str:
+        """Look around."""
+        return "a hall"
+
+
+class Raising(Paid):
+    def reset(self, **row: Any) -> str | None:
+        raise OSError("no room")
+
+
 def counting(sample: int, turn: int) -> str:
     return call("increment", step=sample + 1) if turn < 2 else "ok"
 
 
 class TestEnvironments:
-    def test_tools_resets_and_rewards(self, folder: Path, dictate: Callable[[Script], None]) -> None:
-        dictate(counting)
+    def test_tools_resets_and_rewards(self, agent: Agent) -> None:
         Counter.made = 0
-        seen: list[Any] = []
-
-        def reward(prompts: list[Any], completions: list[Any], environments: list[Counter]) -> list[float]:
-            seen.extend(zip(prompts, environments, strict=True))
-            return [float(environment.count) for environment in environments]
-
-        trainer = trainer_of(folder, reward, environment_factory=Counter, more={"max_steps": 2})
+        seen = Seen(lambda environments, **_: [float(environment.count) for environment in environments])
+        trainer = agent(counting, seen, environment_factory=Counter, tools=[add], max_steps=2)
+        (group,) = trainer.run.rollout().groups
+        text = trainer.processing_class.decode(group.episodes[0].token_ids[: group.episodes[0].prompt_length])
+        system = "".join(f"<|im_start|>system\n{name}<|im_end|>\n" for name in ("add", "increment"))
+        asked = f"{group.prompt.content[0]['content']} {group.prompt.columns['secret']}"
+        assert text == f"{system}<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
         trainer.train()
         assert Counter.made == 3
-        assert {"count": [e.count for e in trainer.environments or []]} == {"count": [2, 4, 6]}
-        assert [tool.__name__ for tool in trainer.tools] == ["increment"]
-        row = seen[0][1].resets[0]
-        assert row.keys() == {"prompt", "secret"}
-        assert seen[0][0][-1]["content"] == f"{row['prompt'][-1]['content']} {row['secret']}"
-        assert len(seen[0][1].resets) == 2
-        assert trainer.reward_func_names == ["reward"]
-        assert trainer.state.log_history[-1]["rewards/reward/mean"] == 4
-
-    def test_the_model_reads_what_a_reset_says(self, folder: Path, dictate: Callable[[Script], None]) -> None:
-        dictate(counting)
-        trainer = trainer_of(folder, environment_factory=Counter, tools=[add])
-        group = trainer.run.rollout().groups[0]
-        text = trainer.processing_class.decode(group.episodes[0].token_ids[: group.episodes[0].prompt_length])
-        asked = f"{group.prompt.content[0]['content']} {group.prompt.columns['secret']}"
-        assert text == (
-            f"<|im_start|>system\nadd\nincrement\n<|im_end|>\n<|im_start|>user\n{asked}<|im_end|>\n"
-            "<|im_start|>assistant\n"
-        )
+        assert [e.count for e in trainer.environments or []] == [2, 4, 6]
+        assert [tool.__name__ for tool in trainer.tools] == ["add", "increment"]
+        row, *others = seen.all("environments")[0].resets
+        assert (row.keys(), len(others)) == ({"prompt", "secret"}, 2)
+        assert seen.all("prompts")[0][-1]["content"] == f"{row['prompt'][-1]['content']} {row['secret']}"
+        assert trainer.reward_func_names == ["seen"]
+        assert trainer.state.log_history[-1]["rewards/seen/mean"] == 4
 
     @pytest.mark.parametrize(("factory", "factor"), [(Paid, 1), (PaidLater, 2)])
-    def test_rewards_of_their_own(
-        self, factory: Any, factor: int, folder: Path, dictate: Callable[[Script], None]
-    ) -> None:
+    def test_rewards_of_their_own(self, factory: Any, factor: int, agent: Agent) -> None:
         """Without reward functions and without data."""
-        dictate(counting)
-        trainer = trainer_of(folder, None, None, environment_factory=factory)
+        trainer = agent(counting, None, None, environment_factory=factory)
         assert trainer.reward_func_names == [factory.__name__]
         trainer.train()
-        assert trainer.state.log_history[-1][f"rewards/{factory.__name__}/mean"] == 4 * factor
-        assert trainer.state.log_history[-1]["reward"] == 4 * factor
+        last = trainer.state.log_history[-1]
+        assert last[f"rewards/{factory.__name__}/mean"] == last["reward"] == 4 * factor
 
-    def test_weights_beside_reward_functions(self, folder: Path, dictate: Callable[[Script], None]) -> None:
-        dictate(counting)
-        trainer = trainer_of(folder, messages, environment_factory=Paid, more={"reward_weights": [0.5]})
+    def test_weights_beside_reward_functions(self, agent: Agent) -> None:
+        trainer = agent(counting, environment_factory=Paid, reward_weights=[0.5])
         assert trainer.reward_weights.tolist() == [0.5, 1.0]
         assert trainer.run.rollout().groups[0].rewards.tolist() == [0.5 * 5 + 2, 0.5 * 5 + 4, 0.5 * 5 + 6]
 
-    def test_several_kinds(self, folder: Path, dictate: Callable[[Script], None]) -> None:
-        class Other(Counter):
-            def look(self) -> str:
-                """Look around."""
-                return "a hall"
-
-        dictate(lambda sample, turn: call("look") if turn == 0 else "ok")
+    def test_several_kinds(self, agent: Agent) -> None:
         rows = [{"environment": "paid", "level": 1}, {"environment": "other", "level": 2}]
-        trainer = trainer_of(
-            folder,
-            messages,
-            rows,
-            environment_factory={"paid": Paid, "other": Other},
-            more={"generation_batch_size": 6, "shuffle_dataset": False},
-        )
+        kinds = {"environment_factory": {"paid": Paid, "other": Looking}, "shuffle_dataset": False}
+        script = said(call("look"), "ok")
+        trainer = agent(script, messages, rows, generation_batch_size=6, **kinds)
         paid, other = trainer.run.rollout().groups
         assert trainer.reward_func_names == ["messages", "Paid"]
         assert np.isnan(other.reward_parts["Paid"]).all()
         assert paid.reward_parts["Paid"].tolist() == [0, 0, 0]
-        decode = trainer.processing_class.decode
-        assert "increment\n<|im_end|>" in decode(paid.episodes[0].token_ids)
-        assert "look\n<|im_end|>" in decode(other.episodes[0].token_ids)
-        assert "error" in decode(paid.episodes[0].token_ids)
-        assert "a hall" in decode(other.episodes[0].token_ids)
+        texts = [trainer.processing_class.decode(group.episodes[0].token_ids) for group in (paid, other)]
+        for text, name, told in zip(texts, ("increment", "look"), ("error", "a hall"), strict=True):
+            assert f"{name}<|im_end|>" in text
+            assert told in text
         assert [e.resets[0]["level"] for e in trainer.environments or []] == [1, 1, 1, 2, 2, 2]
         with pytest.raises(ValueError, match="is none of those"):
             trainer.run.rollout([{"prompt": ROWS[0]["prompt"], "environment": "third"}])
 
-    def test_evaluations(self, folder: Path, dictate: Callable[[Script], None]) -> None:
-        dictate(counting)
+    def test_evaluations(self, agent: Agent) -> None:
         rows = [{"secret": n} for n in range(5)]
-        trainer = trainer_of(folder, None, rows, eval_dataset=rows, environment_factory=Paid)
+        trainer = agent(counting, None, rows, eval_dataset=rows, environment_factory=Paid)
         metrics = trainer.evaluate()
-        assert metrics["eval_rewards/Paid/mean"] == 4
-        assert metrics["eval_tools/call_frequency"] == 2
+        assert (metrics["eval_rewards/Paid/mean"], metrics["eval_tools/call_frequency"]) == (4, 2)
         assert len(trainer.environments or []) == 3  # no more at once than a training step has
 
-    def test_what_cannot_be(self, folder: Path) -> None:
-        class Bare:
-            pass
 
-        class Raises(Paid):
-            def reset(self, **row: Any) -> str | None:
-                raise OSError("no room")
+WITHOUT_RESULTS = "{% for m in messages if m['role'] != 'tool' %}{{ m['content'] }}{% endfor %}"
 
-        with pytest.raises(ValueError, match="no method reset"):
-            trainer_of(folder, environment_factory=Bare)
-        with pytest.raises(ValueError, match="without a reward"):
-            trainer_of(folder, None, environment_factory=Counter)
-        with pytest.raises(ValueError, match="max_steps"):
-            trainer_of(folder, None, None, environment_factory=Paid, more={"max_steps": -1})
-        with pytest.raises(ValueError, match="name one"):
-            trainer_of(folder, None, None, environment_factory={"a": Paid})
-        with pytest.raises(RuntimeError, match=r"no room at .*test_trl_tools.py"):
-            trainer_of(folder, None, environment_factory=Raises).train()
-        with pytest.raises(ValueError, match="plain text"):
-            trainer_of(folder, messages, [{"prompt": "text"}], environment_factory=Counter).run.rollout()
+
+@pytest.mark.parametrize(
+    ("what", "rows", "message"),
+    [
+        ({"tools": [add], "processing_class": tokenizer_of(WITHOUT_RESULTS)}, ROWS, "tool"),
+        ({"tools": [lambda x: x]}, ROWS, "Args"),
+        ({"tools": [add], "rollout_func": lambda prompts, trainer: {}}, ROWS, "leave one out"),
+        ({"environment_factory": object}, ROWS, "no method reset"),
+        ({"environment_factory": Counter, "reward": None}, ROWS, "without a reward"),
+        ({"environment_factory": Paid, "reward": None, "max_steps": -1}, None, "max_steps"),
+        ({"environment_factory": {"a": Paid}, "reward": None}, None, "name one"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be(what: dict[str, Any], rows: Any, message: str, agent: Agent) -> None:
+    with pytest.raises(ValueError, match=message):
+        agent(None, rows=rows, **what)
+
+
+def test_episodes_that_cannot_begin(agent: Agent) -> None:
+    with pytest.raises(RuntimeError, match=r"no room at .*test_trl_tools.py"):
+        agent(None, None, environment_factory=Raising).train()
+    with pytest.raises(ValueError, match="plain text"):
+        agent(None, rows=[{"prompt": "text"}], environment_factory=Counter).run.rollout()
 
 
 class TestRolloutFunctions:
     @pytest.mark.parametrize(("told", "least", "most"), [(-100.0, 70, 100), (None, 0, 1e-5), (float("nan"), 0, 1e-5)])
-    def test_training(self, told: float | None, least: float, most: float, folder: Path) -> None:
+    def test_training(self, told: float | None, least: float, most: float, agent: Agent) -> None:
         """What is told is compared with the policy's own; one that is not told is the policy's own."""
         asked: list[Any] = []
 
@@ -552,15 +453,14 @@ class TestRolloutFunctions:
             assert completions[0][0]["role"] == "assistant"
             return earned
 
-        trainer = trainer_of(folder, reward, rollout_func=roll, more={"logging_steps": 1})
-        before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+        trainer = agent(None, reward, rollout_func=roll, logging_steps=1)
+        before = weights(trainer)
         trainer.train()
         (prompts, group), *_ = asked
         assert (len(prompts), group, prompts[0]) == (3, 3, prompts[2])
-        assert all(not torch.equal(old, trainer.model.get_parameter(name)) for name, old in before.items())
+        assert changed(trainer, before) == set(before)
         record = trainer.state.log_history[0]
-        assert record["rewards/reward/mean"] == 1
-        assert record["completions/mean_length"] == 3
+        assert (record["rewards/reward/mean"], record["completions/mean_length"]) == (1, 3)
         assert record["ratio/mean"] == pytest.approx(1, abs=1e-5)
         assert least <= record["sampling/sampling_logp_difference/max"] <= most
 
@@ -573,10 +473,113 @@ class TestRolloutFunctions:
         ],
         ids=str,
     )
-    def test_what_is_wrong_is_said(self, change: dict[str, Any], message: str, folder: Path) -> None:
-        def roll(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-            whole = {"prompt_ids": [[5]] * 3, "completion_ids": [[6, 7]] * 3, "logprobs": [[-1.0, -1.0]] * 3}
-            return whole | change
-
+    def test_what_is_wrong_is_said(self, change: dict[str, Any], message: str, agent: Agent) -> None:
+        whole = {"prompt_ids": [[5]] * 3, "completion_ids": [[6, 7]] * 3, "logprobs": [[-1.0, -1.0]] * 3}
         with pytest.raises(GenerationError, match=message):
-            trainer_of(folder, rollout_func=roll).train()
+            agent(None, rollout_func=lambda prompts, trainer: whole | change).train()
+
+
+FOLLOWED = "{% if loop.nextitem is defined and loop.nextitem['role'] == 'tool' and m['role'] == 'tool' %}"
+LAST_ONLY = TURNS.replace("{{ '<|im_start|>'", FOLLOWED + "{% else %}{{ '<|im_start|>'")
+LAST_ONLY = LAST_ONLY.replace("<|im_end|>\n{% endfor %}", "<|im_end|>\n{% endif %}{% endfor %}")
+HIDDEN = TURNS.replace("messages %}", "messages if m['role'] != 'tool' %}", 1)
+ASKED = [
+    {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 1}'}},
+    {"id": "call_2", "type": "function", "function": {"name": "now", "arguments": ""}},
+]
+TRACE: list[dict[str, Any]] = [
+    {"role": "user", "content": "1+1?", "tool_calls": None, "name": None},
+    {"role": "assistant", "content": None, "tool_calls": ASKED},
+    {"role": "tool", "tool_call_id": "call_1", "content": "2"},
+    {"role": "tool", "tool_call_id": "call_2", "content": "noon"},
+]
+SHOWN = (
+    "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 1}}</tool_call>'
+    '<tool_call>{"name": "now", "arguments": {}}</tool_call><|im_end|>\n'
+    "<|im_start|>tool\n2<|im_end|>\n<|im_start|>tool\nnoon<|im_end|>\n<|im_start|>assistant\n"
+)
+STARTED = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "It is"}]
+GOES_ON = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\nIt is"
+
+
+def begun(template: str, out: Path, rows: Any, tools: Any) -> str:
+    """The prompt of a rollout."""
+    model, tokenizer = tiny_model("llama", max_position_embeddings=4096), tokenizer_of(template)
+    trainer = made(model, out, messages, rows, processing_class=tokenizer, tools=tools)
+    episode = trainer.run.rollout().groups[0].episodes[0]
+    return str(tokenizer.decode(episode.token_ids[: -episode.num_sampled]))
+
+
+class TestTemplates:
+    @pytest.mark.parametrize(
+        ("template", "message"),
+        [
+            (TOOLS + HIDDEN, "what a tool returned"),
+            (TOOLS + LAST_ONLY, "what each of 2 calls in a turn returned"),
+            (TURNS, "does not show the model its tools"),
+        ],
+        ids=["no results", "the last result only", "no tools"],
+    )
+    def test_templates_that_hide_something_are_refused_at_the_start(
+        self, template: str, message: str, tmp_path: Path
+    ) -> None:
+        with pytest.raises(ConfigError, match=message):
+            begun(template + OPENS, tmp_path, [{"prompt": TRACE[:1]}], [add])
+
+    def test_results_of_several_calls(self) -> None:
+        """The turn before them is written with one call: some templates refuse more."""
+        check = "{% if (m['tool_calls'] or []) | length > 1 %}{{ raise_exception('one call at once') }}{% endif %}"
+        chat = ToolChat(tokenizer_of(TOOLS + TURNS.replace("%}", "%}" + check, 1) + OPENS), (END_ID,), {})
+        told = [{"role": "tool", "name": "add", "content": text} for text in ("2", "<|im_end|>", "\u24021\u2402")]
+        ids = chat.results(told, ended=False).tolist()
+        assert ids.count(END_ID) == 4  # of the turn before, and of three messages, none of a result
+        assert ids[0] == END_ID != chat.results(told[:1], ended=True)[0]
+
+    def test_traces_of_openai_as_prompts(self, tmp_path: Path) -> None:
+        tokenizer = tokenizer_of(TEMPLATE)
+        (prompt,) = build_prompts([{"prompt": TRACE}], tokenizer)
+        assert tokenizer.decode(prompt.token_ids) == SHOWN
+        assert prompt.content[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": 1}
+        assert prompt.content[2] == {"role": "tool", "tool_call_id": "call_1", "content": "2"}
+        shown = begun(TEMPLATE, tmp_path, [{"prompt": TRACE}], [add])
+        assert shown == "<|im_start|>system\nadd<|im_end|>\n" + SHOWN
+
+    @pytest.mark.parametrize("arguments", ["{", "[]", "3", "null", "[" * 100_000])
+    def test_arguments_that_are_no_object(self, arguments: str) -> None:
+        call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+        trace = [TRACE[0], {"role": "assistant", "tool_calls": [call]}, TRACE[2]]
+        with pytest.raises(DataError, match=r"row 0: message 1 of the prompt: a tool call has arguments=.*JSON object"):
+            build_prompts([{"prompt": trace}], tokenizer_of(TURNS + OPENS))
+
+    def test_a_prompt_that_ends_with_the_assistant_is_continued(self, tmp_path: Path) -> None:
+        tokenizer, rows = tokenizer_of(TEMPLATE), [{"prompt": STARTED}]
+        (prompt,) = build_prompts(rows, tokenizer)
+        assert tokenizer.decode(prompt.token_ids) == GOES_ON
+        assert begun(TEMPLATE, tmp_path, rows, None) == GOES_ON
+        assert begun(TEMPLATE, tmp_path, rows, [add]) == "<|im_start|>system\nadd<|im_end|>\n" + GOES_ON
+
+    def test_a_reward_model_reads_one_turn(self) -> None:
+        model = RewardModel(tiny_model("llama"), tokenizer_of(TURNS))
+        text = model._text(STARTED, [{"role": "assistant", "content": " 2"}])
+        assert text == GOES_ON + " 2<|im_end|>\n"
+
+    def test_an_answer_within_the_prompt_is_refused(self, tmp_path: Path) -> None:
+        tokenizer = tokenizer_of(TURNS + OPENS)
+        with pytest.raises(DataError, match="row 0: the column 'messages' ends with a message of the assistant"):
+            build_prompts([{"messages": STARTED}], tokenizer, prompt_column="messages")
+        args = covey.GRPOConfig(output_dir=str(tmp_path), prompt_column="messages", num_generations=2)
+        with pytest.raises(DataError, match="an answer leaves nothing to ask"):
+            covey.GRPOTrainer(tiny_model("llama"), messages, args, [{"messages": STARTED}], processing_class=tokenizer)
+        for last in (TRACE[1], {"role": "assistant", "content": " \n"}):
+            with pytest.raises(DataError, match="ends with a message of the assistant"):
+                build_prompts([{"prompt": [TRACE[0], last]}], tokenizer)
+        assert build_prompts([{"messages": STARTED[:1]}], tokenizer, prompt_column="messages")
+
+    def test_the_run_knows_that_the_template_opened_the_thought(self, model_folder: Path, tmp_path: Path) -> None:
+        seen = Seen(think_format_reward)
+        opening = {"processing_class": tokenizer_of("{{ messages[0]['content'] }}{{ ' <think>' }}"), "logging_steps": 1}
+        made(model_folder, tmp_path, seen, ROWS, **opening, max_completion_length=4, max_steps=1).train()
+        assert all(end.endswith("<think>") for end in seen.all("prompt_ends"))
+        first = (tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()[0]
+        assert json.loads(first)["prompts/opened_tag"] == 1.0

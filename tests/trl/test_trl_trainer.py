@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import threading
 from dataclasses import fields
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -19,54 +19,36 @@ from transformers import (
     AutoTokenizer,
     HfArgumentParser,
     LlamaConfig,
-    LlamaForSequenceClassification,
     PrinterCallback,
     ProgressCallback,
     TrainerCallback,
 )
+from transformers import LlamaForSequenceClassification as Judge
 from transformers.trainer_utils import get_last_checkpoint
-from trl_runs import ROWS, SMALL, made, unique_letters
+from trl_runs import ROWS, SMALL, Stream, changed, messages, unique_letters, weights
 
 import covey.trl
 from covey.errors import ConfigError
 from covey.trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 from covey.trl.arguments import FORMER, MEANINGS, table
-from covey.trl.rewards import (
-    accuracy_reward,
-    get_soft_overlong_punishment,
-    reasoning_accuracy_reward,
-    think_format_reward,
-)
+from covey.trl.rewards import get_soft_overlong_punishment, think_format_reward
 
 CHATS = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
 
 
 async def lengths(completions: list[Any], **columns: Any) -> list[float]:
-    return [float(len(completion)) for completion in completions]
+    return messages(completions)
 
 
-@pytest.fixture(scope="module")
-def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("reward-model")
-    tokenizer = tiny_tokenizer()
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    LlamaForSequenceClassification(LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **shape)).save_pretrained(
-        folder
-    )
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def changed(trainer: GRPOTrainer, before: dict[str, torch.Tensor]) -> set[str]:
-    return {name for name, old in before.items() if not torch.equal(old, trainer.model.get_parameter(name))}
-
-
-def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
-    return {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
-
-
-MORE_OPTIONS: list[dict[str, Any]] = [
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"loss_type": "bnpo", "scale_rewards": False, "bf16": True},
+    {"loss_type": "grpo", "gradient_accumulation_steps": 2, "beta": 0.1, "use_bias_correction_kl": False},
+    {"loss_type": "dr_grpo", "delta": 2.0, "scale_rewards": "batch", "gradient_checkpointing": False},
+    {"loss_type": "cispo", "epsilon_high": 5.0, "num_iterations": 2},
+    {"loss_type": "sapo", "entropy_coef": 0.01, "scale_rewards": True, "cast_lm_head_to_fp32": True},
+    {"loss_type": "vespo", "fp16": True, "warmup_steps": 0.5},
+    # The others are slow.
     {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "top_p": 0.9, "top_k": 10, "min_p": 0.01},
     {"num_iterations": 2, "importance_sampling_level": "sequence"},
     {"steps_per_generation": 2, "max_steps": 4, "off_policy_mask_threshold": 0.5},
@@ -76,145 +58,118 @@ MORE_OPTIONS: list[dict[str, Any]] = [
     {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.01}},
     {"multi_objective_aggregation": "normalize_then_sum", "generation_kwargs": {"do_sample": True, "top_k": 5}},
 ]
+SLOW = [pytest.param(options, marks=pytest.mark.slow) for options in OPTIONS[7:]]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"loss_type": "bnpo", "scale_rewards": False, "bf16": True},
-        {"loss_type": "grpo", "gradient_accumulation_steps": 2, "beta": 0.1, "use_bias_correction_kl": False},
-        {"loss_type": "dr_grpo", "delta": 2.0, "scale_rewards": "batch", "gradient_checkpointing": False},
-        {"loss_type": "cispo", "epsilon_high": 5.0, "num_iterations": 2},
-        {"loss_type": "sapo", "entropy_coef": 0.01, "scale_rewards": True, "cast_lm_head_to_fp32": True},
-        {"loss_type": "vespo", "fp16": True, "warmup_steps": 0.5},
-        *(pytest.param(options, marks=pytest.mark.slow) for options in MORE_OPTIONS),
-    ],
-    ids=str,
-)
-def test_options_that_train(options: dict[str, Any], folder: Path, tmp_path: Path) -> None:
-    args = GRPOConfig(output_dir=str(tmp_path), **(SMALL | options))
-    trainer = GRPOTrainer(str(folder), [unique_letters, lengths], args, ROWS)
-    before = weights(trainer)
-    output = trainer.train()
-    steps = args.max_steps
-    assert output.global_step == trainer.state.global_step == steps
-    assert trainer.state.log_history[-1]["train_loss"] == output.training_loss
-    assert "rewards/unique_letters/mean" in trainer.state.log_history[-1]
-    assert changed(trainer, before) == set(before)
-    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+class TestTraining:
+    @pytest.mark.parametrize("options", [*OPTIONS[:7], *SLOW], ids=str)
+    def test_options_that_train(self, options: dict[str, Any], make: Any) -> None:
+        trainer = make([unique_letters, lengths], **options)
+        before = weights(trainer)
+        output = trainer.train()
+        assert output.global_step == trainer.state.global_step == trainer.args.max_steps
+        assert trainer.state.log_history[-1]["train_loss"] == output.training_loss
+        assert "rewards/unique_letters/mean" in trainer.state.log_history[-1]
+        assert changed(trainer, before) == set(before)
+        assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
 
+    def test_a_generation_is_trained_on_in_several_optimiser_steps(self, make: Any, tmp_path: Path) -> None:
+        """`max_steps` and the learning rate count optimiser steps, whatever a generation is used for."""
+        steps = []
 
-def test_a_generation_is_trained_on_in_several_optimiser_steps(folder: Path, tmp_path: Path) -> None:
-    """`max_steps` and the learning rate count optimiser steps, whatever a generation is used for."""
-    rates = []
+        class Watch(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                steps.append(state.global_step)
 
-    class Rates(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            rates.append(state.global_step)
+        options = {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 6, "logging_steps": 1}
+        make(callbacks=[Watch()], **options).train()
+        assert steps == [1, 2, 3, 4, 5, 6]
+        records = [json.loads(line) for line in (tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()]
+        assert [record["policy_version"] for record in records] == [1, 5]  # two generations, of 4 and of 2 steps
+        assert records[-1]["learning_rate"] == pytest.approx(0.1 * (1 - 5 / 6))
 
-    args = GRPOConfig(
-        str(tmp_path), **(SMALL | {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 6, "logging_steps": 1})
-    )
-    trainer = GRPOTrainer(str(folder), unique_letters, args, ROWS, callbacks=[Rates()])
-    trainer.train()
-    assert rates == [1, 2, 3, 4, 5, 6]
-    records = [json.loads(line) for line in (tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()]
-    assert [record["policy_version"] for record in records] == [1, 5]  # two generations, of 4 and of 2 steps
-    assert records[-1]["learning_rate"] == pytest.approx(0.1 * (1 - 5 / 6))
+    def test_without_max_steps_epochs_count_whole_generations(self, make: Any) -> None:
+        trainer = make(max_steps=-1, num_train_epochs=2, logging_strategy="epoch")
+        assert trainer.train().global_step == 8
+        assert [record["epoch"] for record in trainer.state.log_history] == [1.0, 2.0, 2.0]
 
+    def test_the_cap_of_cispo_is_trls(self, make: Any) -> None:
+        """Where no upper range is given, TRL caps at `epsilon`; Covey's own default is 5."""
+        for given, cap in (({}, 0.2), ({"epsilon": 0.3}, 0.3), ({"epsilon_high": 4.0}, 4.0)):
+            trainer = make(loss_type="cispo", **given)
+            assert trainer.run.args.algorithm.loss_parameters["epsilon_max"] == cap
 
-def test_without_max_steps_epochs_count_whole_generations(folder: Path, tmp_path: Path) -> None:
-    trainer = made(folder, tmp_path, unique_letters, ROWS, max_steps=-1, num_train_epochs=2, logging_strategy="epoch")
-    assert trainer.train().global_step == 8
-    assert [record["epoch"] for record in trainer.state.log_history] == [1.0, 2.0, 2.0]
+    def test_reward_models_and_means_of_what_was_judged(self, make: Any, tmp_path: Path) -> None:
+        calls: list[int] = []
 
+        def now_and_then(completions: list[Any], **columns: Any) -> list[float | None]:
+            calls.append(len(completions))
+            return [len(calls) if len(calls) < 3 else None for _ in completions]
 
-def test_the_cap_of_cispo_is_trls(folder: Path, tmp_path: Path) -> None:
-    """Where no upper range is given, TRL caps at `epsilon`; Covey's own default is 5."""
-    for given, cap in (({}, 0.2), ({"epsilon": 0.3}, 0.3), ({"epsilon_high": 4.0}, 4.0)):
-        trainer = made(folder, tmp_path, unique_letters, ROWS, loss_type="cispo", **given)
-        assert trainer.run.args.algorithm.loss_parameters["epsilon_max"] == cap
+        def never(completions: list[Any], **columns: Any) -> list[None]:
+            return [None for _ in completions]
 
+        judge, tokenizer = tmp_path / "reward-model", tiny_tokenizer()
+        shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        Judge(LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **shape)).save_pretrained(judge)
+        tokenizer.save_pretrained(judge)
+        trainer = make([str(judge), unique_letters, now_and_then, never], out=tmp_path / "out")
+        trainer.train()
+        assert trainer.reward_func_names == ["reward-model", "unique_letters", "now_and_then", "never"]
+        last = trainer.state.log_history[-1]
+        assert (last["rewards/now_and_then/mean"], last["rewards/never/mean"]) == (1.5, None)
+        assert "rewards/reward-model/mean" in last
+        model = Judge.from_pretrained(judge)
+        (reward,) = trainer.reward_funcs[0](["Flat is"], [" bad"])
+        with torch.no_grad():
+            wanted = model(**tokenizer("Flat is bad", return_tensors="pt", add_special_tokens=False)).logits.item()
+        assert reward == pytest.approx(wanted, abs=1e-6)
+        with pytest.raises(ValueError, match="must match"):
+            make([model, unique_letters], reward_processing_classes=AutoTokenizer.from_pretrained(judge))
 
-def test_a_mean_is_of_what_was_judged(folder: Path, tmp_path: Path) -> None:
-    calls: list[int] = []
+    def test_a_stream_of_conversations(self, make: Any, tmp_path: Path) -> None:
+        trainer = make(rows=Stream(cycle(CHATS)))
+        assert trainer.train().global_step == 3
+        assert [len(texts) for texts in trainer.generate([CHATS[0]["prompt"]], num_generations=2)] == [2]
+        with pytest.raises(ValueError, match="set max_steps"):
+            make(out=tmp_path / "b", rows=Stream(CHATS), max_steps=-1)
 
-    def now_and_then(completions: list[Any], **columns: Any) -> list[float | None]:
-        calls.append(len(completions))
-        return [len(calls) if len(calls) < 3 else None for _ in completions]
-
-    def never(completions: list[Any], **columns: Any) -> list[None]:
-        return [None for _ in completions]
-
-    trainer = made(folder, tmp_path, [unique_letters, now_and_then, never], ROWS)
-    trainer.train()
-    last = trainer.state.log_history[-1]
-    assert (last["rewards/now_and_then/mean"], last["rewards/never/mean"]) == (1.5, None)
-
-
-def test_reward_models(folder: Path, reward_folder: Path, tmp_path: Path) -> None:
-    args = GRPOConfig(str(tmp_path), **SMALL)
-    trainer = GRPOTrainer(str(folder), [str(reward_folder), unique_letters], args, ROWS)
-    trainer.train()
-    record = trainer.state.log_history[-1]
-    assert trainer.reward_func_names == [reward_folder.name, "unique_letters"]
-    assert f"rewards/{reward_folder.name}/mean" in record
-    model = LlamaForSequenceClassification.from_pretrained(reward_folder)
-    tokenizer = AutoTokenizer.from_pretrained(reward_folder)
-    (reward,) = trainer.reward_funcs[0](["Flat is"], [" bad"])
-    with torch.no_grad():
-        wanted = model(**tokenizer("Flat is bad", return_tensors="pt", add_special_tokens=False)).logits.item()
-    assert reward == pytest.approx(wanted, abs=1e-6)
-    with pytest.raises(ValueError, match="must match"):
-        GRPOTrainer(str(folder), [model, unique_letters], args, ROWS, reward_processing_classes=tokenizer)
-
-
-def test_conversations(folder: Path, tmp_path: Path) -> None:
-    trainer = made(folder, tmp_path, unique_letters, CHATS)
-    trainer.train()
-    (texts,) = trainer.generate([CHATS[0]["prompt"]], num_generations=2)
-    assert len(texts) == 2
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_lora(wrapped: bool, folder: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
-    lora = LoraConfig(target_modules=["q_proj", "v_proj"])
-    model, config = (get_peft_model(model, lora), None) if wrapped else (model, lora)
-    trainer = made(model, tmp_path, unique_letters, ROWS, peft_config=config)
-    assert isinstance(trainer.model, PeftModel)
-    before = weights(trainer)
-    trainer.train()
-    assert changed(trainer, before) == {name for name in before if ".lora_" in name}
-    trainer.save_model(tmp_path / "saved")
-    fresh = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
-    read = PeftModel.from_pretrained(fresh, tmp_path / "saved")
-    ids = torch.tensor([[5, 6, 7]])
-    assert torch.allclose(read(ids).logits, trainer.model(ids).logits, atol=1e-5)
+    @pytest.mark.parametrize("wrapped", [False, True])
+    def test_lora(self, wrapped: bool, make: Any, model_folder: Path, tmp_path: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="float32")
+        lora = LoraConfig(target_modules=["q_proj", "v_proj"])
+        model, config = (get_peft_model(model, lora), None) if wrapped else (model, lora)
+        trainer = make(model=model, peft_config=config)
+        assert isinstance(trainer.model, PeftModel)
+        before = weights(trainer)
+        trainer.train()
+        assert changed(trainer, before) == {name for name in before if ".lora_" in name}
+        trainer.save_model(tmp_path / "saved")
+        fresh = AutoModelForCausalLM.from_pretrained(model_folder, dtype="float32")
+        read = PeftModel.from_pretrained(fresh, tmp_path / "saved")
+        ids = torch.tensor([[5, 6, 7]])
+        assert torch.allclose(read(ids).logits, trainer.model(ids).logits, atol=1e-5)
 
 
 class TestRecords:
-    """Logs, evaluations and callbacks, as transformers' users expect them."""
-
-    def test_log_history(self, folder: Path, tmp_path: Path) -> None:
-        trainer = made(folder, tmp_path, unique_letters, ROWS, logging_steps=2, max_steps=5, logging_first_step=True)
-        trainer.train()
-        assert [record["step"] for record in trainer.state.log_history] == [1, 2, 4, 5]
-        for name in ("loss", "reward", "reward_std", "learning_rate", "completions/mean_length", "epoch"):
-            assert name in trainer.state.log_history[0]
-        assert {"train_loss", "train_runtime"} <= trainer.state.log_history[-1].keys()
-
-    def test_evaluations(self, folder: Path, tmp_path: Path) -> None:
+    def test_logs_and_evaluations(self, make: Any) -> None:
         options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3, "eval_on_start": True}
-        trainer = made(folder, tmp_path, unique_letters, ROWS, ROWS[:2], **(options | {"max_steps": 4}))
+        options |= {"logging_steps": 2, "max_steps": 5, "logging_first_step": True}
+        trainer = make(held_out=ROWS[:2], **options)
         trainer.train()
-        assert [r["step"] for r in trainer.state.log_history if "eval_reward" in r] == [0, 2, 4]
+        history = trainer.state.log_history
+        assert [r["step"] for r in history if "eval_reward" in r] == [0, 2, 4, 5]
+        logs = [record for record in history if "loss" in record]
+        assert [record["step"] for record in logs] == [1, 2, 4, 5]
+        names = {"loss", "reward", "reward_std", "learning_rate", "completions/mean_length", "epoch"}
+        assert names <= logs[0].keys()
+        assert {"train_loss", "train_runtime"} <= history[-1].keys()
         found = trainer.evaluate({"first": ROWS[:1], "second": ROWS[1:]})
         assert {"eval_first_reward", "eval_second_reward"} <= found.keys()
 
-    def test_callbacks(self, folder: Path, tmp_path: Path) -> None:
+    def test_callbacks_and_the_state_that_rewards_see(self, make: Any) -> None:
         seen: list[str] = []
+        steps = []
 
         class Watcher(TrainerCallback):
             def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -237,55 +192,58 @@ class TestRecords:
             def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 seen.append("end")
 
-        args = GRPOConfig(str(tmp_path), **SMALL, logging_steps=1)
-        trainer = GRPOTrainer(
-            str(folder), unique_letters, args, ROWS, callbacks=[Watcher, PrinterCallback(), ProgressCallback()]
-        )
+        def reward(completions: list[str], trainer_state: Any, number: list[int], **columns: Any) -> list[float]:
+            steps.append(trainer_state.global_step)
+            return [float(n) for n, _ in enumerate(completions)]
+
+        callbacks = [Watcher, PrinterCallback(), ProgressCallback()]
+        trainer = make(reward, logging_steps=1, callbacks=callbacks)
         trainer.remove_callback(PrinterCallback)
         assert isinstance(trainer.pop_callback(ProgressCallback), ProgressCallback)
         trainer.add_callback(ProgressCallback)
         trainer.train()
         assert seen == ["init", "step 1", "log", "step 2", "log", "log", "end"]
+        assert steps == [0, 1]
 
-    def test_reward_sees_trainer_state(self, folder: Path, tmp_path: Path) -> None:
-        steps = []
+    def test_callbacks_may_ask_whatever_the_strategies_say(self, make: Any, tmp_path: Path) -> None:
+        rates: list[float] = []
 
-        def reward(completions: list[str], trainer_state: Any, number: list[int], **columns: Any) -> list[float]:
-            steps.append(trainer_state.global_step)
-            return [float(n) for n, _ in enumerate(completions)]
+        class Ask(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> Any:
+                rates.extend(lr_scheduler.get_last_lr()[:1])
+                control.should_save = control.should_evaluate = state.global_step == 2
+                return control
 
-        made(folder, tmp_path, reward, ROWS).train()
-        assert steps == [0, 1, 2]
+        trainer = make(held_out=ROWS[:1], callbacks=[Ask()], max_steps=4, save_strategy="no")
+        trainer.train()
+        assert (tmp_path / "checkpoint-2").is_dir()
+        assert [record["step"] for record in trainer.state.log_history if "eval_reward" in record] == [2]
+        assert rates == pytest.approx([0.1, 0.075, 0.05, 0.025])
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("checkpoint-*"))
 
 
 class TestFolders:
-    """Where a transformers user finds what a run leaves behind."""
-
-    def test_checkpoints_and_resuming(self, folder: Path, tmp_path: Path) -> None:
-        whole = GRPOTrainer(
-            str(folder), unique_letters, GRPOConfig(str(tmp_path / "a"), **(SMALL | {"max_steps": 4})), ROWS
-        )
-        whole.train()
-        options = SMALL | {"max_steps": 4, "save_steps": 2}
-
+    def test_checkpoints_and_resuming(self, make: Any, tmp_path: Path) -> None:
         class Stop(TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 control.should_training_stop = state.global_step == 3
 
-        made(folder, tmp_path / "b", unique_letters, ROWS, callbacks=[Stop], **options).train()
-        assert get_last_checkpoint(tmp_path / "b") == str(tmp_path / "b" / "checkpoint-3")
-        read = AutoModelForCausalLM.from_pretrained(tmp_path / "b" / "checkpoint-2")
-        assert read.config.model_type == "llama"
-        resumed = made(folder, tmp_path / "b", **options)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2"))
+        whole = make(out=tmp_path / "a", max_steps=4)
+        whole.train()
+        out, options = tmp_path / "b", {"max_steps": 4, "save_steps": 2}
+        make(out=out, callbacks=[Stop], **options).train()
+        assert get_last_checkpoint(out) == str(out / "checkpoint-3")
+        assert AutoModelForCausalLM.from_pretrained(out / "checkpoint-2").config.model_type == "llama"
+        resumed = make(out=out, **options)
+        resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
         assert resumed.state.global_step == 4
-        for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
-            assert torch.equal(one, other), name
-        with pytest.raises(RuntimeError, match="no checkpoint"):
-            made(folder, tmp_path / "c").train(True)
+        assert changed(resumed, weights(whole)) == set()
 
     @pytest.mark.parametrize("strategy", ["steps", "no"])
-    def test_what_a_stopped_run_says_of_resuming_holds(self, strategy: str, folder: Path, tmp_path: Path) -> None:
+    def test_what_a_stopped_run_says_of_resuming_holds(self, strategy: str, make: Any, tmp_path: Path) -> None:
         """Also where no checkpoints are wanted: the one of the stop is there."""
         calls = []
 
@@ -295,88 +253,63 @@ class TestFolders:
                 raise ConnectionError("the judge is away")
             return unique_letters(completions)
 
-        args = GRPOConfig(str(tmp_path), **SMALL, save_strategy=strategy)
         with pytest.raises(RuntimeError, match="the judge is away"):
-            GRPOTrainer(str(folder), fragile, args, ROWS).train()
+            make(fragile, save_strategy=strategy).train()
         said = (tmp_path / "covey" / "log.txt").read_text()
         assert "Nothing is lost: continue with `trainer.train(resume_from_checkpoint=True)`" in said
-        resumed = GRPOTrainer(str(folder), unique_letters, args, ROWS)
+        resumed = make(save_strategy=strategy)
         assert resumed.train(resume_from_checkpoint=True).global_step == 3
         assert json.loads((tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1
 
-    def test_a_limit_of_checkpoints(self, folder: Path, tmp_path: Path) -> None:
-        made(folder, tmp_path, unique_letters, ROWS, save_steps=1, save_total_limit=2, max_steps=4).train()
-        assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
-
-    def test_training_again(self, folder: Path, tmp_path: Path) -> None:
-        """A second `train`, and a cell that is run again, begin a new run; nothing of the first one is lost."""
-        trainer = made(folder, tmp_path)
+    def test_training_again(self, make: Any, tmp_path: Path) -> None:
+        """A second `train`, and a cell that is run again, begin a new run. Nothing of the first one is lost, and its
+        checkpoints go aside with it: their counts are not those of the new run.
+        """
+        options = {"save_steps": 1, "save_total_limit": 2}
+        trainer = make(max_steps=4, **options)
         trainer.train()
+        assert checkpoints(tmp_path) == ["checkpoint-3", "checkpoint-4"]
+        assert len(list((tmp_path / "covey" / "checkpoints").glob("step_*"))) == 2
         before = weights(trainer)
-        assert trainer.train().global_step == 3
+        assert trainer.train().global_step == 4
         assert changed(trainer, before)
-        again = made(folder, tmp_path)
-        again.train()
+        make(max_steps=2, **options).train()
         assert {path.name for path in tmp_path.glob("covey*")} == {"covey", "covey-1", "covey-2"}
-
-    def test_saving(self, folder: Path, tmp_path: Path) -> None:
-        trainer = made(folder, tmp_path)
-        metrics = trainer.train().metrics
-        trainer.log_metrics("train", metrics)
-        trainer.save_metrics("train", metrics)
-        trainer.save_state()
-        trainer.save_model()
-        assert json.loads((tmp_path / "all_results.json").read_text())["train_loss"] == metrics["train_loss"]
-        assert (tmp_path / "trainer_state.json").exists()
-        assert AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == "llama"
-        assert trainer.accelerator.is_main_process
-        assert trainer.is_world_process_zero()
-        assert trainer.accelerator.unwrap_model(trainer.model) is trainer.model
+        assert checkpoints(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+        assert make(**options).train(resume_from_checkpoint=True).global_step == 3
 
 
-def test_a_stream_of_rows(folder: Path, tmp_path: Path) -> None:
-    def rows() -> Any:
-        while True:
-            yield from ROWS
-
-    class Stream:
-        def __iter__(self) -> Any:
-            return rows()
-
-    args = GRPOConfig(str(tmp_path), **SMALL)
-    assert GRPOTrainer(str(folder), unique_letters, args, Stream()).train().global_step == 3
-    args = GRPOConfig(str(tmp_path / "b"), **(SMALL | {"max_steps": -1}))
-    with pytest.raises(ValueError, match="set max_steps"):
-        GRPOTrainer(str(folder), unique_letters, args, Stream())
-
-
-def test_an_optimiser_of_ones_own(folder: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+def test_an_optimiser_of_ones_own_and_saving(make: Any, model_folder: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="float32")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    trainer = made(model, tmp_path, unique_letters, ROWS, optimizers=(optimizer, schedule))
+    trainer = make(model=model, optimizers=(optimizer, schedule))
     before = weights(trainer)
-    trainer.train()
+    metrics = trainer.train().metrics
     assert changed(trainer, before)
     assert optimizer.param_groups[0]["lr"] == 0.5 * 0.5 ** int(trainer.run.state.updates)
-
-
-def test_config_is_training_arguments(tmp_path: Path) -> None:
-    (args,) = HfArgumentParser((GRPOConfig,)).parse_args_into_dataclasses(
-        ["--output_dir", str(tmp_path), "--num_generations", "4", "--beta", "0.1", "--reward_weights", "1", "2"]
-    )
-    assert (args.beta, args.reward_weights, args.generation_batch_size) == (0.1, [1.0, 2.0], 8)
-    assert GRPOConfig(**json.loads(args.to_json_string())).beta == 0.1
-    args.learning_rate = 3e-5
-    assert args.learning_rate == 3e-5
+    trainer.log_metrics("train", metrics)
+    trainer.save_metrics("train", metrics)
+    trainer.save_state()
+    trainer.save_model()
+    assert json.loads((tmp_path / "all_results.json").read_text())["train_loss"] == metrics["train_loss"]
+    assert (tmp_path / "trainer_state.json").exists()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == "llama"
+    assert (trainer.accelerator.is_main_process, trainer.is_world_process_zero()) == (True, True)
+    assert trainer.accelerator.unwrap_model(trainer.model) is trainer.model
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"reward": None}, "No reward source provided"),
+        ({"rows": None}, "`train_dataset` is required"),
         ({"fsdp": "full_shard"}, "fsdp"),
         ({"vllm_structured_outputs_regex": "a+"}, "reward the wanted form"),
-        ({"generation_kwargs": {"beams": 2}}, "beams"),
+        ({"generation_kwargs": {"beams": 2}}, "beams: transformers' generate has no such option"),
+        ({"generation_kwargs": {"early_stopping": "soon"}}, "early_stopping"),
+        ({"repetition_penalty": 1.1, "use_vllm": True, "vllm_mode": "server"}, "the server does not sample so"),
+        ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef"),
         ({"optim": "adafactor"}, "AdamW"),
         ({"num_generations": 1}, "2 or more"),
         ({"per_device_train_batch_size": 4}, "whole groups"),
@@ -385,137 +318,6 @@ def test_config_is_training_arguments(tmp_path: Path) -> None:
         ({"steps_per_generation": 3, "generation_batch_size": 3}, "follows from the other"),
         ({"report_to": "wandb"}, "wandb"),
         ({"loss_type": "mine"}, "mine"),
-    ],
-    ids=str,
-)
-def test_what_is_impossible_is_one_clear_error(
-    options: dict[str, Any], message: str, folder: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        made(folder, tmp_path, unique_letters, ROWS, **options)
-
-
-def test_what_has_no_effect_is_said_once(folder: Path, tmp_path: Path) -> None:
-    args = GRPOConfig(str(tmp_path), **SMALL, use_liger_kernel=False, torch_compile=False, label_smoothing_factor=0.1)
-    with pytest.warns(UserWarning, match="label_smoothing_factor=0.1 has no effect"):
-        GRPOTrainer(str(folder), unique_letters, args, ROWS)
-
-
-def test_the_documented_table_is_that_of_the_code() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "coming-from-trl.md").read_text()
-    squeezed = {" ".join(line.split()) for line in text.splitlines()}
-    for line in (table() + table(former=True)).splitlines():
-        assert line.startswith("| -") or " ".join(line.split()) in squeezed, line
-
-
-def test_every_field_has_a_meaning() -> None:
-    """All 191 of TRL's, and those of earlier versions; the time limit of reward functions is Covey's own."""
-    assert {field.name for field in fields(GRPOConfig)} == set(MEANINGS) | set(FORMER) | {"reward_timeout"}
-    assert len(MEANINGS) == 191
-
-
-@pytest.mark.filterwarnings("ignore:vllm")
-def test_a_script_of_an_earlier_version(folder: Path, tmp_path: Path) -> None:
-    """Options that TRL no longer has, as the most copied scripts give them."""
-    args = GRPOConfig(
-        output_dir=str(tmp_path),
-        run_name="old",
-        adam_beta2=0.99,
-        warmup_ratio=0.1,
-        lr_scheduler_type="cosine",
-        logging_steps=1,
-        bf16=True,
-        max_prompt_length=4,
-        evaluation_strategy="no",
-        save_steps=100,
-        max_grad_norm=0.1,
-        log_on_each_node=False,
-        use_vllm=False,
-        vllm_gpu_memory_utilization=0.3,
-        vllm_device="cuda:0",
-        **SMALL,
-    )
-    trainer = GRPOTrainer(str(folder), unique_letters, args, ROWS)
-    assert max(len(prompt.token_ids) for prompt in trainer.run.prompts) == 4
-    assert trainer.train().global_step == 3
-
-
-def test_arguments_from_yaml(tmp_path: Path) -> None:
-    path = tmp_path / "args.yaml"
-    path.write_text("output_dir: out\nbeta: 0.2\nuse_peft: true\nlora_target_modules: [q_proj]\nnum_generations: 4\n")
-    args, model = TrlParser((GRPOConfig, ModelConfig)).parse_args_and_config(["--config", str(path), "--beta", "0.3"])
-    assert (args.beta, args.num_generations) == (0.3, 4)
-    lora = get_peft_config(model)
-    assert lora is not None
-    assert lora.target_modules == "q_proj"
-    path.write_text("no_such_option: 1\n")
-    with pytest.raises(ValueError, match="--no_such_option: no such option"):
-        TrlParser(GRPOConfig).parse_args_and_config(["--config", str(path)])
-
-
-def test_rewards_of_trl() -> None:
-    good, bad = "<think>\nso\n</think>\nfour", "<think>so <think></think>four"
-    assert think_format_reward([good, bad, "four"]) == [1.0, 0.0, 0.0]
-    punish = get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)
-    assert punish(completions=[""] * 3, completion_ids=[[1] * 80, [1] * 90, [1] * 100]) == [0.0, -0.5, -1.0]
-    pytest.importorskip("math_verify")
-    answers = [r"\boxed{\frac{1}{2}}", r"\boxed{0.3}", r"\boxed{1}"]
-    assert accuracy_reward(answers, [r"\frac{1}{2}", r"\frac{1}{2}", "-"]) == [1.0, 0.0, None]
-    thoughts = [r"<think>\boxed{2}</think>\boxed{0.5}", r"\boxed{0.5}"]
-    assert reasoning_accuracy_reward(thoughts, ["0.5", "0.5"]) == [1.0, 0.0]
-
-
-def test_a_subclass_that_would_have_no_effect_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Mine\.compute_loss: is never called; .*loss_type='FILE\.py:NAME'"):
-
-        class Mine(GRPOTrainer):
-            def compute_loss(self, *args: Any, **kwargs: Any) -> None: ...
-
-
-def test_a_subclass_adds_to_what_is_logged(folder: Path, tmp_path: Path) -> None:
-    class Mine(GRPOTrainer):
-        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-            super().log(logs | {"mine": len(logs)})
-
-    rows = {"eval_dataset": ROWS[:1]}
-    trainer = Mine(str(folder), unique_letters, GRPOConfig(str(tmp_path), **SMALL, logging_steps=2), ROWS, **rows)
-    trainer.train()
-    trainer.evaluate()
-    assert len(trainer.state.log_history) == 3
-    assert all(record["mine"] > 3 for record in trainer.state.log_history)
-
-
-@pytest.mark.slow
-def test_reruns_leave_no_stale_checkpoints(folder: Path, tmp_path: Path) -> None:
-    """An earlier run's checkpoints go aside with it: their counts are not those of the new run."""
-    options = SMALL | {"save_steps": 1, "save_total_limit": 2}
-    GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **(options | {"max_steps": 4})), ROWS).train()
-    assert len(list((tmp_path / "covey" / "checkpoints").glob("step_*"))) == 2
-    GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **(options | {"max_steps": 2})), ROWS).train()
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
-    args = GRPOConfig(str(tmp_path), **(options | {"max_steps": 3}))
-    assert GRPOTrainer(str(folder), unique_letters, args, ROWS).train(resume_from_checkpoint=True).global_step == 3
-
-
-def test_callbacks_may_ask_whatever_the_strategies_say(folder: Path, tmp_path: Path) -> None:
-    rates: list[float] = []
-
-    class Ask(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> Any:
-            rates.extend(lr_scheduler.get_last_lr()[:1])
-            control.should_save = control.should_evaluate = state.global_step == 2
-            return control
-
-    trainer = made(folder, tmp_path, unique_letters, ROWS, ROWS[:1], callbacks=[Ask()], max_steps=4, save_strategy="no")
-    trainer.train()
-    assert (tmp_path / "checkpoint-2").is_dir()
-    assert [record["step"] for record in trainer.state.log_history if "eval_reward" in record] == [2]
-    assert rates == pytest.approx([0.1, 0.075, 0.05, 0.025])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
         ({"learning_rate": "1e-5"}, "learning_rate='1e-5'"),
         ({"max_steps": "10"}, "max_steps='10'"),
         ({"max_steps": 2.5}, "^max_steps=2.5"),
@@ -524,57 +326,129 @@ def test_callbacks_may_ask_whatever_the_strategies_say(folder: Path, tmp_path: P
         ({"vllm_mode": "x"}, "vllm_mode"),
         ({"steps_per_generation": 0}, "steps_per_generation=0"),
         ({"eval_strategy": "steps", "per_device_eval_batch_size": 3}, "eval_dataset=None"),
+        *(
+            ({name: value}, f"{name}=.*a whole number")
+            for name in ("num_completions_to_print", "num_generations_eval", "max_tool_calling_iterations")
+            for value in (1.5, "2", True)
+        ),
     ],
     ids=str,
 )
-def test_errors_name_what_the_user_wrote(options: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
+def test_what_is_impossible_is_one_clear_error(options: dict[str, Any], message: str, make: Any) -> None:
     with pytest.raises(ValueError, match=message):
-        made(folder, tmp_path, unique_letters, ROWS, **options)
+        make(**options)
 
 
-def test_the_commonest_slip_is_explained(folder: Path, tmp_path: Path) -> None:
-    def reward(completions: list[Any], **columns: Any) -> list[float]:
+def test_what_has_no_effect_is_said(make: Any) -> None:
+    with pytest.warns(UserWarning, match="label_smoothing_factor=0.1 has no effect"):
+        make(use_liger_kernel=False, torch_compile=False, label_smoothing_factor=0.1)
+    with pytest.warns(UserWarning, match="paged_adamw_32bit': runs as plain AdamW"):
+        make(optim="paged_adamw_32bit")
+
+
+def test_every_field_has_a_meaning_which_is_documented() -> None:
+    """All 191 of TRL's, and those of earlier versions; the time limit of reward functions is Covey's own."""
+    assert {field.name for field in fields(GRPOConfig)} == set(MEANINGS) | set(FORMER) | {"reward_timeout"}
+    assert len(MEANINGS) == 191
+    text = (Path(__file__).parents[2] / "docs" / "coming-from-trl.md").read_text()
+    squeezed = {" ".join(line.split()) for line in text.splitlines()}
+    for line in (table() + table(former=True)).splitlines():
+        assert line.startswith("| -") or " ".join(line.split()) in squeezed, line
+
+
+@pytest.mark.filterwarnings("ignore:vllm")
+def test_a_script_of_an_earlier_version(make: Any) -> None:
+    """Options that TRL no longer has, as the most copied scripts give them."""
+    options: dict[str, Any] = {"run_name": "old", "adam_beta2": 0.99, "warmup_ratio": 0.1, "save_steps": 100}
+    options |= {"lr_scheduler_type": "cosine", "logging_steps": 1, "bf16": True, "max_prompt_length": 4}
+    options |= {"evaluation_strategy": "no", "max_grad_norm": 0.1, "log_on_each_node": False, "use_vllm": False}
+    options |= {"vllm_gpu_memory_utilization": 0.3, "vllm_device": "cuda:0"}
+    trainer = make(**options)
+    assert max(len(prompt.token_ids) for prompt in trainer.run.prompts) == 4
+    assert trainer.train().global_step == 3
+
+
+def test_arguments_from_a_command_line_and_from_yaml(tmp_path: Path) -> None:
+    words = f"--output_dir {tmp_path} --num_generations 4 --beta 0.1 --reward_weights 1 2"
+    (args,) = HfArgumentParser((GRPOConfig,)).parse_args_into_dataclasses(words.split())
+    assert (args.beta, args.reward_weights, args.generation_batch_size) == (0.1, [1.0, 2.0], 8)
+    assert GRPOConfig(**json.loads(args.to_json_string())).beta == 0.1
+    args.learning_rate = 3e-5
+    assert args.learning_rate == 3e-5
+    path = tmp_path / "args.yaml"
+    path.write_text("output_dir: out\nbeta: 0.2\nuse_peft: true\nlora_target_modules: [q_proj]\nnum_generations: 4\n")
+    args, model = TrlParser((GRPOConfig, ModelConfig)).parse_args_and_config(["--config", str(path), "--beta", "0.3"])
+    assert (args.beta, args.num_generations) == (0.3, 4)
+    lora: Any = get_peft_config(model)
+    assert lora.target_modules == "q_proj"
+    path.write_text("lora_r: 4\nunknown: 1\n")
+    given = ["--config", str(path)]
+    with pytest.raises(ValueError, match="--unknown: no such option"):
+        TrlParser(ModelConfig).parse_args_and_config(given)
+    (args,) = TrlParser((ModelConfig,), prog="grpo").parse_args_and_config(given, fail_with_unknown_args=False)
+    assert args.lora_r == 4
+    apart = {"return_remaining_strings": True, "separate_remaining_strings": True}
+    _, file, line = TrlParser((ModelConfig,)).parse_args_and_config([*given, "--more", "2"], **apart)
+    assert (file, line) == (["--unknown", "1"], ["--more", "2"])
+
+
+def test_rewards_of_trl() -> None:
+    good, bad = "<think>\nso\n</think>\nfour", "<think>so <think></think>four"
+    assert think_format_reward([good, bad, "four"]) == [1.0, 0.0, 0.0]
+    punish = get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)
+    assert punish(completions=[""] * 3, completion_ids=[[1] * 80, [1] * 90, [1] * 100]) == [0.0, -0.5, -1.0]
+
+
+def test_a_subclass_adds_to_what_is_logged_and_overrides_nothing_else(model_folder: Path, tmp_path: Path) -> None:
+    class Mine(GRPOTrainer):
+        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+            super().log(logs | {"mine": len(logs)})
+
+    args = GRPOConfig(str(tmp_path), **SMALL, logging_steps=2)
+    trainer = Mine(str(model_folder), unique_letters, args, ROWS, eval_dataset=ROWS[:1])
+    trainer.train()
+    trainer.evaluate()
+    assert [record["mine"] > 3 for record in trainer.state.log_history] == [True] * 3
+    with pytest.raises(ConfigError, match=r"Lossy\.compute_loss: is never called; .*loss_type='FILE\.py:NAME'"):
+        type("Lossy", (GRPOTrainer,), {"compute_loss": lambda *_: None})
+
+
+def test_errors_of_a_reward_function_explain_the_commonest_slips(make: Any) -> None:
+    def words(completions: list[Any], **columns: Any) -> list[float]:
         return [float(len(completion.split())) for completion in completions]
 
-    trainer = made(folder, tmp_path, reward, CHATS)
+    def one(completions: list[str], **columns: Any) -> list[float]:
+        return [1.0]
+
     with pytest.raises(RuntimeError, match=r'take its text by completion\[0\]\["content"\]'):
-        trainer.train()
+        make(words, CHATS).train()
+    with pytest.raises(ValueError, match="'one' returned 1 rewards for 3 completions"):
+        make(one).train()
 
 
-def test_a_variant_of_adamw_is_said(folder: Path, tmp_path: Path) -> None:
-    args = GRPOConfig(str(tmp_path), **SMALL, optim="paged_adamw_32bit")
-    with pytest.warns(UserWarning, match="paged_adamw_32bit': runs as plain AdamW"):
-        GRPOTrainer(str(folder), unique_letters, args, ROWS)
-
-
-@pytest.mark.parametrize(("limit", "in_main_thread"), [(None, True), (30.0, False)])
-def test_reward_functions_have_a_time_limit_if_one_is_set(
-    folder: Path, tmp_path: Path, limit: float | None, in_main_thread: bool
-) -> None:
+def test_reward_functions_have_a_time_limit_if_one_is_set(make: Any) -> None:
     """Without one they are called in the main thread, as by TRL, where they may use signals."""
-    seen = []
+    threads: list[Any] = []
 
     def where(completions: list[str], **columns: Any) -> list[float]:
-        seen.append(threading.current_thread() is threading.main_thread())
-        return [float(len(each)) for each in completions]
+        threads.append(threading.current_thread())
+        return messages(completions)
 
-    trainer = made(folder, tmp_path, where, ROWS, reward_timeout=limit)
-    trainer.train()
-    assert set(seen) == {in_main_thread}
-    assert trainer.run.data.scorer.timeout == limit
+    for limit, in_main_thread in ((None, True), (30.0, False)):
+        threads.clear()
+        trainer = make(where, reward_timeout=limit)
+        trainer.train()
+        assert {thread is threading.main_thread() for thread in threads} == {in_main_thread}
+        assert trainer.run.data.scorer.timeout == limit
 
 
-def test_nothing_assigns_to_a_part_of_a_finished_trainer(folder: Path, tmp_path: Path) -> None:
+def test_nothing_assigns_to_a_part_of_a_finished_trainer(make: Any) -> None:
     """What samples, scores, steps and listens is given to the constructor; no file of the door swaps a part later."""
-    swapped = []
-    for path in Path(covey.trl.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
-            called = isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "vars", "patch")
-            for target in [*targets, *(node.args[:1] if called else ())]:  # type: ignore[attr-defined]
-                text = "" if target is None else ast.unparse(target)
-                if re.match(r"(self\.|trainer\.)?run\b", text) and (called or isinstance(target, ast.Attribute)):
-                    swapped += [f"{path.name}:{node.lineno}: {text}"] if text != "self.run" else []  # type: ignore[attr-defined]
-    assert swapped == []
-    run = made(folder, tmp_path).run
+    swapping = re.compile(
+        r"^\s*(self\.|trainer\.)?run\.[\w.]+[^=(]*=[^=]|\b(setattr|vars|patch)\((self\.|trainer\.)?run\b"
+    )
+    sources = [path.read_text() for path in Path(covey.trl.__file__).parent.rglob("*.py")]
+    assert [line for source in sources for line in source.splitlines() if swapping.search(line)] == []
+    assert all(map(swapping.search, ("    self.run.engine = 3", "run.a.b: int = 3", "vars(trainer.run)")))
+    run = make().run
     assert not {name for name in vars(run) if callable(getattr(type(run), name, None))}  # no method is replaced

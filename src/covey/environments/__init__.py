@@ -18,19 +18,8 @@ if TYPE_CHECKING:
     )
     from covey.environments.pool import EnvironmentPool
 
-__all__ = [
-    "Environment",
-    "EnvironmentPool",
-    "Observation",
-    "Outcome",
-    "TaskInstance",
-    "World",
-    "get_world",
-    "match_action",
-    "parse_action",
-    "register_world",
-    "world_names",
-]
+__all__ = ["Environment", "EnvironmentPool", "Observation", "Outcome", "TaskInstance", "World"]
+__all__ += ["get_world", "match_action", "parse_action", "register_world", "world_names"]
 
 __getattr__ = when_used(
     __name__,

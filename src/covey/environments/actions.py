@@ -23,8 +23,7 @@ from covey.rewards.extract import read_json
 
 ActionFormat = Literal["tags", "text", "tool", "choice"]
 
-_LONGEST = 1000
-"""An action of more characters is none: worlds need not cope with a whole essay."""
+_LONGEST = 1000  # an action of more characters is none: worlds need not cope with a whole essay
 
 
 def parse_action(text: str, format: ActionFormat = "text", actions: Sequence[str] | None = None) -> str | None:
@@ -97,17 +96,8 @@ def _tool_call(text: str) -> str | None:
         return None
 
 
-def _whole(text: str) -> str | None:
-    return text
-
-
-_READERS: dict[str, Callable[[str], str | None]] = {
-    "tags": _between_tags,
-    "text": _first_line,
-    "tool": _tool_call,
-    "choice": _whole,
-}
-
+_READERS: dict[str, Callable[[str], str | None]]
+_READERS = {"tags": _between_tags, "text": _first_line, "tool": _tool_call, "choice": str}
 _WRITERS: dict[str, Callable[[str], str]] = {
     "tags": lambda action: f"<action>{action}</action>",
     "text": str,

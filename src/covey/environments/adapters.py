@@ -24,8 +24,7 @@ Act = Callable[[str], Any]
 class _Adapted(Environment):
     """What the two have in common. Subclasses begin an episode in `reset` and do an action in `_do`."""
 
-    _no_action: tuple[type[Exception], ...] = (ValueError, KeyError)
-    """What `act` raises for a text that is none."""
+    _no_action: tuple[type[Exception], ...] = (ValueError, KeyError)  # what `act` raises for a text that is none
 
     def __init__(self, env: Any, actions: tuple[str, ...] | None, describe: Describe, act: Act) -> None:
         self._env, self._actions, self._describe, self._act = env, actions, describe, act
@@ -149,6 +148,6 @@ def _loaded(name: str | None) -> Any:
 
 def _text_of(observation: Any) -> str:
     for name in ("text", "message", "content"):
-        if isinstance(getattr(observation, name, None), str):
-            return str(getattr(observation, name))
+        if isinstance(value := getattr(observation, name, None), str):
+            return value
     return str(observation)

@@ -58,9 +58,9 @@ class AlfWorld(World):
             raise ConfigError(f"max_turns={max_turns}, num_train={num_train}, num_eval={num_eval}: must be 1 or more")
         if any(importlib.util.find_spec(name) is None for name in ("alfworld", "textworld")):
             raise ConfigError("world alfworld: the package is not installed; pip install 'covey[alfworld]'")
-        self._data = Path(data) if data else _download_folder()
-        self._goals, self._eval_split = goals, eval_split
-        self._num_train, self._num_eval = num_train, num_eval
+        downloaded = Path(os.environ.get("ALFWORLD_DATA") or Path.home() / ".cache" / "alfworld") / "json_2.1.1"
+        self._data = Path(data) if data else downloaded
+        self._goals, self._eval_split, self._num_train, self._num_eval = goals, eval_split, num_train, num_eval
         self.max_turns, self.max_completion_length = max_turns, 24
         self.system_prompt = (
             "You act in a household, in a text game. Things have numbers, such as cabinet 2. Go to a place to see what "
@@ -69,17 +69,11 @@ class AlfWorld(World):
 
     def train_tasks(self, seed: int) -> list[TaskInstance]:
         """The training games, or `num_train` of them drawn with the seed."""
-        found = self._games("train")
-        if self._num_train is not None and self._num_train < len(found):
-            found = random.Random(f"train-{seed}").sample(found, self._num_train)
-        return found
+        return self._games("train", self._num_train, f"train-{seed}")
 
     def eval_tasks(self) -> list[TaskInstance]:
         """The held-out games, or the same `num_eval` of them."""
-        found = self._games(self._eval_split)
-        if self._num_eval is not None and self._num_eval < len(found):
-            found = random.Random("eval").sample(found, self._num_eval)
-        return found
+        return self._games(self._eval_split, self._num_eval, "eval")
 
     def prepare(self) -> None:
         """Import the planner and read the rules of the game."""
@@ -90,7 +84,7 @@ class AlfWorld(World):
     def make(self) -> Environment:
         return AlfWorldEnvironment()
 
-    def _games(self, split: str) -> list[TaskInstance]:
+    def _games(self, split: str, count: int | None, seed: str) -> list[TaskInstance]:
         found = [
             {"uid": row["id"], "type": row["task_type"], "goal": self._goal(row), "problem": row["problem"]}
             for row in _read(self._data, split)
@@ -98,7 +92,7 @@ class AlfWorld(World):
         ]
         if not found:
             raise DataError(f"{self._data}: the split {split} has no games of {', '.join(self._types)}")
-        return found
+        return found if count is None or count >= len(found) else random.Random(seed).sample(found, count)
 
     def _goal(self, row: Mapping[str, Any]) -> str:
         if self._goals == "template" or not row["anns"]:
@@ -120,8 +114,7 @@ class AlfWorldEnvironment(Environment):
         from covey.environments.alfworld_game import Game
 
         problem = zlib.decompress(base64.b64decode(task["problem"])).decode()
-        self._game = Game.begin(self._library, problem, task["goal"])
-        self._plan = []
+        self._game, self._plan = Game.begin(self._library, problem, task["goal"]), []
         return self._seen(self._game.introduction())
 
     def step(self, action: str) -> tuple[Observation, float, bool, Mapping[str, Any]]:
@@ -195,8 +188,3 @@ def _read_trial(path: Path, name: str) -> dict[str, Any] | None:
 
 def _compressed(problem: str) -> str:
     return base64.b64encode(zlib.compress(problem.encode(), 1)).decode()
-
-
-def _download_folder() -> Path:
-    root = os.environ.get("ALFWORLD_DATA") or Path.home() / ".cache" / "alfworld"
-    return Path(root) / "json_2.1.1"

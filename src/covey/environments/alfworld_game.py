@@ -25,8 +25,7 @@ from textworld.logic import GameLogic, Proposition, Rule, State, Type, Variable
 
 _GOAL = "UNKNOWN GOAL"
 _GREETING = "-= Welcome to TextWorld, ALFRED! =-"
-_PLAIN = re.compile(r"[^\[\]#|]*")
-"""A command without conditions: nothing but names is to be put in."""
+_PLAIN = re.compile(r"[^\[\]#|]*")  # a command without conditions: nothing but names is to be put in
 
 
 @lru_cache(maxsize=1)
@@ -62,7 +61,6 @@ class Game:
 
     @classmethod
     def begin(cls, library: Any, problem: str, goal: str) -> Game:
-        """Loads a problem and begins its game."""
         state = _State(library, problem, game_logic())
         game = cls(goal, {}, state, _entities(state), {})
         game._look_around()
@@ -104,13 +102,11 @@ class Game:
         key = (template, *(variable for placeholder, variable in action.mapping.items() if placeholder.name in words))
         if key not in self._said:  # its conditions, where it has any, are about where the furniture stands
             if _PLAIN.fullmatch(template):
-                self._said[key] = template.format(**{ph.name: self._name(var) for ph, var in action.mapping.items()})
+                names = {place.name: self._names[variable.name].name for place, variable in action.mapping.items()}
+                self._said[key] = template.format(**names)
             else:
                 self._said[key] = self._derive(template, action.mapping)
         return self._said[key]
-
-    def _name(self, variable: Variable) -> str:
-        return str(self._names[variable.name].name)
 
     def _derive(self, start: str, mapping: Any) -> str:
         context = {

@@ -11,7 +11,6 @@ the run.
 
 from __future__ import annotations
 
-import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -60,6 +59,12 @@ class Outcome:
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
+Returned = (
+    tuple[Observation | str, float, bool, Mapping[str, Any]]
+    | tuple[Observation | str, float, bool, bool, Mapping[str, Any]]
+)
+
+
 class Environment(ABC):
     """One place to play in. An instance is used for one episode after another."""
 
@@ -68,17 +73,11 @@ class Environment(ABC):
         """Begin an episode; equal task and seed give equal worlds."""
 
     @abstractmethod
-    def step(
-        self, action: str
-    ) -> (
-        tuple[Observation | str, float, bool, Mapping[str, Any]]
-        | tuple[Observation | str, float, bool, bool, Mapping[str, Any]]
-    ):
+    def step(self, action: str) -> Returned:
         """Do something: observation, reward, done, info. As in Gymnasium, done may be two: terminated, truncated.
 
         `info["success"]` says whether the task is solved (without it: whether it is done, and not truncated, with a
-        reward above 0),
-        `info["valid"]` whether the action was one (without it: whether it is admissible, where that is known).
+        reward above 0), `info["valid"]` whether the action was one (without it: whether it is admissible, if known).
         """
 
     def close(self) -> None:  # noqa: B027 (most have nothing to give back)
@@ -136,20 +135,14 @@ class World(ABC):
 
 
 def checked_reset(returned: Any) -> Observation:
-    """What `reset` returned, or an error that says what is wrong with it.
-
-    Raises `EpisodeError`: it is no observation.
-    """
+    """What `reset` returned, or an `EpisodeError` that says what is wrong with it."""
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
         returned = returned[0]  # Gymnasium's (observation, info)
     return _observation(returned, "reset")
 
 
 def checked_step(returned: Any, action: str, seen: Observation) -> Outcome:
-    """What `step` returned, or an error that says what is wrong with it.
-
-    Raises `EpisodeError`: neither four nor five values, a reward that is no finite number, .
-    """
+    """What `step` returned, or an `EpisodeError` that says what is wrong with it."""
     if not isinstance(returned, tuple) or len(returned) not in (4, 5):
         raise EpisodeError(
             f"step returned {returned!r:.80}; it must return observation, reward, done and info, or Gymnasium's "
@@ -157,22 +150,13 @@ def checked_step(returned: Any, action: str, seen: Observation) -> Outcome:
         )
     observation, reward, *ends, info = returned
     done, solved = any(map(bool, ends)), bool(ends[0])
-    if (
-        isinstance(reward, bool)
-        or not isinstance(reward, Real)
-        or not math.isfinite(reward)
-        or abs(float(reward)) > 1e30
-    ):
-        raise EpisodeError(
-            f"step returned the reward {reward!r:.40}; it must be a finite number, up to 1e30 in magnitude"
-        )
+    if isinstance(reward, bool) or not isinstance(reward, Real) or not abs(float(reward)) <= 1e30:  # NaN is not
+        raise EpisodeError(f"step returned the reward {reward!r:.40}; it must be a finite number, of 1e30 at most")
     if not isinstance(info, Mapping):
         raise EpisodeError(f"step returned {info!r:.40} as info; it must be a mapping")
     said = [*ends, info.get("success"), info.get("valid")]
     if any(isinstance(value, str) for value in said):
-        raise EpisodeError(
-            f"step returned {said!r:.80} as what ended, success and valid; text is neither true nor false"
-        )
+        raise EpisodeError(f"step returned {said!r:.80} as ends, success and valid; text is neither true nor false")
     known = seen.actions is None or action in seen.actions
     return Outcome(
         observation=_observation(observation, "step"),
@@ -202,8 +186,7 @@ def _observation(value: Any, method: str) -> Observation:
     return Observation(value.text, None if actions is None else tuple(actions))
 
 
-_EVAL_SEEDS = 1_000_000
-"""Held-out instances have seeds from here on, training instances below."""
+_EVAL_SEEDS = 1_000_000  # held-out instances have seeds from here on, training instances below
 
 
 class SeededWorld(World):
@@ -232,8 +215,7 @@ _WORLDS: dict[str, Callable[..., World] | str] = {
     "house": "covey.recipes.house.house:House",  # the recipe's file, which is installed
     "openenv": "covey.environments.adapters:OpenEnv",
     "textworld": "covey.environments.textworld:TextWorld",
-}
-"""Imported when they are asked for."""
+}  # imported when they are asked for
 
 
 def register_world(name: str, factory: Callable[..., World] | str) -> None:

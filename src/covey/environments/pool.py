@@ -31,9 +31,9 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 from covey.environments.base import Environment, Observation, Outcome, TaskInstance, World, checked_reset, checked_step
 from covey.errors import ConfigError, EpisodeError, raised_at
@@ -42,6 +42,7 @@ from covey.processes import end_python, start_python
 from covey.rewards.jail import messages
 
 _START_SECONDS = 120.0
+_SAID = ("reward", "done", "success", "valid")
 RESETS_AT_ONCE = max(8, os.cpu_count() or 1)
 _SERVE = "import sys; from covey.environments.pool import serve_template; serve_template(int(sys.argv[1]))"
 
@@ -53,31 +54,14 @@ class Places(Protocol):
     """Where episodes are played; the methods are documented in `EnvironmentPool`."""
 
     def __len__(self) -> int: ...
-
     def reset(self, place: int, task: TaskInstance, seed: int) -> None: ...
-
     def step(self, place: int, action: str) -> None: ...
-
     def wait(self, seconds: float | None = None) -> list[tuple[int, Found]]: ...
-
     def cancel(self, place: int) -> None: ...
-
     def close(self) -> None: ...
 
 
-def pickled_world(world: World) -> bytes:
-    """A world on its way to another process. Raises `ConfigError`: it cannot be sent, or would not be found there."""
-    if type(world).__module__ == "__main__":
-        raise ConfigError(
-            f"{type(world).__name__} is defined in __main__, where other processes cannot find it; move it to a module"
-        )
-    try:
-        return pickle.dumps(world)
-    except Exception as error:
-        raise ConfigError(f"{type(world).__name__} cannot be sent to another process: {error}") from error
-
-
-class EnvironmentPool:
+class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
     """Places in which instances of a world are played.
 
     A place that takes too long or ends is killed, answers `EpisodeError`, and is a fresh process the next time. One
@@ -110,7 +94,6 @@ class EnvironmentPool:
         weakref.finalize(self, _close, self._places, self._template)
 
     def __len__(self) -> int:
-        """The number of places."""
         return len(self._places)
 
     def reset(self, place: int, task: TaskInstance, seed: int) -> None:
@@ -134,16 +117,15 @@ class EnvironmentPool:
             waiting = {p.channel.fileno(): number for number, p in enumerate(self._places) if p.channel and p.deadline}
             if not waiting:
                 return []
-            now = time.monotonic()
             ends = [p.deadline for p in self._places if p.deadline] + ([until] if until is not None else [])
-            answered = [
-                (waiting[one], self._places[waiting[one]].receive()) for one in _ready(waiting, min(ends) - now)
-            ]
-            found = [(number, answer) for number, answer in answered if answer is not None]
+            answered = [waiting[one] for one in _ready(waiting, min(ends) - time.monotonic())]
+            found = [(n, answer) for n in answered if (answer := self._places[n].receive()) is not None]
             now = time.monotonic()
             for number, place in enumerate(self._places):
                 if place.deadline and place.deadline <= now:
-                    found.append((number, place.give_up()))
+                    place.stop()
+                    late = f"the environment took longer than {place.limit:g} s in {place.asked}; it was stopped"
+                    found.append((number, EpisodeError(late)))
             if until is not None and now >= until:
                 break
         return sorted(found, key=lambda pair: pair[0])
@@ -160,22 +142,20 @@ class EnvironmentPool:
         Raises:
             EpisodeError: the environment fails, or what it answers is no action.
         """
-        self._check_idle(place)
-        asked = self._places[place]
+        asked, limit = self._idle(place), self._limits["step"]
         try:
-            asked.send({"expert": True}, "step", self._limits["step"])
+            asked.send({"expert": True}, "step", limit)
         except (OSError, ValueError) as error:
             asked.stop()
             raise EpisodeError(f"the environment could not be asked for expert_action: {error}") from error
-        answer = asked.receive_raw(self._limits["step"])
+        answer = asked.receive_raw(limit)
         if answer is None:
-            raise EpisodeError(f"expert_action: no answer within {self._limits['step']:g} s, or its process has ended")
+            raise EpisodeError(f"expert_action: no answer within {limit:g} s, or its process has ended")
         if "error" in answer:
             raise EpisodeError(f"expert_action: {answer['error']}")
-        action = answer["expert"]
-        if action is None:
-            return None
-        if not isinstance(action, str) or not action.strip() or action.encode("utf-8", "replace").decode() != action:
+        action: str | None = answer["expert"]
+        text = action if isinstance(action, str) else ""
+        if action is not None and (not text.strip() or text.encode("utf-8", "replace").decode() != text):
             raise EpisodeError(f"expert_action returned {action!a:.80}; return an action as text, or None")
         return action
 
@@ -184,19 +164,16 @@ class EnvironmentPool:
         self._early = []
         _close(self._places, self._template)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    def _check_idle(self, number: int) -> None:
+    def _idle(self, number: int) -> _Place:
         if self._places[number].deadline:
             raise ValueError(f"place {number} has not answered yet")
+        return self._places[number]
 
     def _ask(self, number: int, message: dict[str, Any], what: str) -> None:
-        self._check_idle(number)
-        place = self._places[number]
+        place = self._idle(number)
         try:
             place.send(message, what, self._limits[what])
         except ConfigError:
@@ -225,18 +202,16 @@ class _Place:
         self.asked, self.limit = what, limit
         if self.channel is not None:
             try:
-                self._send(message)
+                return self._send(self.channel, message)
             except OSError:
                 self.stop()
                 if what != "reset":
                     raise
-        if self.channel is None:
-            self.channel, self.number = self.template.fork()
-            self._send(message)
+        self.channel, self.number = self.template.fork()
+        return self._send(self.channel, message)
 
-    def _send(self, message: dict[str, Any]) -> None:
-        assert self.channel is not None
-        messages.send(self.channel.fileno(), message)
+    def _send(self, channel: socket.socket, message: dict[str, Any]) -> None:
+        messages.send(channel.fileno(), message)
         self.deadline = math.inf if self.asked == "reset" else time.monotonic() + self.limit
 
     def receive(self) -> Found | None:
@@ -253,8 +228,7 @@ class _Place:
         observation = Observation(seen["text"], None if seen["actions"] is None else tuple(seen["actions"]))
         if self.asked == "reset":
             return observation
-        rest = {name: answer[name] for name in ("reward", "done", "success", "valid", "info")}
-        return Outcome(observation, **rest)
+        return Outcome(observation, **{name: answer[name] for name in (*_SAID, "info")})
 
     def receive_raw(self, seconds: float) -> dict[str, Any] | None:
         """The answer as it came; None when the process is gone or takes longer."""
@@ -262,18 +236,12 @@ class _Place:
         if self.channel is None:
             return None
         answer = None
-        try:
+        with suppress(OSError, ValueError):
             if not seconds or _ready([self.channel.fileno()], seconds):
                 answer = messages.receive(self.channel.fileno())
-        except (OSError, ValueError):
-            answer = None
         if answer is None:
             self.stop()
         return answer
-
-    def give_up(self) -> EpisodeError:
-        self.stop()
-        return EpisodeError(f"the environment took longer than {self.limit:g} s in {self.asked}; it was stopped")
 
     def stop(self, *, gently: bool = False) -> None:
         """End the process: kill it, or let it give back what it holds."""
@@ -289,17 +257,22 @@ class _Template:
     """The process that is forked for each place."""
 
     def __init__(self, world: World, resets_at_once: int) -> None:
-        self._world = base64.b64encode(pickled_world(world)).decode()
+        name = type(world).__name__
+        if type(world).__module__ == "__main__":
+            raise ConfigError(
+                f"{name} is defined in __main__, where other processes cannot find it; move it to a module"
+            )
+        try:
+            self._world = base64.b64encode(pickle.dumps(world)).decode()
+        except Exception as error:
+            raise ConfigError(f"{name} cannot be sent to another process: {error}") from error
         self._resets_at_once = resets_at_once
         self._lock, self._forks = threading.Lock(), 0
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
     def fork(self) -> tuple[socket.socket, int]:
-        """A new place: its channel, and its number.
-
-        Raises `OSError`: there is none; `ConfigError`: the world cannot be made.
-        """
+        """A new place: its channel, and its number. `OSError`: there is none; `ConfigError`: no world can be made."""
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
                 self.stop()  # it has ended by itself
@@ -309,7 +282,7 @@ class _Template:
             ours, theirs = socket.socketpair()
             with theirs:
                 try:
-                    socket.send_fds(self._control, [number.to_bytes(NUMBER_BYTES)], [theirs.fileno()])
+                    socket.send_fds(self._control, [number.to_bytes(_NUMBER_BYTES)], [theirs.fileno()])
                 except OSError:
                     ours.close()
                     raise
@@ -326,14 +299,13 @@ class _Template:
 
     def kill(self, number: int) -> None:
         """Kill a place, unless it has ended; what it has started ends with it."""
-        with self._lock:
+        with self._lock, suppress(OSError):  # the template has ended, and its places with it
             if self._control is not None:
-                with suppress(OSError):  # the template has ended, and its places with it
-                    self._control.sendall(number.to_bytes(NUMBER_BYTES))
+                self._control.sendall(number.to_bytes(_NUMBER_BYTES))
 
     def stop(self) -> None:
         if self._process is not None and self._control is not None:
-            end_python(self._process, self._control, GRACE_SECONDS + 1)
+            end_python(self._process, self._control, _GRACE_SECONDS + 1)
         self._process = self._control = None
 
     def start(self) -> None:
@@ -344,12 +316,10 @@ class _Template:
         self._control = ours
         first = {"world": self._world, "files": USER_FILES, "resets_at_once": self._resets_at_once}
         answer = None
-        try:
+        with suppress(OSError):
             messages.send(ours.fileno(), first)
             if _ready([ours.fileno()], _START_SECONDS):
                 answer = messages.receive(ours.fileno())
-        except OSError:
-            answer = None
         if answer is None or "error" in answer:
             self.stop()
             reason = "it took too long or ended itself" if answer is None else answer["error"]
@@ -372,12 +342,9 @@ def _ready(channels: Iterable[int], seconds: float) -> list[int]:
 
 
 _PR_SET_PDEATHSIG = 1
-GRACE_SECONDS = 2.0
-"""That places have for giving back what they hold."""
-NUMBER_BYTES = 4
-"""Of a message to the template: a number with a channel is a new place's, without one that place is killed."""
-_LOOK_SECONDS = 0.03
-"""Between two looks whether it is a reset's turn."""
+_GRACE_SECONDS = 2.0  # that places have for giving back what they hold
+_NUMBER_BYTES = 4  # of a message to the template: with a channel it is a new place's, without one that place is killed
+_LOOK_SECONDS = 0.03  # between two looks whether it is a reset's turn
 
 
 def serve_template(control: int) -> None:
@@ -404,7 +371,7 @@ def serve_template(control: int) -> None:
             if ours.fileno() not in events:
                 continue
             try:
-                data, channels, _, _ = socket.recv_fds(ours, NUMBER_BYTES, 1)
+                data, channels, _, _ = socket.recv_fds(ours, _NUMBER_BYTES, 1)
             except ConnectionError:
                 data = b""
             if not data:
@@ -420,12 +387,12 @@ def serve_template(control: int) -> None:
                         messages.send(channel, {"error": str(error)})
                 else:
                     if pid == 0:
-                        status = 1
                         try:
                             ours.close()
-                            status = _serve_place(world, channel, turns)
+                            _serve_place(world, channel, turns)
+                            os._exit(0)
                         finally:
-                            os._exit(status)
+                            os._exit(1)
                     forks.add(number, pid)
                 os.close(channel)
     forks.end()
@@ -469,7 +436,7 @@ class _Forks:
 
     def end(self) -> None:
         """Wait for all of them a little, then kill."""
-        until, ready = time.monotonic() + GRACE_SECONDS, select.poll()
+        until, ready = time.monotonic() + _GRACE_SECONDS, select.poll()
         ready.register(self.news, select.POLLIN)
         while self._running and (left := until - time.monotonic()) > 0:
             ready.poll(1000 * left)
@@ -515,14 +482,12 @@ class _Turns:
     def _take(self, number: int) -> bool:
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
-        except (BlockingIOError, PermissionError):  # taken: systems differ in how they say it
-            return False
-        except OSError:  # somebody has closed every file of this process
-            return True
+        except OSError as error:  # taken, as systems say it in two ways; else somebody has closed this process's files
+            return not isinstance(error, BlockingIOError | PermissionError)
         return True
 
 
-def _serve_place(world: Any, channel: int, turns: _Turns) -> int:
+def _serve_place(world: Any, channel: int, turns: _Turns) -> None:
     os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -530,7 +495,7 @@ def _serve_place(world: Any, channel: int, turns: _Turns) -> int:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     place = _Served(world)
-    try:
+    with suppress(ConnectionError):  # nobody listens any more
         messages.send(channel, {"ready": True})
         while (message := messages.receive(channel)) is not None:
             if "task" in message:
@@ -544,10 +509,7 @@ def _serve_place(world: Any, channel: int, turns: _Turns) -> int:
             except ValueError as error:
                 place.close()
                 messages.send(channel, {"error": f"its answer is {error}"})
-    except ConnectionError:
-        pass  # nobody listens any more
     place.close()
-    return 0
 
 
 class _Served:
@@ -564,19 +526,14 @@ class _Served:
                 self._environment = self._world.make()
             if "task" in message:
                 self._seen = checked_reset(self._environment.reset(message["task"], message["seed"]))
-                return {"observation": _plain(self._seen)}
+                return {"observation": asdict(self._seen)}
             if "action" in message:
                 action = message["action"]
                 outcome = checked_step(self._environment.step(action), action, self._seen)
                 self._seen = outcome.observation
-                return {
-                    "observation": _plain(outcome.observation),
-                    "reward": outcome.reward,
-                    "done": outcome.done,
-                    "success": outcome.success,
-                    "valid": outcome.valid,
-                    "info": {name: repr(value)[:200] for name, value in outcome.info.items()},
-                }
+                said = {name: getattr(outcome, name) for name in _SAID}
+                info = {name: repr(value)[:200] for name, value in outcome.info.items()}
+                return {"observation": asdict(self._seen), "info": info, **said}
             return {"expert": self._environment.expert_action()}
         except BaseException as error:
             self.close()  # what state it is in nobody knows
@@ -593,12 +550,7 @@ class _Served:
 
 def _described(error: BaseException) -> str:
     kind = "" if isinstance(error, EpisodeError) else f"{type(error).__name__}: "
-    try:
+    message = "(its message cannot be shown)"
+    with suppress(Exception):
         message = str(error)
-    except Exception:
-        message = "(its message cannot be shown)"
     return f"{kind}{message[:400]}{raised_at(error)[:400]}"
-
-
-def _plain(observation: Observation) -> dict[str, Any]:
-    return {"text": observation.text, "actions": None if observation.actions is None else list(observation.actions)}

@@ -47,9 +47,7 @@ class TextWorld(SeededWorld):
         if rooms < 1 or objects < 1 or quest_length < 1:
             raise ConfigError(f"rooms={rooms}, objects={objects}, quest_length={quest_length}: each must be 1 or more")
         if instructions not in ("all", "last") or reward not in ("win", "progress"):
-            raise ConfigError(
-                f"instructions={instructions!r}, reward={reward!r}: must be all or last, and win or progress"
-            )
+            raise ConfigError(f"instructions={instructions!r}, reward={reward!r}: must be all or last, win or progress")
         if importlib.util.find_spec("textworld") is None:
             raise ConfigError("world textworld: the package is not installed; pip install 'covey[textworld]'")
         rules = "You play a text adventure. Answer with one action and nothing else."
@@ -57,7 +55,8 @@ class TextWorld(SeededWorld):
         self.max_completion_length = 24
         self._game = {"nb_rooms": rooms, "nb_objects": objects, "quest_length": quest_length}
         self._instructions, self._reward = instructions, reward
-        self._folder = Path(cache) if cache else _cache_folder()
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        self._folder = Path(cache or Path(caches) / "covey" / "textworld")
 
     def prepare(self) -> None:
         import textworld.generator  # noqa: F401
@@ -79,9 +78,8 @@ class TextWorldEnvironment(Environment):
         import textworld
 
         self.close()
-        wanted = textworld.EnvInfos(
-            admissible_commands=True, won=True, objective=True, description=True, policy_commands=True
-        )
+        names = ("admissible_commands", "won", "objective", "description", "policy_commands")
+        wanted = textworld.EnvInfos(**dict.fromkeys(names, True))
         path = self._made(int(task["seed"]))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the interpreter says of every made game that it has no walkthrough
@@ -147,7 +145,3 @@ class TextWorldEnvironment(Environment):
 def _tidy(text: str) -> str:
     """Without the interpreter's prompt, its closing questions, and blank lines."""
     return _BLANK.sub("\n", _END.sub("", _PROMPT.sub("", text.rstrip()))).strip()
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "covey" / "textworld"

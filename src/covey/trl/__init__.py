@@ -20,13 +20,8 @@ from covey.trl.scripts import (
 from covey.trl.tables import RichProgressCallback
 from covey.trl.trainer import GRPOTrainer
 
-__all__ = [
-    "DatasetConfig",
-    "DatasetMixtureConfig",
-    "GRPOConfig",
-    "GRPOTrainer",
-    "ModelConfig",
-    "RichProgressCallback",
+__all__ = ["DatasetConfig", "DatasetMixtureConfig", "GRPOConfig", "GRPOTrainer", "ModelConfig", "RichProgressCallback"]
+__all__ += [
     "ScriptArguments",
     "TrlParser",
     "get_dataset",

@@ -44,11 +44,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 def read_in_order(args: GRPOConfig, training: Any, held_out: Sequence[Any]) -> None:
-    """Say in `args` how streams are read, as TRL does: by one process, in their order.
-
-    Raises:
-        ConfigError: it is to be otherwise.
-    """
+    """Say in `args` how streams are read, as TRL does: by one process, in their order. Else a `ConfigError`."""
     if is_stream(training) and args.dataloader_num_workers:
         log.warning("dataloader_num_workers=%d: a stream is read by one process", args.dataloader_num_workers)
         args.dataloader_num_workers = 0
@@ -60,11 +56,7 @@ def read_in_order(args: GRPOConfig, training: Any, held_out: Sequence[Any]) -> N
 
 
 class Acting:
-    """How a run acts; with none of the three arguments, completions are plain answers.
-
-    Raises:
-        ConfigError: something that cannot be called or described, or two ways to sample.
-    """
+    """How a run acts; with none of the three arguments, completions are plain answers."""
 
     def __init__(self, args: GRPOConfig, tools: Any, environment_factory: Any, rollout_func: Any) -> None:
         self._args, self._rollout_func = args, rollout_func
@@ -74,37 +66,27 @@ class Acting:
             raise ConfigError("rollout_func beside tools or environment_factory: it samples itself; leave one out")
         self.toolset = Toolset(list(tools or ()), environment_factory)
         self._data_optional = self.toolset.has_environments
-        self._named = isinstance(environment_factory, Mapping)
-        self.rewards = self.toolset.rewards()
+        self._named, self.rewards = isinstance(environment_factory, Mapping), self.toolset.rewards()
         self._columns: tuple[str, ...] = ("environments",) if self._data_optional else ()
 
     def settings(self) -> dict[str, Any]:
         """Covey's settings that follow: weights of the environments' rewards, and what ratios begin at."""
-        given = self._args.reward_weights
         # As in TRL: without vLLM's correction, log-probabilities of `rollout_func` are compared and masked by only.
         found = dict(RATIO_FROM_THE_LEARNER) if self._rollout_func is not None and not self._args.use_vllm else {}
-        if given is None or not self.rewards:
-            return found
-        return found | {"reward_weights": (*map(float, given), *[1.0] * len(self.rewards))}
+        if self._args.reward_weights is not None and self.rewards:
+            found["reward_weights"] = (*map(float, self._args.reward_weights), *[1.0] * len(self.rewards))
+        return found
 
     def expect(self, reward_funcs: Sequence[Callable[..., Any]]) -> None:
         """Arguments that reward functions need, and that only `rollout_func` knows, count as columns."""
         if self._rollout_func is not None:
-            required = [
-                parameter.name
-                for function in reward_funcs
-                for parameter in inspect.signature(function).parameters.values()
-                if parameter.default is parameter.empty
-                and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            ]
-            self._columns = tuple(name for name in dict.fromkeys(required) if name not in _GIVEN)
+            parameters = [p for function in reward_funcs for p in inspect.signature(function).parameters.values()]
+            named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+            required = dict.fromkeys(p.name for p in named if p.default is p.empty)
+            self._columns = tuple(name for name in required if name not in _GIVEN)
 
     def training_rows(self, dataset: Any) -> Any:
-        """The training data; environments that bring their own need none.
-
-        Raises:
-            ConfigError, DataError: they need it.
-        """
+        """The training data; an error without any, unless environments bring their own."""
         if dataset is not None or not self._data_optional:
             return dataset
         if self._named:
@@ -117,9 +99,7 @@ class Acting:
         return [{"prompt": [dict(EMPTY)]} for _ in range(prompts_per_generation(self._args))]
 
     def rows(self, source: Any, split: str = "train") -> Any:
-        """Data with a prompt in every row, which environments need not have, and the columns that come later; a stream
-        is read to its end.
-        """
+        """Data, of a stream all, with a prompt in every row, which environments need not have, and later columns."""
         source = list(source) if is_stream(source) else source
         if source is None or not (self._data_optional or self._columns):
             return source
@@ -134,18 +114,10 @@ class Acting:
         if not self.toolset.tools and not self._data_optional:
             return None
         kwargs = as_mapping("chat_template_kwargs", self._args.chat_template_kwargs)
-        return ToolCollector(
-            cast(TurnGenerator, run.engine),
-            run.data.scorer,
-            run.decode,
-            ToolChat(run.policy.tokenizer, run.policy.eos_token_ids, kwargs),
-            self.toolset,
-            max_rounds=self._args.max_tool_calling_iterations,
-            at_once=prompts_per_generation(self._args),
-        )
-
-
-# ---------------------------------------------------------------------- tools as a world
+        chat, scorer = ToolChat(run.policy.tokenizer, run.policy.eos_token_ids, kwargs), run.data.scorer
+        rounds, at_once = self._args.max_tool_calling_iterations, prompts_per_generation(self._args)
+        engine, calls = cast(TurnGenerator, run.engine), Calls(scorer.runner)
+        return ToolCollector(engine, scorer, run.decode, chat, self.toolset, calls, rounds, at_once)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,15 +140,13 @@ class _Tables:
         return len(self._scenes)
 
     def reset(self, place: int, task: Any, seed: int) -> None:
-        """The scene is set already: environments say what is asked when an episode begins."""
+        # The scene is set already: environments say what is asked when an episode begins.
         self._begun.append((place, _Told("")))
 
     def step(self, place: int, action: Any) -> None:
-        """Have the calls of a turn carried out; without any, the episode is over."""
         self._asked.append((place, action))
 
     def wait(self, seconds: float | None = None) -> list[tuple[int, Any]]:
-        """What was asked for, in the order of the episodes."""
         found, self._begun = self._begun, []
         asked, self._asked = sorted(self._asked, key=lambda pair: pair[0]), []
         orders = [Order(place, call, self._scenes[place].tools) for place, calls in asked for call in calls]
@@ -213,19 +183,16 @@ class _ToolPlayer(Player):
         self.messages: list[list[Message]] = [[] for _ in scenes]
 
     def opening(self, live: LiveEpisode, history: int = 0) -> IntArray:
-        """The prompt, which shows the tools."""
         scene = self._scenes[live.number]
         return self._chat.opening(cast(list[Message], scene.prompt.content), scene.schemas)
 
     def read(self, live: LiveEpisode, completion: Completion) -> list[Call]:
-        """The calls in a turn that are to be carried out."""
         ids, ended = completion.token_ids.tolist(), completion.finish_reason == "stop"
         message, calls = self._chat.read(ids, live.ids[: -len(ids)], self._scenes[live.number].schemas, ended=ended)
         self.messages[live.number].append(message)
         return calls if self._rounds is None or len(live.turns) < self._rounds else []
 
     def reply(self, live: LiveEpisode) -> IntArray:
-        """What the calls gave."""
         told = cast(_Told, live.seen).messages
         self.messages[live.number] += told
         return self._chat.results(told, ended=live.ids[-1] in self._ends)
@@ -255,23 +222,18 @@ class ToolRollout(Rollout):
         }
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class ToolCollector(Scoring):
     """Samples and scores completions that may call tools; a `covey.rollout.collect.Collector`."""
 
-    def __init__(
-        self,
-        generator: TurnGenerator,
-        scorer: Scorer,
-        decode: Decode,
-        chat: ToolChat,
-        toolset: Toolset,
-        *,
-        max_rounds: int | None,
-        at_once: int,
-    ) -> None:
-        self._generator, self.scorer, self._decode = generator, scorer, decode
-        self._chat, self._toolset, self._max_rounds, self._at_once = chat, toolset, max_rounds, at_once
-        self._calls = Calls(scorer.runner)
+    generator: TurnGenerator
+    scorer: Scorer
+    decode: Decode
+    chat: ToolChat
+    toolset: Toolset
+    calls: Calls
+    max_rounds: int | None
+    at_once: int
 
     def __call__(
         self,
@@ -280,33 +242,27 @@ class ToolCollector(Scoring):
         *,
         num_generations: int,
         streams: Sequence[tuple[int, ...]],
-        policy_version: int,
         progress: Progress | None = None,
+        **version: Any,
     ) -> Rollout:
         """Sample and score `num_generations` completions of each prompt.
 
         `max_tokens` is the limit of a whole completion, results of tools included: a result that would leave no room
         for an answer is left out, and the completion ends before it. No more environments are in use at once than a
-        training step has.
-
-        Raises:
-            DataError: a row's prompt is no conversation, or it names no environment that there is.
-            EpisodeError: the `reset` of an environment raised.
-            GenerationError: from the generator, or a prompt leaves no room for an answer.
-            RewardError: from a reward function.
+        training step has. Raises `DataError`: a row's prompt is no conversation, or it names no environment that there
+        is; `EpisodeError`: the `reset` of an environment raised; `GenerationError`: from the generator, or a prompt
+        leaves no room for an answer; `RewardError`: from a reward function.
         """
         parts = []
-        for start in range(0, len(prompts), self._at_once):
-            part = slice(start, start + self._at_once)
+        for start in range(0, len(prompts), self.at_once):
+            part = slice(start, start + self.at_once)
 
             def told(done: int, _: int, before: int = start * num_generations) -> None:
                 if progress is not None:
                     progress(before + done, len(prompts) * num_generations)
 
-            how: dict[str, Any] = {"policy_version": policy_version, "progress": told}
-            parts.append(
-                self._part(prompts[part], settings, streams=streams[part], num_generations=num_generations, **how)
-            )
+            how: dict[str, Any] = {"num_generations": num_generations, "streams": streams[part], "progress": told}
+            parts.append(self._part(prompts[part], settings, **how, **version))
         summed = ("sampling_seconds", "scoring_seconds", "sampled_tokens", "calls", "failures")
         return ToolRollout(
             groups=tuple(chain.from_iterable(part.groups for part in parts)),
@@ -316,10 +272,10 @@ class ToolCollector(Scoring):
     def _part(
         self, prompts: Sequence[Prompt], settings: SamplingSettings, *, num_generations: int, **how: Any
     ) -> ToolRollout:
-        scenes = self._toolset.scenes([prompt for prompt in prompts for _ in range(num_generations)])
-        tables = _Tables(scenes, self._calls)
-        player = _ToolPlayer(scenes, tables, self._chat, settings, self._max_rounds)
-        played = player.play(prompts, self._generator, settings, num_generations=num_generations, **how)
+        scenes = self.toolset.scenes([prompt for prompt in prompts for _ in range(num_generations)])
+        tables = _Tables(scenes, self.calls)
+        player = _ToolPlayer(scenes, tables, self.chat, settings, self.max_rounds)
+        played = player.play(prompts, self.generator, settings, num_generations=num_generations, **how)
         episodes = [self._episode(trajectory) for group in played for trajectory in group]
         began = time.perf_counter()
         messages = [player.said(number) for number in range(len(scenes))]
@@ -337,7 +293,7 @@ class ToolCollector(Scoring):
         """Its text is that of the tools too."""
         if not trajectory.episodes:
             raise GenerationError(
-                "a prompt with its tools leaves no room for a completion in the context; shorten it or show fewer tools"
+                "a prompt with its tools leaves no room for an answer; shorten it or show fewer tools"
             )
         episode = trajectory.episodes[0]
-        return replace(episode, text=self._decode(episode.token_ids[episode.prompt_length :].tolist()))
+        return replace(episode, text=self.decode(episode.token_ids[episode.prompt_length :].tolist()))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from importlib import util
 from typing import Any, Literal, cast
 
@@ -37,35 +38,20 @@ class Meaning:
     text: str
 
 
-_MEANING_OF: dict[Any, Meaning] = {}
-"""By field; not in its metadata, which transformers' parser takes for arguments of argparse."""
+_MEANING_OF: dict[Any, Meaning] = {}  # not in a field's metadata, which is for argparse
 
 
-def _option(default: Any, help: str, kind: Kind, text: str) -> Any:
+def _option(kind: Kind, text: str, default: Any, help: str = "") -> Any:
     option = field(default=default, metadata={"help": help or f"{text[0].upper()}{text[1:]}."})
     _MEANING_OF[option] = Meaning(kind, text)
     return option
 
 
-def _same(section: str, default: Any, help: str) -> Any:
-    return _option(default, help, "same", section)
-
-
-def _becomes(text: str, default: Any, help: str = "") -> Any:
-    return _option(default, help, "translated", text)
-
-
-def _idle(default: Any, help: str, text: str = "") -> Any:
-    return _option(default, help, "machinery", text or _IDLE)
-
-
-def _warned(text: str, default: Any, help: str = "") -> Any:
-    return _option(default, help, "warned", text)
-
-
-def _refused(text: str, default: Any, help: str = "") -> Any:
-    return _option(default, help, "refused", text)
-
+_same: Any = partial(_option, "same")
+_becomes: Any = partial(_option, "translated")
+_idle: Any = partial(_option, "machinery")
+_warned: Any = partial(_option, "warned")
+_refused: Any = partial(_option, "refused")
 
 _IDLE = "of a machine that Covey does not have; no result depends on it"
 _BATCH = "data.prompts_per_step, algorithm.num_minibatches"
@@ -78,6 +64,17 @@ _LOSS = "algorithm.loss_parameters"
 _SAPO = "algorithm.loss_parameters of sapo"
 _ENTROPY = "algorithm.adaptive_entropy"
 _CORRECTION = "algorithm.importance_sampling_correction, with use_vllm"
+_MORE = "of every metric more is better; False beside another than the loss is refused"
+_ADAMW = "optim.optimizer: AdamW, of 8 bits with bitsandbytes' names; its other variants run as plain AdamW"
+_CHUNKS = "log-probabilities are computed in chunks, without the logits of a whole batch, in any case"
+_COMPILED = "the layers have a backward pass of their own"
+_LOADED = "the model is loaded with them, quantization_config too"
+_BALANCE = "the balance loss of mixtures of experts is not computed; leave it out"
+_SAMPLER = "sampling.top_k, top_p, min_p, temperature, stop_strings; with others the model's generate samples"
+_USE_VLLM = "vllm_mode server: the server section; colocate: sampling.engine=vllm where installed"
+_UPPER = "algorithm.loss_parameters: epsilon_high, of cispo epsilon_max; unset: epsilon"
+_ESTIMATOR = "algorithm.adv_estimator: grpo, or gdpo"
+_KEPT = "completions stay in the run folder; upload its folder completions/"
 _VLLM_HAS = "vLLM has the learner's device, the model's number format and its prefix cache"
 
 
@@ -102,32 +99,24 @@ class GRPOConfig(TrainingArguments):
 
     # Of transformers, with other defaults.
     learning_rate: float = _same("optim", 1e-6, "Peak learning rate of AdamW.")
-    logging_steps: float = _becomes(
-        "run.logging_steps; below 1: a fraction of all steps", 10, "Optimiser steps between two logs."
-    )
+    logging_steps: float = _becomes("run.logging_steps; below 1: a fraction of all steps", 10, "Between two logs.")
     gradient_checkpointing: bool = _same("model", True, "Recompute activations in the backward pass.")
     bf16: bool | None = _becomes(_AUTOCAST, None, "Unset: where the device can.")  # type: ignore[assignment]
     lr_scheduler_kwargs: dict | str | None = _same("optim", None, "Options of the learning rate's schedule.")  # type: ignore[type-arg]
-    remove_unused_columns: bool | None = _idle(False, "Columns are always kept.")  # type: ignore[assignment]
+    remove_unused_columns: bool | None = _idle(_IDLE, False, "Columns are always kept.")  # type: ignore[assignment]
 
     # Model and data
-    model_init_kwargs: dict[str, Any] | str | None = _becomes(
-        "the model is loaded with them, quantization_config too", None
-    )
+    model_init_kwargs: dict[str, Any] | str | None = _becomes(_LOADED, None)
     trust_remote_code: bool = _same("model", False, "Run code that a model repository brings.")
-    router_aux_loss_coef: float | None = _refused(
-        "the balance loss of mixtures of experts is not computed; leave it out", None
-    )
+    router_aux_loss_coef: float | None = _refused(_BALANCE, None)
     disable_dropout: bool = _becomes("model.lora_dropout: 0 (other dropouts are off in any case)", False)
     cast_lm_head_to_fp32: bool = _becomes("log-probabilities are computed in float32 in any case", False)
     num_generations: int | None = _same("sampling", 8, "Completions for each prompt.")
     num_generations_eval: int | None = _becomes("evaluation.num_generations_eval; unset: num_generations", None)
     max_completion_length: int | None = _same("sampling", 512, "Longest completion, in tokens.")
-    ds3_gather_for_generation: bool = _idle(True, "Of DeepSpeed ZeRO-3.")
-    shuffle_dataset: bool | None = _becomes(
-        "data.prompt_order: random or given", True, "Visit the prompts in a random order."
-    )
-    pad_to_multiple_of: int | str | None = _idle("auto", "Width of padding; batches are packed here.")
+    ds3_gather_for_generation: bool = _idle(_IDLE, True, "Of DeepSpeed ZeRO-3.")
+    shuffle_dataset: bool | None = _becomes("data.prompt_order: random or given", True, "Prompts in random order.")
+    pad_to_multiple_of: int | str | None = _idle(_IDLE, "auto", "Width of padding; batches are packed here.")
 
     # Generation
     generation_batch_size: int | None = _becomes(_BATCH, None, "Completions sampled at a time.")
@@ -136,15 +125,11 @@ class GRPOConfig(TrainingArguments):
     top_p: float = _same("sampling", 1.0, "Sample from the likeliest tokens of this probability.")
     top_k: int = _same("sampling", 0, "Sample from this many likeliest tokens; 0: all.")
     min_p: float | None = _becomes("sampling.min_p; unset: 0", None, "Less than this share of the likeliest: out.")
-    generation_kwargs: dict | str | None = _becomes(  # type: ignore[type-arg]
-        "sampling.top_k, top_p, min_p, temperature, stop_strings; with others the model's generate samples", None
-    )
+    generation_kwargs: dict | str | None = _becomes(_SAMPLER, None)  # type: ignore[type-arg]
     chat_template_kwargs: dict | str | None = _same("data", None, "Arguments of the chat template.")  # type: ignore[type-arg]
     repetition_penalty: float = _becomes("unless 1, the model's own generate samples", 1.0)
-    cache_implementation: str | None = _idle(None, "Key-value cache of generate.")
-    use_vllm: bool = _becomes(
-        "vllm_mode server: the server section; colocate: sampling.engine=vllm where installed", False
-    )
+    cache_implementation: str | None = _idle(_IDLE, None, "Key-value cache of generate.")
+    use_vllm: bool = _becomes(_USE_VLLM, False)
     vllm_mode: str = _becomes("see use_vllm", "colocate", "server or colocate.")
     vllm_model_impl: str = _becomes(_VLLM, "vllm", "vLLM's or transformers' model code.")
     vllm_enable_sleep_mode: bool = _becomes(_VLLM, False, "Free vLLM's memory during the update.")
@@ -163,9 +148,7 @@ class GRPOConfig(TrainingArguments):
     num_iterations: int = _same("algorithm", 1, "Passes over each generation.")
     epsilon: float = _same("algorithm", 0.2, "Lower clip range.")
     delta: float | None = _becomes(_LOSS, None, "Upper clip of the ratio for negative advantages.")
-    epsilon_high: float | None = _becomes(
-        "algorithm.loss_parameters: epsilon_high, of cispo epsilon_max; unset: epsilon", None
-    )
+    epsilon_high: float | None = _becomes(_UPPER, None)
     sapo_temperature_neg: float = _becomes(_SAPO, 1.05, "Gate of sapo for negative advantages.")
     sapo_temperature_pos: float = _becomes(_SAPO, 1.0, "Gate of sapo for positive advantages.")
     vespo_k_pos: float = _becomes(_VESPO, 2.0, "Parameter k of vespo for positive advantages.")
@@ -174,19 +157,13 @@ class GRPOConfig(TrainingArguments):
     vespo_lambda_neg: float = _becomes(_VESPO, 2.0, "Parameter lambda of vespo for negative advantages.")
     importance_sampling_level: str = _becomes(_LOSS, "token", "token or sequence.")
     reward_weights: list[float] | None = _same("rewards", None, "Weight of each reward function.")
-    reward_timeout: float | None = field(
-        default=None, metadata={"help": "Of Covey: seconds for a call; unset: no limit."}
-    )
-    multi_objective_aggregation: str = _becomes(
-        "algorithm.adv_estimator: grpo, or gdpo", "sum_then_normalize", "Or normalize_then_sum."
-    )
+    reward_timeout: float | None = field(default=None, metadata={"help": "Of Covey: seconds for a call."})
+    multi_objective_aggregation: str = _becomes(_ESTIMATOR, "sum_then_normalize", "Or normalize_then_sum.")
     scale_rewards: str = _same("algorithm", "group", "group, batch or none; true and false mean group and none.")
     loss_type: str = _same("algorithm", "dapo", "dapo, grpo, dr_grpo, bnpo, cispo, sapo, luspo or vespo.")
     mask_truncated_completions: bool = _same("algorithm", False, "Leave completions that hit the limit out.")
     sync_ref_model: bool = _becomes(_REFERENCE, False, "Let the reference follow the policy.")
-    ref_model_mixup_alpha: float = _becomes(
-        "algorithm.reference_ema_decay: 1 - alpha", 0.6, "The policy's share in it."
-    )
+    ref_model_mixup_alpha: float = _becomes("algorithm.reference_ema_decay: 1 - alpha", 0.6, "The policy's share.")
     ref_model_sync_steps: int = _becomes(_REFERENCE, 512, "Optimiser steps between new references.")
     top_entropy_quantile: float = _same("algorithm", 1.0, "Share of the tokens, the most uncertain ones, to train.")
     entropy_coef: float = _same("algorithm", 0.0, "Weight of an entropy bonus.")
@@ -205,17 +182,15 @@ class GRPOConfig(TrainingArguments):
 
     # Logging
     log_completions: bool = _becomes("a table on the screen and at trackers; the run folder always has them", False)
-    log_multimodal: bool = _idle(True, "Log images too.")
+    log_multimodal: bool = _idle(_IDLE, True, "Log images too.")
     num_completions_to_print: int | None = _becomes("rows of the table on the screen", None, "Unset: all.")
     log_unique_prompts: bool = _becomes("one completion of each prompt in the trackers' table", False)
-    log_completions_hub_repo: str | None = _warned(
-        "completions stay in the run folder; upload its folder completions/", None
-    )
+    log_completions_hub_repo: str | None = _warned(_KEPT, None)
 
     # Deprecated
-    use_transformers_continuous_batching: bool = _idle(False, "Batch continuously; Covey always does.")
-    transformers_continuous_batching_config: dict | str | None = _idle(None, "Its options.")  # type: ignore[type-arg]
-    use_transformers_paged: bool = _idle(False, "Deprecated name of use_transformers_continuous_batching.")
+    use_transformers_continuous_batching: bool = _idle(_IDLE, False, "Batch continuously; Covey always does.")
+    transformers_continuous_batching_config: dict | str | None = _idle(_IDLE, None, "Its options.")  # type: ignore[type-arg]
+    use_transformers_paged: bool = _idle(_IDLE, False, "Deprecated name of use_transformers_continuous_batching.")
     vllm_importance_sampling_cap: float | None = _becomes(_CORRECTION, None, "Former name of its clip_max.")
 
     # From here on of earlier versions of TRL and transformers: scripts in circulation still give them.
@@ -231,9 +206,9 @@ class GRPOConfig(TrainingArguments):
     vllm_enable_prefix_caching: bool = _warned(_VLLM_HAS, True, "Prefix cache of vLLM.")
     use_liger_loss: bool = _warned("log-probabilities are computed in chunks in any case", False, "Chunked loss.")
     overwrite_output_dir: bool = _becomes("an earlier run of the folder is kept beside the new one", False)
-    save_safetensors: bool = _idle(True, "", "weights are always saved as safetensors")
-    logging_dir: str | None = _idle(None, "", "TensorBoard's files are in output_dir")
-    group_by_length: bool = _idle(False, "", "batches are packed by tokens")
+    save_safetensors: bool = _idle("weights are always saved as safetensors", True)
+    logging_dir: str | None = _idle("TensorBoard's files are in output_dir", None)
+    group_by_length: bool = _idle("batches are packed by tokens", False)
 
     def __post_init__(self) -> None:
         """Fill in what follows from other settings, and refuse what cannot be."""
@@ -247,9 +222,7 @@ class GRPOConfig(TrainingArguments):
         self.report_to = "none" if self.report_to is None else self.report_to
         if self.tf32 and not is_torch_tf32_available():
             self.tf32 = None
-            warnings.warn(
-                "tf32=True has no effect: this machine's device has no such numbers", UserWarning, stacklevel=3
-            )
+            warnings.warn("tf32=True has no effect: this machine's device has no such numbers", stacklevel=3)
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and _computes_in_bfloat16()
         with warnings.catch_warnings():
@@ -258,8 +231,7 @@ class GRPOConfig(TrainingArguments):
             super().__post_init__()  # type: ignore[no-untyped-call]
         if self.auto_find_batch_size:
             raise ConfigError(
-                "auto_find_batch_size=True: a generation must hold whole groups, which a smaller batch would cut; "
-                "lower per_device_train_batch_size instead"
+                "auto_find_batch_size=True: smaller batches would cut groups; lower per_device_train_batch_size"
             )
         scale: dict[Any, str] = {True: "group", False: "none"}
         self.scale_rewards = scale.get(self.scale_rewards, self.scale_rewards)
@@ -279,12 +251,11 @@ class GRPOConfig(TrainingArguments):
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"{name}={value!r}: a {type(value).__name__}; give a number")
         for name in ("num_completions_to_print", "num_generations_eval", "max_tool_calling_iterations"):
-            value = getattr(self, name)
-            if value is not None and type(value) is not int:
+            if type(value := getattr(self, name)) not in (int, type(None)):
                 raise ConfigError(f"{name}={value!r}: it counts something; give a whole number, or None")
         for name in ("bf16", "fp16", "log_completions", "use_vllm", "sync_ref_model", "use_adaptive_entropy"):
-            if getattr(self, name) not in (True, False, None):
-                raise ConfigError(f"{name}={getattr(self, name)!r}: it is on or off; give True or False")
+            if (value := getattr(self, name)) not in (True, False, None):
+                raise ConfigError(f"{name}={value!r}: it is on or off; give True or False")
         if self.vllm_mode not in ("server", "colocate"):
             raise ConfigError(f"vllm_mode={self.vllm_mode!r}: no such mode; give server or colocate")
         if self.warmup_ratio is not None and not 0 <= self.warmup_ratio < 1:
@@ -309,28 +280,24 @@ class GRPOConfig(TrainingArguments):
                 f"per_device_train_batch_size={size} times gradient_accumulation_steps="
                 f"{self.gradient_accumulation_steps} holds no group of num_generations={group}: raised to {group}, as "
                 "in the versions of TRL that counted prompts and as Unsloth does",
-                UserWarning,
                 stacklevel=4,
             )
             self.per_device_train_batch_size = size = group
         if sampled is not None and steps is not None and sampled != size * steps:
             raise ConfigError(
-                f"generation_batch_size={sampled} and steps_per_generation={steps}: each follows from the other "
-                f"(per_device_train_batch_size={size}); give one of them"
+                f"generation_batch_size={sampled}, steps_per_generation={steps}: each follows from the other; give one"
             )
         if sampled is not None and sampled % size:
             raise ConfigError(
                 f"generation_batch_size={sampled}: is no multiple of per_device_train_batch_size={size}; change one"
             )
-        if sampled is not None:
-            steps = sampled // size
+        steps = steps if sampled is None else sampled // size
         self.steps_per_generation = steps or self.gradient_accumulation_steps
         self.generation_batch_size = size * self.steps_per_generation
         if self.generation_batch_size % group:
             raise ConfigError(
-                f"generation_batch_size={self.generation_batch_size}: a generation holds whole groups of "
-                f"num_generations={group}; make per_device_train_batch_size, gradient_accumulation_steps or "
-                "steps_per_generation a multiple"
+                f"generation_batch_size={self.generation_batch_size}: no whole groups of num_generations={group}; make "
+                "per_device_train_batch_size, gradient_accumulation_steps or steps_per_generation a multiple"
             )
         in_evaluations = self.num_generations_eval or group
         if self.do_eval and self.eval_strategy != "no" and self.per_device_eval_batch_size % in_evaluations:
@@ -341,17 +308,13 @@ class GRPOConfig(TrainingArguments):
 
     @property
     def optimizer_steps_per_generation(self) -> int:
-        """Optimiser steps that one generation is trained on, all its passes together.
-
-        Raises:
-            ConfigError: an optimiser step would need parts of two generations.
-        """
+        """Optimiser steps that one generation is trained on, all its passes together; an error for parts of a step."""
         micro = cast(int, self.steps_per_generation) * self.num_iterations
         if micro % self.gradient_accumulation_steps:
             raise ConfigError(
                 f"steps_per_generation={self.steps_per_generation} times num_iterations={self.num_iterations} is no "
-                f"multiple of gradient_accumulation_steps={self.gradient_accumulation_steps}: an optimiser step would "
-                "hold parts of two generations; change one of them"
+                f"multiple of gradient_accumulation_steps={self.gradient_accumulation_steps}, so that an optimiser "
+                "step would hold parts of two generations; change one of them"
             )
         return micro // self.gradient_accumulation_steps
 
@@ -360,8 +323,7 @@ def _computes_in_bfloat16() -> bool:
     """Is bfloat16 arithmetic of this machine's device, not emulated?"""
     if torch.cuda.is_available():
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    xpu = getattr(torch, "xpu", None)
-    return bool(xpu is not None and xpu.is_available())
+    return torch.xpu.is_available()
 
 
 _INHERITED: tuple[tuple[Kind, str, str], ...] = (
@@ -380,32 +342,16 @@ _INHERITED: tuple[tuple[Kind, str, str], ...] = (
     ("translated", "run.save_steps", "save_strategy save_steps"),
     ("translated", "evaluation.eval_steps", "eval_strategy eval_steps"),
     ("translated", "evaluation.metric_for_best_model; the loss means eval/reward", "metric_for_best_model"),
-    (
-        "translated",
-        "of every metric more is better; False beside another than the loss is refused",
-        "greater_is_better",
-    ),
+    ("translated", _MORE, "greater_is_better"),
     ("translated", "run.progress", "disable_tqdm"),
-    (
-        "translated",
-        "optim.optimizer: AdamW, of 8 bits with bitsandbytes' names; its other variants run as plain AdamW",
-        "optim",
-    ),
+    ("translated", _ADAMW, "optim"),
     ("warned", "run.seed also orders the data", "data_seed"),
     ("translated", "read by your script, as in transformers: train() takes it", "resume_from_checkpoint"),
     ("translated", "save_model and the end of train push the adapter or the model", "push_to_hub"),
     ("translated", "where push_to_hub uploads to", "hub_model_id hub_token hub_private_repo hub_revision"),
     ("translated", "evaluations before that step are left out", "eval_delay"),
-    (
-        "warned",
-        "log-probabilities are computed in chunks, without the logits of a whole batch, in any case",
-        "use_liger_kernel liger_kernel_config",
-    ),
-    (
-        "warned",
-        "the layers have a backward pass of their own",
-        "torch_compile torch_compile_backend torch_compile_mode",
-    ),
+    ("warned", _CHUNKS, "use_liger_kernel liger_kernel_config"),
+    ("warned", _COMPILED, "torch_compile torch_compile_backend torch_compile_mode"),
     ("warned", "checkpoints hold all that a resume needs", "save_only_model"),
     ("warned", "a run that is killed resumes from its last checkpoint", "enable_jit_checkpoint"),
     ("warned", "a seed fixes the whole run in any case", "full_determinism"),
@@ -419,7 +365,6 @@ _INHERITED: tuple[tuple[Kind, str, str], ...] = (
     ("refused", "lower per_device_train_batch_size", "auto_find_batch_size"),
     ("refused", "training runs in one process; leave it out", "parallelism_config fsdp fsdp_config deepspeed"),
 )
-"""The same of the fields that are transformers' own: what they become, and their names. All others are idle."""
 
 _ALL = {field.name: meaning for field, meaning in _MEANING_OF.items()}
 _EARLIER = list(_ALL)[list(_ALL).index("max_prompt_length") :]
@@ -437,7 +382,6 @@ DEFAULTS: dict[str, Any] = {
     else (field.default_factory() if field.default_factory is not MISSING else None)
     for field in fields(GRPOConfig)
 }
-"""TRL's default of each."""
 
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "fsdp": ("", [], None, False),
@@ -455,28 +399,21 @@ def was_set(args: GRPOConfig, name: str) -> bool:
 
 
 def vllm_is_installed() -> bool:
-    """True when this environment has vLLM."""
     return util.find_spec("vllm") is not None
 
 
 def warned(args: GRPOConfig) -> Iterator[str]:
     """A sentence for each field that is set and has no effect."""
     if args.use_vllm and args.vllm_mode == "colocate" and not vllm_is_installed():
-        yield (
-            "use_vllm=True with vllm_mode='colocate' has no effect: vLLM is not installed here, and Covey's engine "
-            "samples in this process"
-        )
+        why = "vLLM is not installed here, and Covey's engine samples in this process"
+        yield f"use_vllm=True with vllm_mode='colocate' has no effect: {why}"
     for name, meaning in (MEANINGS | FORMER).items():
         if meaning.kind == "warned" and was_set(args, name):
             yield f"{name}={getattr(args, name)!r:.200} has no effect: {meaning.text}"
 
 
 def check(args: GRPOConfig) -> None:
-    """Refuse what cannot be.
-
-    Raises:
-        ConfigError: one message with every field that asks for something impossible, one a line.
-    """
+    """Refuse what cannot be: one `ConfigError` with a line for every field that asks for something impossible."""
     problems = [
         f"{name}={getattr(args, name)!r:.200}: is not possible in Covey; {meaning.text}"
         for name, meaning in MEANINGS.items()
@@ -486,13 +423,7 @@ def check(args: GRPOConfig) -> None:
         raise ConfigError("\n".join(problems))
 
 
-_WORDS: dict[Kind, str] = {
-    "same": "same",
-    "translated": "translated",
-    "machinery": "no effect",
-    "warned": "no effect, said",
-    "refused": "refused",
-}
+_WORDS: dict[Kind, str] = {"machinery": "no effect", "warned": "no effect, said"}
 
 
 def _shown(value: Any) -> str:
@@ -514,6 +445,7 @@ def table(former: bool = False) -> str:
     lines = ["| TRL's field | its default | here | becomes, or why not | Covey's default |", "| - | - | - | - | - |"]
     for name in sorted(meanings):
         meaning = meanings[name]
-        text = f"`{meaning.text}.{name}`" if meaning.kind == "same" else meaning.text
-        lines.append(f"| `{name}` | {_shown(DEFAULTS[name])} | {_WORDS[meaning.kind]} | {text} | {_ours(name)} |")
+        kind, text = _WORDS.get(meaning.kind, meaning.kind), meaning.text
+        text = f"`{text}.{name}`" if kind == "same" else text
+        lines.append(f"| `{name}` | {_shown(DEFAULTS[name])} | {kind} | {text} | {_ours(name)} |")
     return "\n".join(lines) + "\n"

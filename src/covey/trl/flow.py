@@ -1,4 +1,5 @@
-"""Transformers' callbacks on Covey's run: `CallbackHandler` is told of the run as its own trainer would tell it.
+"""Transformers' callbacks on Covey's run: `CallbackHandler` is told of the run as its own trainer would tell it; and
+evaluations as that trainer has them: a loss, the metric that compares them, sets by name.
 
 When to log, save and evaluate is decided by transformers' `DefaultFlowCallback`, so that every strategy (steps, epoch,
 best, no, fractions, delays) means what it means there. One generation of Covey's may be several optimiser steps: each
@@ -7,48 +8,57 @@ of them is announced; logs, checkpoints and evaluations that fall inside a gener
 
 from __future__ import annotations
 
+import dis
+import inspect
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
+import covey
+from covey.algorithms import policy_loss
+from covey.errors import ConfigError
+from covey.rollout.learning import loss_weights
+from covey.training.evaluate import Evaluation
 from covey.trl.arguments import GRPOConfig
+from covey.types import Group
+
+
+class Rates:
+    """The learning rate of the last step, for callbacks that ask a scheduler for it."""
+
+    rate = 0.0
+
+    def get_last_lr(self) -> list[float]:
+        return [self.rate]
+
+    def state_dict(self) -> dict[str, float]:
+        return {"rate": self.rate}
 
 
 class Flow:
     """A callback of Covey's trainer that drives those of transformers."""
 
     def __init__(
-        self,
-        args: GRPOConfig,
-        state: TrainerState,
-        handler: Callable[[], Any],
-        *,
-        steps: int,
-        steps_per_epoch: int,
-        save: Callable[[], None],
-        evaluate: Callable[[], Any] | None,
-        own: str,
-        log: Callable[[dict[str, Any]], None],
+        self, trainer: Any, *, own: str, steps: int, per_epoch: int, save: Callable[[], None], evaluate: Any
     ) -> None:
-        self.args, self.state, self._handler = args, state, handler
-        self.control = TrainerControl()
-        self._steps, self._per_epoch = steps, steps_per_epoch
-        self._save, self._evaluate, self.log = save, evaluate, log
+        self._trainer, self.control = trainer, TrainerControl()
+        self.args: GRPOConfig = trainer.args
+        self.state: TrainerState = trainer.state
+        self._steps, self._per_epoch, self._save, self._evaluate = steps, per_epoch, save, evaluate
         self._prefix = f"eval_{own}" if own else "eval"
         self._asked_to_save = False
         self._sums: dict[str, list[float]] = {}
         self._losses: list[float] = []
         self._began = time.perf_counter()
 
-    # ------------------------------------------------------------------ what Covey's trainer calls
-
     def on_train_begin(self, _args: Any, _state: Any, control: TrainerControl, **_: Any) -> TrainerControl:
-        """The run begins, or goes on."""
         self._began = time.perf_counter()
         self.state.max_steps = self._steps
         self.state.num_train_epochs = math.ceil(self._steps / self._per_epoch)
@@ -58,20 +68,18 @@ class Flow:
         return self._ask(control)
 
     def on_log(self, _args: Any, inner: Any, control: TrainerControl, logs: Mapping[str, Any]) -> TrainerControl:
-        """A generation was trained on."""
         numbers = {name: float(value) for name, value in logs.items() if isinstance(value, int | float)}
         if self.args.entropy_coef:
             numbers.setdefault("entropy_coef", self.args.entropy_coef)
         for name, value in numbers.items():
             self._sums.setdefault(name, []).append(value)
         self._losses.append(numbers.get("loss", 0.0))
-        if isinstance(rates := self._handler().lr_scheduler, Rates):
+        if isinstance(rates := self._trainer.lr_scheduler, Rates):
             rates.rate = numbers["learning_rate"]
         wanted = {"log": False, "save": False, "evaluate": False}
         for _ in range(min(self.args.optimizer_steps_per_generation, self._steps - self.state.global_step)):
-            self._tell("on_step_begin")
-            self._tell("on_pre_optimizer_step")
-            self._tell("on_optimizer_step")
+            for event in ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step"):
+                self._tell(event)
             self.state.global_step += 1
             self.state.epoch = self.state.global_step / self._per_epoch
             self._tell("on_step_end")
@@ -88,20 +96,16 @@ class Flow:
             setattr(self.control, f"should_{name}", value)
         if self.control.should_log:
             self.control.should_log = False
-            self.log(self._means())
+            self._trainer.log(self._means())
         return self._ask(control)
 
-    def on_evaluate(
-        self, _args: Any, _state: Any, control: TrainerControl, metrics: Mapping[str, Any]
-    ) -> TrainerControl:
-        """An evaluation is done."""
+    def on_evaluate(self, _args: Any, _state: Any, control: TrainerControl, metrics: Any) -> TrainerControl:
         self.evaluated(eval_names(metrics, self.args, self._prefix))
         if self._evaluate is not None:
             self._evaluate()
         return self._ask(control)
 
     def on_save(self, _args: Any, _state: Any, control: TrainerControl, **_: Any) -> TrainerControl:
-        """Covey has written a checkpoint."""
         if self._asked_to_save or self.args.save_strategy != SaveStrategy.NO:
             self._asked_to_save = False
             self._save()
@@ -109,23 +113,18 @@ class Flow:
         return self._ask(control)
 
     def on_train_end(self, _args: Any, _state: Any, control: TrainerControl, **_: Any) -> TrainerControl:
-        """The run has ended: the last record sums it up."""
         seconds = time.perf_counter() - self._began
         completions = (self.args.generation_batch_size or 0) * len(self._losses)
-        self.log(
-            self._means()
-            | {
-                "train_runtime": round(seconds, 4),
-                "train_samples_per_second": round(completions / seconds, 3),
-                "train_steps_per_second": round(self.state.global_step / seconds, 3),
-                "total_flos": self.state.total_flos,
-                "train_loss": sum(self._losses) / max(len(self._losses), 1),
-            }
-        )
+        summary = {
+            "train_runtime": round(seconds, 4),
+            "train_samples_per_second": round(completions / seconds, 3),
+            "train_steps_per_second": round(self.state.global_step / seconds, 3),
+            "total_flos": self.state.total_flos,
+            "train_loss": sum(self._losses) / max(len(self._losses), 1),
+        }
+        self._trainer.log(self._means() | summary)
         self._tell("on_train_end")
         return control
-
-    # ------------------------------------------------------------------ records
 
     def record(self, logs: Mapping[str, Any]) -> None:
         """Append a record to the history and tell the callbacks, trackers among them."""
@@ -135,7 +134,7 @@ class Flow:
 
     def evaluated(self, metrics: dict[str, Any]) -> None:
         """Log an evaluation and tell the callbacks; the best one so far is noted."""
-        self.log(metrics)
+        self._trainer.log(metrics)
         self._tell("on_evaluate", metrics=metrics)  # before the best one is noted: early stopping compares with that
         name = self.args.metric_for_best_model
         if name is not None:
@@ -148,9 +147,7 @@ class Flow:
                 self.control.should_save |= self.args.save_strategy == SaveStrategy.BEST
 
     def _means(self) -> dict[str, float | None]:
-        """Means over the generations since the last record, None where there is nothing to take one of, such as the
-        reward of a function that judged no completion; counters as they stand.
-        """
+        """Means over the generations since the last record, None of nothing (no completion was judged); last counts."""
         last = ("num_tokens", "policy_version", "phase", "learning_rate", "epoch")
         means = {}
         for name, values in self._sums.items():
@@ -161,7 +158,7 @@ class Flow:
         return means
 
     def _tell(self, event: str, **what: Any) -> None:
-        self.control = getattr(self._handler(), event)(self.args, self.state, self.control, **what)
+        self.control = getattr(self._trainer.callback_handler, event)(self.args, self.state, self.control, **what)
 
     def _ask(self, control: TrainerControl) -> TrainerControl:
         """Pass on what callbacks ask for."""
@@ -175,11 +172,8 @@ class Flow:
 
 def eval_names(metrics: Mapping[str, Any], args: GRPOConfig, prefix: str = "eval") -> dict[str, Any]:
     """`eval/reward` as TRL calls it: `eval_reward`; with transformers' runtime in seconds, prompts and batches each."""
-    found = {
-        f"{prefix}_{name.removeprefix('eval/')}": value
-        for name, value in metrics.items()
-        if isinstance(value, int | float)
-    }
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+    found = {f"{prefix}_{name.removeprefix('eval/')}": value for name, value in numbers.items()}
     seconds, completions = metrics["eval/seconds"], metrics["eval/num_completions"]
     prompts = completions / (args.num_generations_eval or args.num_generations or 1)
     found[f"{prefix}_runtime"] = round(seconds, 4)
@@ -188,15 +182,86 @@ def eval_names(metrics: Mapping[str, Any], args: GRPOConfig, prefix: str = "eval
     return found
 
 
-class Rates:
-    """The learning rate of the last step, for callbacks that ask a scheduler for it."""
+def compare_rewards(args: GRPOConfig, named: Iterable[str]) -> tuple[str, str]:
+    """Which of several evaluation sets Covey's trainer measures itself, "" = there is one; and its metric.
 
-    rate = 0.0
+    A policy is good for its reward: where the loss is asked for, `args` says so afterwards, and callbacks that read
+    `args.metric_for_best_model` compare rewards too. Raises `ConfigError`: evaluations are to be compared, and no
+    metric or set of several is named; or less is to be better.
+    """
+    wanted = args.metric_for_best_model or "loss"
+    bare = wanted.removeprefix("eval_").removeprefix("eval/")
+    own = max((name for name in named if bare.startswith(f"{name}_")), key=len, default="")
+    metric = bare[len(own) + 1 :] if own else bare
+    if metric == "loss":
+        metric, bare = "reward", bare.removesuffix("loss") + "reward"
+        if args.metric_for_best_model is not None:
+            args.metric_for_best_model, args.greater_is_better = f"eval_{bare}", True
+    elif args.greater_is_better is False:
+        raise ConfigError(
+            f"metric_for_best_model={wanted!r}, greater_is_better=False: of rewards more is better; leave it out"
+        )
+    if args.save_strategy == "best" and args.metric_for_best_model is None:
+        raise ConfigError(
+            "save_strategy='best' and metric_for_best_model=None: nothing says which is best; give 'eval_reward'"
+        )
+    if list(named) and not own:
+        if args.load_best_model_at_end or args.save_strategy == "best":
+            raise ConfigError(
+                f"metric_for_best_model={wanted!r}: there are several evaluation sets, and it names none; give one of "
+                + ", ".join(repr(f"eval_{name}_reward") for name in named)
+            )
+        own, metric = next(iter(named)), "reward"
+    return own, f"eval/{metric}"
 
-    def get_last_lr(self) -> list[float]:
-        """The rate, as a list of one."""
-        return [self.rate]
 
-    def state_dict(self) -> dict[str, float]:
-        """The rate; it is a function of the step, so that nothing has to be kept."""
-        return {"rate": self.rate}
+def _may_log(function: Any) -> bool:
+    """Can a reward function call `log_metric`? It does not if it neither takes it nor uses its `**columns`."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+        rest = [parameter.name for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD]
+        used = {instruction.argval for instruction in dis.get_instructions(inspect.unwrap(function))}
+    except (TypeError, ValueError):
+        return True  # written in C, or an object that is called: nobody knows
+    return any(parameter.name == "log_metric" for parameter in parameters) or not used.isdisjoint(rest)
+
+
+class Run(covey.GRPOTrainer):
+    """Covey's trainer, whose evaluations have a loss and may be compared by a metric that reward functions log."""
+
+    def __init__(self, *, compared_by: str | None, reward_funcs: Sequence[Callable[..., Any]], **given: Any) -> None:
+        super().__init__(reward_funcs=reward_funcs, **given)
+        if compared_by is None or not self.eval_prompts:
+            return
+        own = self.best_metric == compared_by and compared_by.startswith(("eval/reward", "eval/accuracy"))
+        if not own and not any(_may_log(function) for function in reward_funcs):
+            parts = ", ".join(f"eval_rewards/{name}/mean" for name in self.data.scorer.names)
+            raise ConfigError(
+                f"metric_for_best_model={compared_by[5:]!r}: nobody measures it; choose eval_reward or {parts}, "
+                "or let a reward function report it with log_metric"
+            )
+        self.best_metric = compared_by
+
+    def evaluation(self, *values: Any, **options: Any) -> Evaluation:
+        """With `eval/loss`: that of its completions as one step of the policy that sampled them."""
+        found = super().evaluation(*values, **options)
+        found.metrics["eval/loss"] = self._loss(found.rollout.groups)
+        return found
+
+    def _loss(self, groups: Sequence[Group]) -> float:
+        args = self.args
+        objective, temperature = args.algorithm.objective(), args.evaluation.eval_temperature
+        batch = self.make_batch(groups, self.phases.at(self._elapsed()))
+        rows = np.flatnonzero(batch.sampled.any(axis=1))
+        weights, own = loss_weights(batch, objective, args.sampling.max_completion_length)
+        known: dict[str, Any] = {} if own is None else {"kl_weights": own}
+        if objective.estimates_kl:
+            known["ref"] = self.learner.scores(batch, rows, temperature=temperature, reference=True)[0]
+        if objective.differentiates_entropy:
+            known["entropy"] = self.learner.scores(batch, rows, temperature=temperature, entropy=True)[1]
+        logp = batch.old_logprobs  # the policy that sampled is the one that is measured
+        if objective.loss.select is not None:
+            known["selected"] = objective.select(logp, logp, batch.advantages, batch.mask, known.get("entropy"))
+        of, given = torch.from_numpy, {name: torch.from_numpy(np.asarray(value)) for name, value in known.items()}
+        old, masks = of(logp), of(np.asarray(batch.mask))
+        return float(policy_loss(old, old, of(batch.advantages), masks, of(weights), objective, **given).loss)

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,23 +26,18 @@ from covey.rollout.learning import Learner, Sampler
 from covey.rollout.scoring import Scorer
 from covey.rollout.turns import NO_LIMIT, Device, Drawn, Row, Session
 from covey.trl.arguments import GRPOConfig
-from covey.types import Batch, Completion, Episode, FinishReason, Progress, Prompt, Request, SamplingSettings
+from covey.types import Batch, Completion, Episode, FinishReason, Prompt, Request, SamplingSettings
 
 log = logging.getLogger("covey.trl")
 
-_ROWS = 64
-"""Completions in one call."""
+_ROWS = 64  # completions in one call
 _GENERATE = GenerationMixin.generate
 _config: Any = GenerationConfig
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse options that transformers does not know.
-
-    Raises:
-        ConfigError: an option that `generate` has not, or a value that it does not take.
-    """
+    """Refuse options that transformers' `generate` has not, and values that it does not take: a `ConfigError`."""
     unknown = [name for name in options if not hasattr(_config(), name)]
     if unknown:
         raise ConfigError(f"generation_kwargs: {', '.join(unknown)}: transformers' generate has no such option")
@@ -63,28 +58,19 @@ class Generating:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def __call__(
-        self,
-        requests: Sequence[Request],
-        settings: SamplingSettings,
-        *,
-        policy_version: int,
-        progress: Progress | None = None,
-    ) -> list[Completion]:
+    def __call__(self, requests: Sequence[Request], settings: SamplingSettings, **what: Any) -> list[Completion]:
         """See `covey.types.Generator`."""
         if not self._wanted():
-            found: list[Completion] = self._engine(requests, settings, policy_version=policy_version, progress=progress)
+            found: list[Completion] = self._engine(requests, settings, **what)
             return found
-        session = self._open(settings, policy_version, NO_LIMIT)
-        return session.run([session.start(request) for request in requests], progress)
+        session = self._open(settings, what["policy_version"], NO_LIMIT)
+        return session.run([session.start(request) for request in requests], what.get("progress"))
 
-    def session(self, settings: SamplingSettings, *, policy_version: int, own_tokens: int, **rows: Any) -> Session[Any]:
+    def session(self, settings: SamplingSettings, **what: Any) -> Session[Any]:
         """See `covey.rollout.turns.TurnGenerator`."""
         if self._wanted():
-            return self._open(settings, policy_version, own_tokens)
-        opened: Session[Any] = self._engine.session(
-            settings, policy_version=policy_version, own_tokens=own_tokens, **rows
-        )
+            return self._open(settings, what["policy_version"], what["own_tokens"])
+        opened: Session[Any] = self._engine.session(settings, **what)
         return opened
 
     def _wanted(self) -> bool:
@@ -100,14 +86,8 @@ class Generating:
         device = _GenerateDevice(self, own_tokens)
         return Session(device, settings, policy_version=policy_version, tokenizer=self._run.policy.tokenizer)
 
-    # ------------------------------------------------------------------ one call
-
     def turns(self, rows: Sequence[Row]) -> Drawn:
-        """A turn of each row.
-
-        Raises:
-            GenerationError: `generate` raised, or returned something else than `[rows, width]` token ids.
-        """
+        """A turn of each row; an error if `generate` raised, or returned something else than `[rows, width]` ids."""
         run, settings, histories = self._run, rows[0].settings, [row.history() for row in rows]
         model, tokenizer = run.policy_model, run.policy.tokenizer
         width = max(map(len, histories))
@@ -129,9 +109,7 @@ class Generating:
                 )
             found = output[:, width:].tolist()
         except Exception as error:  # the user's function, or one of transformers' many
-            raise GenerationError(
-                f"the model's generate raised {type(error).__name__}: {error!s:.300}{raised_at(error)}"
-            ) from error
+            raise GenerationError(f"the model's generate {_raised(error)}") from error
         if len(found) != len(rows) or not all(found):
             raise GenerationError(
                 f"the model's generate returned {tuple(output.shape)} for prompts of {ids.shape}; it must return as "
@@ -151,17 +129,9 @@ class Generating:
     def _drawn(
         self, rows: Sequence[Row], histories: Sequence[Any], turns: Sequence[Any], reasons: Sequence[FinishReason]
     ) -> Drawn:
-        episodes = [
-            Episode(
-                token_ids=np.concatenate([history, np.array(turn, np.int64)]),
-                sampled=np.arange(len(history) + len(turn)) >= len(history),
-                logprobs=np.full(len(history) + len(turn), np.nan, np.float32),
-                text="",
-                finish_reason=reason,
-                policy_version=0,
-            )
-            for history, turn, reason in zip(histories, turns, reasons, strict=True)
-        ]
+        given = zip(histories, turns, reasons, strict=True)
+        unknown = [(history, np.array(turn, np.int64), np.full(len(turn), np.nan), end) for history, turn, end in given]
+        episodes = [_episode(history, turn, np.ones(len(turn), bool), nan, end) for history, turn, nan, end in unknown]
         scored = measured(episodes, self._run.learner, rows[0].settings.temperature or 1.0)
         tokens = np.full((len(rows), max(map(len, turns))), -1, np.int64)
         logprobs = np.zeros(tokens.shape, np.float32)
@@ -178,12 +148,10 @@ class _GenerateDevice(Device):
         self._sampler = sampler
 
     def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
-        """First turns."""
         while queue:
             yield self._sampler.turns([queue.popleft() for _ in range(min(_ROWS, len(queue)))])
 
     def extend(self, resuming: list[Row]) -> Iterator[Drawn]:
-        """Next turns, with all that was said before."""
         while resuming:
             rows, resuming[:] = resuming[:_ROWS], resuming[_ROWS:]
             yield self._sampler.turns(rows)
@@ -199,55 +167,34 @@ def _turn(row: Row, tokens: Sequence[int]) -> tuple[list[int], FinishReason]:
     return taken, "length"
 
 
-# ---------------------------------------------------------------------- rollout_func
-
-
+@dataclass(frozen=True, slots=True, eq=False)
 class RolloutCollector(Scoring):
     """Completions of a function, scored; a `covey.rollout.collect.Collector`."""
 
-    def __init__(
-        self,
-        function: Callable[[list[Any], Any], Mapping[str, Any]],
-        trainer: Any,
-        scorer: Scorer,
-        decode: Decode,
-        learner: Learner,
-    ) -> None:
-        self._function, self._trainer, self.scorer = function, trainer, scorer
-        self._decode, self._learner = decode, learner
+    function: Callable[[list[Any], Any], Mapping[str, Any]]
+    trainer: Any
+    scorer: Scorer
+    decode: Decode
+    learner: Learner
 
-    def __call__(
-        self,
-        prompts: Sequence[Prompt],
-        settings: SamplingSettings,
-        *,
-        num_generations: int,
-        streams: Sequence[tuple[int, ...]],
-        policy_version: int,
-        progress: Progress | None = None,
-    ) -> Rollout:
+    def __call__(self, prompts: Sequence[Prompt], settings: SamplingSettings, **what: Any) -> Rollout:
         """Call the function with every prompt `num_generations` times in a row, and score what it returns.
 
         It returns a dict of lists, an entry for each of these prompts: `prompt_ids`, `completion_ids`, `logprobs` (of
         the completion's tokens; None or NaN = not known, the policy's own is taken), and where some of these are not
-        the policy's, `env_mask` (1 = sampled, 0 = not trained). Any other field goes to reward functions.
-
-        Raises:
-            GenerationError: the function raised, or returned something else.
-            RewardError: from a reward function.
+        the policy's, `env_mask` (1 = sampled, 0 = not trained). Any other field goes to reward functions. Raises
+        `GenerationError`: the function raised, or returned something else; `RewardError`: from a reward function.
         """
         began = time.perf_counter()
-        owners = [prompt for prompt in prompts for _ in range(num_generations)]
+        owners = [prompt for prompt in prompts for _ in range(what["num_generations"])]
         contents = [p.content if isinstance(p.content, str) else [dict(m) for m in p.content] for p in owners]
         try:
-            returned = self._function(contents, self._trainer)
+            returned = self.function(contents, self.trainer)
         except Exception as error:
-            raise GenerationError(
-                f"rollout_func raised {type(error).__name__}: {error!s:.300}{raised_at(error)}"
-            ) from error
+            raise GenerationError(f"rollout_func {_raised(error)}") from error
         fields = _checked(returned, len(owners))
-        episodes = [self._episode(fields, place, settings, policy_version) for place in range(len(owners))]
-        episodes = measured(episodes, self._learner, settings.temperature)
+        episodes = [self._episode(fields, place, settings, what["policy_version"]) for place in range(len(owners))]
+        episodes = measured(episodes, self.learner, settings.temperature)
         sampled = time.perf_counter()
         extra = {name: fields[name] for name in fields if name not in (*_REQUIRED, "env_mask")}
         asked = [
@@ -269,19 +216,20 @@ class RolloutCollector(Scoring):
         if not len(prompt) or not len(completion) or not len(completion) == len(logprobs) == len(mask):
             raise GenerationError(
                 f"rollout_func: completion {place} has {len(prompt)} prompt_ids, {len(completion)} completion_ids, "
-                f"{len(logprobs)} logprobs and {len(mask)} entries of env_mask; the last three must be equally many, "
-                "and there must be some"
+                f"{len(logprobs)} logprobs, {len(mask)} of env_mask; give some, of the last three equally many"
             )
-        return Episode(
-            token_ids=np.concatenate([prompt, completion]),
-            sampled=np.concatenate([np.zeros(len(prompt), np.bool_), mask]),
-            logprobs=np.concatenate([np.zeros(len(prompt), np.float32), np.where(mask, logprobs, 0)]).astype(
-                np.float32
-            ),
-            text=self._decode(completion.tolist()),
-            finish_reason="stop" if int(completion[-1]) in settings.eos_token_ids else "length",
-            policy_version=version,
-        )
+        reason: FinishReason = "stop" if int(completion[-1]) in settings.eos_token_ids else "length"
+        return _episode(prompt, completion, mask, logprobs, reason, self.decode(completion.tolist()), version)
+
+
+def _episode(
+    prompt: Any, completion: Any, mask: Any, logprobs: Any, reason: FinishReason, text: str = "", version: int = 0
+) -> Episode:
+    """Of token ids; `mask` and `logprobs` are those of the completion."""
+    zeros = np.zeros(len(prompt))
+    sampled = np.concatenate([zeros.astype(bool), mask])
+    logprobs = np.concatenate([zeros, np.where(mask, logprobs, 0)]).astype(np.float32)
+    return Episode(np.concatenate([prompt, completion]), sampled, logprobs, text, reason, version)
 
 
 def _checked(returned: Any, count: int) -> dict[str, Any]:
@@ -295,11 +243,14 @@ def _checked(returned: Any, count: int) -> dict[str, Any]:
         if one_by_one and (not hasattr(values, "__len__") or len(values) != count):
             found = str(len(values)) if hasattr(values, "__len__") else f"a {type(values).__name__}"
             raise GenerationError(
-                f"rollout_func: {name} has {found} for {count} prompts; every prompt comes as often as it needs "
-                "completions, so return one entry for each"
+                f"rollout_func: {name} has {found} for {count} prompts (each comes once for each of its completions)"
             )
         fields[str(name)] = values if one_by_one else [values] * count
     return fields
+
+
+def _raised(error: Exception) -> str:
+    return f"raised {type(error).__name__}: {error!s:.300}{raised_at(error)}"
 
 
 def _first(value: Any) -> float:

@@ -9,15 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    PreTrainedTokenizerBase,
-    TorchAoConfig,
-)
+from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerBase, TorchAoConfig
 
 from covey.errors import ConfigError, RewardError
 from covey.pytorch.models.loading import PACKAGE_PREFIX, locate, require_tokenizer
@@ -26,26 +20,18 @@ from covey.trl.translate import as_mapping
 
 log = logging.getLogger("covey.trl")
 
-_BATCH = 16
-"""Texts in one forward pass of a reward model."""
+_BATCH = 16  # texts in one forward pass of a reward model
 
 
 def place_model(
     args: GRPOConfig, model: Any, tokenizer: Any, *, lora: bool, quantization_config: Any = None
 ) -> tuple[tuple[Any, Any], dict[str, Any]]:
-    """Load what Covey's own loading does not serve; else say what it shall load.
-
-    Raises:
-        ConfigError: weights are to be quantised that cannot be, or shall be trained themselves; or a GGUF file is to be
-            loaded with options that only transformers' own formats have.
-    """
+    """Load what Covey's own loading does not serve; else say what it shall load."""
     options = dict(as_mapping("model_init_kwargs", args.model_init_kwargs))
     how = options.pop("quantization_config", None) if quantization_config is None else quantization_config
     if isinstance(model, nn.Module):
         if how is not None:
-            raise ConfigError(
-                "quantization_config: the model is loaded already; load it with that, or pass the model's name"
-            )
+            raise ConfigError("quantization_config: the model is loaded already; load it with that, or pass its name")
         if options:
             warnings.warn("model_init_kwargs have no effect: the model is loaded already", UserWarning, stacklevel=3)
         if tokenizer is None:
@@ -71,9 +57,8 @@ def place_model(
             "take them out, or name a folder or hub id. Plain 8-bit and nf4 quantisation serve"
         )
     locate(str(model))
-    loaded = AutoModelForCausalLM.from_pretrained(
-        model, dtype=dtype, trust_remote_code=args.trust_remote_code, **options
-    )
+    options |= {"dtype": dtype, "trust_remote_code": args.trust_remote_code}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, **options)
     revision = {name: options[name] for name in ("revision", "cache_dir", "token") if name in options}
     return (loaded, tokenizer or AutoTokenizer.from_pretrained(model, **revision)), {"dtype": "auto", **quantised}
 
@@ -125,21 +110,12 @@ class RewardModel:
         self.__name__ = str(getattr(config, "_name_or_path", "") or type(model).__name__).rstrip("/").split("/")[-1]
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-        """Score N completions.
-
-        Raises:
-            RewardError: The tokenizer has no chat template and the prompts are conversations.
-        """
+        """Score N completions; an error for conversations that the tokenizer has no chat template for."""
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         scores: list[float] = []
         for start in range(0, len(texts), _BATCH):
-            batch = self.tokenizer(
-                text=texts[start : start + _BATCH],
-                return_tensors="pt",
-                padding=True,
-                padding_side="right",
-                add_special_tokens=False,
-            ).to(next(self.model.parameters()).device)
+            how = {"return_tensors": "pt", "padding": True, "padding_side": "right", "add_special_tokens": False}
+            batch = self.tokenizer(text=texts[start : start + _BATCH], **how).to(next(self.model.parameters()).device)
             with torch.inference_mode():
                 logits = self.model(**{name: x for name, x in batch.items() if name != "token_type_ids"}).logits
             scores += logits[:, 0].float().tolist()
@@ -150,8 +126,7 @@ class RewardModel:
             return prompt + str(completion)
         if not self.tokenizer.chat_template:
             raise RewardError(
-                f"{self.__name__}: its tokenizer has no chat template and the prompts are conversations; set one, or "
-                "give prompts as strings",
+                f"{self.__name__}: its tokenizer has no chat template for conversations; set one, or give strings",
                 function=self.__name__,
             )
         if prompt[-1]["role"] == "assistant":  # the completion goes on with this message
@@ -161,14 +136,10 @@ class RewardModel:
 
 
 def with_models(reward_funcs: Any, tokenizers: Any, *, trust_remote_code: bool = False) -> tuple[list[Any], list[Any]]:
-    """Reward functions in which every model, or name of one, is a `RewardModel`.
-
-    Raises:
-        ConfigError: another number of tokenizers than of rewards, or a model that cannot be loaded.
-    """
+    """Reward functions in which every model, or name of one, is a `RewardModel`; and a tokenizer or None for each."""
     given = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-    own = [tokenizers] if tokenizers is not None else [None] * len(given)
-    own = list(tokenizers) if isinstance(tokenizers, list | tuple) else own
+    one = [tokenizers] if tokenizers is not None else [None] * len(given)
+    own = list(tokenizers) if isinstance(tokenizers, list | tuple) else one
     if len(own) != len(given):
         raise ConfigError(
             f"reward_processing_classes: {len(own)} tokenizers, whose number must match that of the {len(given)} "
@@ -178,11 +149,9 @@ def with_models(reward_funcs: Any, tokenizers: Any, *, trust_remote_code: bool =
     for index, (reward, tokenizer) in enumerate(zip(given, own, strict=True)):
         require_tokenizer(tokenizer, f"reward_processing_classes[{index}]")
         if isinstance(reward, str):
-            name = reward
+            name, how = reward, {"num_labels": 1, "trust_remote_code": trust_remote_code}
             try:
-                reward = AutoModelForSequenceClassification.from_pretrained(
-                    name, num_labels=1, trust_remote_code=trust_remote_code
-                )
+                reward = transformers.AutoModelForSequenceClassification.from_pretrained(name, **how)
             except (OSError, ValueError) as error:
                 raise ConfigError(
                     f"reward_funcs[{index}]={name!r}: cannot be loaded as a sequence-classification model "

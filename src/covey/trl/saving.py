@@ -23,10 +23,8 @@ from covey.trl.arguments import GRPOConfig
 
 log = logging.getLogger("covey.trl")
 
-RUN_FOLDER = "covey"
-"""Covey's run folder, below `output_dir`."""
-POINTER = "covey.json"
-"""In a checkpoint of transformers' layout: which of Covey's checkpoints it was written with."""
+RUN_FOLDER = "covey"  # Covey's, below `output_dir`
+POINTER = "covey.json"  # in a checkpoint of transformers' layout: which of Covey's checkpoints it was written with
 
 
 class Saving:
@@ -45,9 +43,12 @@ class Saving:
     def _root(self) -> Path:
         return Path(self.args.output_dir or "")
 
+    def _made_root(self) -> Path:
+        self._root.mkdir(parents=True, exist_ok=True)
+        return self._root
+
     @property
     def _checkpoints(self) -> Path:
-        """Covey's own."""
         return self._root / RUN_FOLDER / "checkpoints"
 
     def _save_checkpoint(self) -> None:
@@ -92,11 +93,7 @@ class Saving:
         return f"{inner}, which it goes with: {problem}" if problem else ""
 
     def _checkpoint(self, wanted: str | bool) -> Path:
-        """The folder to resume from: the one that is named, or for True the newest that is whole.
-
-        Raises:
-            CheckpointError: there is none.
-        """
+        """The folder to resume from: the one that is named, or for True the newest that is whole; else an error."""
         problems: dict[Path, str] = {}
         for folder in self._listed() if wanted is True else [Path(str(wanted))]:
             problem = self._problem(folder)
@@ -107,33 +104,29 @@ class Saving:
             problems[folder] = problem
         if not problems:
             raise CheckpointError(
-                f"resume_from_checkpoint=True: there is no checkpoint-N in {self._root}; train without it first"
+                f"resume_from_checkpoint=True: no checkpoint-N in {self._root}; train without it first"
             )
         path, problem = next(iter(problems.items()))
+        if wanted is not True:
+            raise CheckpointError(
+                f"{path}: {problem}; give a whole checkpoint-N of this trainer, or True for the newest"
+            )
         every = f"none of the {len(problems)} checkpoints in {self._root} is whole (the newest, {path.name}: {problem})"
-        raise CheckpointError(
-            f"resume_from_checkpoint=True: {every}; train without it to begin again"
-            if wanted is True
-            else f"{path}: {problem}; give a whole checkpoint-N that this trainer wrote, or True for the newest"
-        )
+        raise CheckpointError(f"resume_from_checkpoint=True: {every}; train without it to begin again")
 
     def _inner_checkpoint(self, folder: Path) -> Path:
         name = json.loads((folder / POINTER).read_text())["checkpoint"]
         return folder.absolute().parent / RUN_FOLDER / "checkpoints" / Path(str(name)).name
 
-    # ------------------------------------------------------------------ metrics and state
-
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
         """Print metrics, one a line."""
         print(f"***** {split} metrics *****")
-        for name in sorted(metrics):
-            value = metrics[name]
+        for name, value in sorted(metrics.items()):
             print(f"  {name} = {value:.4f}" if isinstance(value, float) else f"  {name} = {value}")
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
         """Write metrics to `output_dir/SPLIT_results.json`, and into `all_results.json`."""
-        folder = self._root
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = self._made_root()
         write_atomically(folder / f"{split}_results.json", json.dumps(dict(metrics), indent=4, sort_keys=True))
         if combined:
             path = folder / "all_results.json"
@@ -142,12 +135,8 @@ class Saving:
 
     def save_state(self) -> None:
         """Write `trainer_state.json` to `output_dir`."""
-        folder = self._root
-        folder.mkdir(parents=True, exist_ok=True)
-        with writing(folder / "trainer_state.json") as aside:
+        with writing(self._made_root() / "trainer_state.json") as aside:
             self.state.save_to_json(str(aside))
-
-    # ------------------------------------------------------------------ the model, and the hub
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
         """Save the adapter (PEFT format) or the whole model, with the tokenizer; default: to `args.output_dir`.
@@ -177,18 +166,17 @@ class Saving:
         """Write `output_dir/README.md`, filled in from the run so far."""
         if isinstance(model_name, Mapping):  # many scripts pass their keywords so
             return self.create_model_card(**model_name)
-        folder, inner = self._root, Path(self.run.args.run.output_dir)
+        inner = Path(self.run.args.run.output_dir)
         run = RunFolder.read(inner) if RunFolder.is_run(inner) else None
         text = model_card(
             run,
-            name=model_name or self.hub_model_id or self.args.hub_model_id or folder.absolute().name,
+            name=model_name or self.hub_model_id or self.args.hub_model_id or self._root.absolute().name,
             base_model=self.run.args.model.model,
             kind="adapter" if self.run.policy.uses_peft else "model",
             tags=[tags] if isinstance(tags, str) else list(tags or ()),
             dataset_name=dataset_name,
         )
-        folder.mkdir(parents=True, exist_ok=True)
-        write_card(folder, text, run)
+        write_card(self._made_root(), text, run)
 
     def push_to_hub(
         self,

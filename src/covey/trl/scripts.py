@@ -66,29 +66,18 @@ def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
     """The adapter that a script's arguments ask for, None without `use_peft`."""
     if not model_args.use_peft:
         return None
-    return LoraConfig(
-        task_type=model_args.lora_task_type,
-        r=model_args.lora_r,
-        lora_alpha=model_args.lora_alpha,
-        lora_dropout=model_args.lora_dropout,
-        target_modules=model_args.lora_target_modules,
-        modules_to_save=model_args.lora_modules_to_save,
-        bias="none",
-        use_rslora=model_args.use_rslora,
-        use_dora=model_args.use_dora,
-        target_parameters=model_args.lora_target_parameters,
-    )
+    prefixed = ("task_type", "r", "target_modules", "modules_to_save", "target_parameters")
+    given = {name: getattr(model_args, f"lora_{name}") for name in prefixed}
+    given |= {name: getattr(model_args, name) for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")}
+    return LoraConfig(bias="none", **given)
 
 
 def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | None:
     """The 4 or 8 bits that a script's arguments ask for, None where they do not."""
     if model_args.load_in_4bit:
-        return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
-            load_in_4bit=True,
-            bnb_4bit_quant_type=model_args.bnb_4bit_quant_type,
-            bnb_4bit_use_double_quant=model_args.use_bnb_nested_quant,
-            bnb_4bit_quant_storage=model_args.bnb_4bit_quant_storage,
-        )
+        how = {name: getattr(model_args, name) for name in ("bnb_4bit_quant_type", "bnb_4bit_quant_storage")}
+        how["bnb_4bit_use_double_quant"] = model_args.use_bnb_nested_quant
+        return BitsAndBytesConfig(load_in_4bit=True, **how)  # type: ignore[no-untyped-call]
     if model_args.load_in_8bit:
         return BitsAndBytesConfig(load_in_8bit=True)  # type: ignore[no-untyped-call]
     return None

@@ -69,7 +69,6 @@ class RichProgressCallback(TrainerCallback):
     """Prints each record of the log as a table; the bar beside it is the trainer's own."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:
-        """Print it."""
         shown = Table(title=f"Step {state.global_step}/{state.max_steps}")
         shown.add_column("metric")
         shown.add_column("value", justify="right")

@@ -32,8 +32,7 @@ from covey.types import IntArray, Message
 log = logging.getLogger(__name__)
 
 OPEN = "<tool_call>"
-UNREADABLE = "unknown"
-"""The name of a tool whose call cannot be read."""
+UNREADABLE = "unknown"  # the name of a tool whose call cannot be read
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*)?\Z", re.DOTALL)
@@ -42,11 +41,7 @@ _MARK = re.compile("\u2402[0-9]+\u2402")
 
 
 class ToolChat:
-    """Writes and reads conversations with tools.
-
-    Raises:
-        ConfigError: the chat template does not show tools, or not what they return.
-    """
+    """Writes and reads conversations with tools; an error for a template that does not show them, or their results."""
 
     def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int], chat_template_kwargs: Mapping[str, Any]) -> None:
         self._tokenizer, self._kwargs = tokenizer, dict(chat_template_kwargs)
@@ -66,8 +61,8 @@ class ToolChat:
         if not known and all(call.problem for call in calls_in(shown, (), ended=False, bare=False)[1]):
             log.warning(
                 "tools: this chat template writes calls in a form that is not read; set the tokenizer's "
-                "response_template (transformers' response parsing) to what its model writes, or ask in the prompt for "
-                'calls like <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+                "response_template to what its model writes, or ask in the prompt for calls like "
+                '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
             )
 
     def opening(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> IntArray:
@@ -76,11 +71,7 @@ class ToolChat:
         return np.array(self._encode(text, special=True), dtype=np.int64)
 
     def results(self, messages: Sequence[Message], *, ended: bool) -> IntArray:
-        """Token ids between a turn of the policy that called tools and its next one.
-
-        Raises:
-            ConfigError: the chat template does not show them.
-        """
+        """Token ids between a turn of the policy that called tools and its next one; an error if they are not shown."""
         contents = [str(message["content"]) for message in messages]
         marks = [f"\u2402{place}\u2402" for place in range(len(messages))]
         marked = self._answered([{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)])
@@ -126,10 +117,8 @@ class ToolChat:
             message |= {"content": "", **{name: value for name, value in parsed.items() if value is not None}}
         good = [call for call in calls if not call.problem]
         if good:
-            message["tool_calls"] = [
-                {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-                for call in good
-            ]
+            functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in good]
+            message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
         return message, calls
 
     def _text(self, token_ids: Sequence[int]) -> str:
@@ -142,23 +131,15 @@ class ToolChat:
             whole = whole.removesuffix(ending)
         return whole if OPEN in whole else text
 
-    # ------------------------------------------------------------------ inside
-
     def _answered(self, results: Sequence[Message]) -> str:
         call = {"type": "function", "function": {"name": results[0]["name"], "arguments": {}}}
-        asked: list[Message] = [
-            {"role": "user", "content": "."},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        ]
-        return self._render([*asked, *results])
+        turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return self._render([{"role": "user", "content": "."}, turn, *results])
 
     def _render(self, messages: list[Message], tools: Any = None) -> str:
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages, tools=tools, tokenize=False, **prompt_ending(messages), **self._kwargs
-                )
-            )
+            how = {"tools": tools, "tokenize": False, **prompt_ending(messages), **self._kwargs}
+            return str(self._tokenizer.apply_chat_template(messages, **how))
         except Exception as error:  # templates raise what they like
             raise ConfigError(
                 f"tools: the chat template cannot write a conversation with tools ({type(error).__name__}: "

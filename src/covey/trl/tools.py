@@ -22,17 +22,12 @@ from covey.types import Message, Prompt
 
 log = logging.getLogger(__name__)
 
-Tool = Callable[..., Any]
-"""A function with type hints and a docstring in Google's style, sync or async."""
-
-INDEX = "_completion_idx"
-"""An argument of this name gets the number of the completion that calls, and is not shown to the model."""
-
-EMPTY: Message = {"role": "user", "content": ""}
-"""What is asked where the environment's `reset` says it all."""
-
-_OWN = ("reset", "get_reward")
-"""Methods that the model cannot call."""
+Tool = Callable[..., Any]  # with type hints and a docstring in Google's style, sync or async
+INDEX = (
+    "_completion_idx"  # an argument that gets the number of the completion that calls, and is not shown to the model
+)
+EMPTY: Message = {"role": "user", "content": ""}  # what is asked where the environment's `reset` says it all
+_OWN = ("reset", "get_reward")  # methods that the model cannot call
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +61,15 @@ class _RefusedError(Exception):
 
 
 def tool_name(tool: Tool) -> str:
-    """What the model calls it."""
     return str(getattr(tool, "__name__", type(tool).__name__))
 
 
 def takes_index(tool: Tool) -> bool:
-    """Whether the tool wants to know which completion calls."""
     return INDEX in inspect.signature(tool).parameters
 
 
 def tool_schema(tool: Tool) -> dict[str, Any]:
-    """The tool as chat templates show it: name, description, JSON schema of its arguments.
-
-    Raises:
-        ConfigError: it cannot be called, or its arguments lack type hints or a description.
-    """
+    """The tool as chat templates show it: name, description, JSON schema of its arguments."""
     if not callable(tool):
         raise ConfigError(f"tools: {tool!r:.200} is a {type(tool).__name__}; give functions")
     try:
@@ -109,14 +98,10 @@ class Calls:
     """Carries calls out."""
 
     def __init__(self, runner: AsyncRunner) -> None:
-        self._runner = runner
-        self._told: set[str] = set()
+        self._runner, self._told = runner, set[str]()
 
     def run(self, orders: Sequence[Order]) -> list[Result]:
-        """A result for each call, in order. Tools raise nothing: the model is told what went wrong.
-
-        The first error of each tool is on the console, with its traceback.
-        """
+        """A result for each call, in order. The model is told what went wrong; the console of a tool's first error."""
         outcomes = [self._begin(order) for order in orders]
         waiting = [place for place, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)]
         answers = self._runner.run([outcomes[place] for place in waiting], None)
@@ -149,14 +134,11 @@ class Calls:
         if name in self._told or error is None:
             return
         self._told.add(name)
-        log.warning(
-            "the tool %s raised %s: %s. The model is given the message as the tool's result; further errors of this "
-            "tool are only counted, in tools/failure_frequency. The traceback:\n%s",
-            name,
-            type(error).__name__,
-            shorten(str(error)),
-            "".join(traceback.format_exception(error)).rstrip(),
+        said = (
+            f"the tool {name} raised {type(error).__name__}: {shorten(str(error))}. The model is given the message as "
+            "the tool's result; more errors of this tool are only counted, in tools/failure_frequency. The traceback:"
         )
+        log.warning("%s\n%s", said, "".join(traceback.format_exception(error)).rstrip())
 
 
 @dataclass(slots=True, eq=False)
@@ -170,11 +152,7 @@ class Scene:
 
 
 class Toolset:
-    """The tools of a run: functions, and the methods of environments, of which a pool is kept.
-
-    Raises:
-        ConfigError: a tool that cannot be described, an environment without `reset`, or something that makes none.
-    """
+    """The tools of a run: functions, and the methods of environments, of which a pool is kept."""
 
     def __init__(self, functions: Sequence[Tool], factory: Any = None) -> None:
         self._functions = list(functions)
@@ -185,16 +163,11 @@ class Toolset:
         shown = [tool_schema(tool) for tool in self._functions]
         self._schemas = {name: [*shown, *map(tool_schema, methods(pool[0]))] for name, pool in self.pools.items()}
         self._schemas.setdefault(None, shown)
-        self.tools: list[Tool] = self._functions + [
-            method for pool in self.pools.values() for method in methods(pool[0])
-        ]
+        own = [method for pool in self.pools.values() for method in methods(pool[0])]
+        self.tools: list[Tool] = self._functions + own
         self.accepts_index = {tool_name(tool): takes_index(tool) for tool in self.tools}
         self.environments: list[Any] = []
-
-    @property
-    def has_environments(self) -> bool:
-        """Episodes are played in environments."""
-        return bool(self._factories)
+        self.has_environments = bool(self._factories)
 
     def rewards(self) -> list[Callable[..., Any]]:
         """A reward function for each class of environments that has `get_reward`."""
@@ -202,12 +175,7 @@ class Toolset:
         return [_own_reward(kind) for kind in kinds if callable(getattr(kind, "get_reward", None))]
 
     def scenes(self, prompts: Sequence[Prompt]) -> list[Scene]:
-        """Begin an episode of each prompt.
-
-        Raises:
-            DataError: a row names no environment that there is, or its prompt is no conversation.
-            EpisodeError: an environment raised.
-        """
+        """Begin an episode of each prompt; an error if an environment raises, or a row has no prompt for one."""
         used: dict[Any, int] = {}
         scenes = [self._scene(prompt, used) for prompt in prompts]
         self.environments = [scene.environment for scene in scenes] if self.has_environments else []
@@ -248,7 +216,8 @@ class Toolset:
         messages = [dict(message) for message in prompt.content if isinstance(message, dict)]
         left_out = {"environments", "environment"} if self._by_name else {"environments"}
         row = {name: value for name, value in prompt.columns.items() if name not in left_out}
-        if messages != [EMPTY] or _takes(environment.reset, "prompt"):
+        parameters = inspect.signature(environment.reset).parameters.values()
+        if messages != [EMPTY] or any(p.name == "prompt" or p.kind is p.VAR_KEYWORD for p in parameters):
             row = {"prompt": [dict(message) for message in messages], **row}
         try:
             said = environment.reset(**row)
@@ -269,18 +238,12 @@ class Toolset:
 def _made(factory: Callable[[], Any]) -> Any:
     if not callable(factory):
         raise ConfigError(
-            f"environment_factory: {factory!r:.200} cannot be called; give a class, a function that makes an "
-            "environment, or a dict of such"
+            f"environment_factory: {factory!r:.200} cannot be called; give a class, a function, or a dict of such"
         )
     environment = factory()
     if not callable(getattr(environment, "reset", None)):
         raise ConfigError(f"environment_factory: {type(environment).__name__} has no method reset; give it one")
     return environment
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def methods(environment: Any) -> list[Tool]:
@@ -292,10 +255,10 @@ def methods(environment: Any) -> list[Tool]:
 def _own_reward(kind: Any) -> Callable[..., Any]:
     """What environments of this very class say that their episode earned; None for others."""
 
-    async def later(environments: Sequence[Any], **_: Any) -> list[Any]:
-        async def one(environment: Any) -> Any:
-            return await environment.get_reward() if type(environment) is kind else None
+    async def one(environment: Any) -> Any:
+        return await environment.get_reward() if type(environment) is kind else None
 
+    async def later(environments: Sequence[Any], **_: Any) -> list[Any]:
         return await asyncio.gather(*map(one, environments))
 
     def now(environments: Sequence[Any], **_: Any) -> list[Any]:

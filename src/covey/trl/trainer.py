@@ -15,7 +15,8 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from itertools import islice
+from itertools import count, islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,7 @@ from covey.training.checkpoint import list_checkpoints
 from covey.training.evaluate import with_logged
 from covey.trl.agents import Acting, is_stream, read_in_order
 from covey.trl.arguments import GRPOConfig, warned
-from covey.trl.evaluating import Run, compare_rewards
-from covey.trl.flow import Flow, Rates, eval_names
+from covey.trl.flow import Flow, Rates, Run, compare_rewards, eval_names
 from covey.trl.generating import Generating, check_options
 from covey.trl.loading import model_name, place_model, with_models
 from covey.trl.methods import Formulas, NeverCalled
@@ -61,7 +61,6 @@ class _WithOptimizer(PyTorchBackend):
         self._optimizer, self._scheduler = optimizer, scheduler
 
     def make_learner(self, config: covey.GRPOConfig, policy: Any) -> Learner:
-        """See `covey.backend.Backend`."""
         learner = super().make_learner(config, policy)
         if self._optimizer is not None:
             learner.use_optimizer(self._optimizer, self._scheduler)
@@ -92,10 +91,7 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         run: the trainer underneath.
         args: the settings as they were given.
         state: transformers' `TrainerState`; `global_step` counts optimiser steps.
-        model: the module that is trained.
-        processing_class: the tokenizer.
         reward_funcs: as callables, those of environments last.
-        tools: all that the model may call.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: anything that cannot work, before training. All are
@@ -122,31 +118,24 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         self.args = args = GRPOConfig(f"{model_name(model)}-GRPO") if args is None else args
         if not isinstance(args, GRPOConfig):
             raise ConfigError(
-                f"args={args!r:.200}: a {type(args).__name__}; pass a covey.trl.GRPOConfig (of covey.GRPOConfig, use "
-                "covey.GRPOTrainer)"
+                f"args={args!r:.200}: pass a covey.trl.GRPOConfig (beside a covey.GRPOConfig use covey.GRPOTrainer)"
             )
         _ = args.device  # scripts read args.distributed_state, which is made with it
         for sentence in warned(args):
-            warnings.warn(sentence, UserWarning, stacklevel=2)
+            warnings.warn(sentence, stacklevel=2)
         if args.importance_sampling_level == "sequence" and args.loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
-            log.warning(
-                "importance_sampling_level='sequence' with loss_type=%r: the loss sums tokens, which weights each "
-                "sequence by its completion length; set loss_type='grpo' for GSPO's objective",
-                args.loss_type,
-            )
+            said = "importance_sampling_level='sequence' with loss_type=%r: the loss sums tokens, which weights each "
+            said += "sequence by its completion length; set loss_type='grpo' for GSPO's objective"
+            log.warning(said, args.loss_type)
         self._acting = acting = Acting(args, tools, environment_factory, rollout_func)
         if reward_funcs is None and not acting.rewards:
             raise ConfigError(
-                "No reward source provided: without a reward there is nothing to learn from; pass reward_funcs, "
-                "or give the environments get_reward"
+                "No reward source provided: without a reward nothing is learned; pass reward_funcs, or get_reward"
             )
-        self.reward_funcs, self.reward_processing_classes = with_models(
-            [] if reward_funcs is None else reward_funcs,
-            reward_processing_classes,
-            trust_remote_code=args.trust_remote_code,
-        )
+        given, trusted = [] if reward_funcs is None else reward_funcs, args.trust_remote_code
+        self.reward_funcs, own = with_models(given, reward_processing_classes, trust_remote_code=trusted)
+        self.reward_processing_classes = own + [None] * len(acting.rewards)
         self.reward_funcs += acting.rewards
-        self.reward_processing_classes += [None] * len(acting.rewards)
         acting.expect(self.reward_funcs)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         if eval_dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
@@ -161,41 +150,28 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         read_in_order(args, train_dataset, [eval_dataset, *self._named.values()])
         self._rows = acting.rows(self._training_rows(acting.training_rows(train_dataset)))
         self._own, self._metric = compare_rewards(args, self._named)
-        given, loading = place_model(args, model, processing_class, lora=lora, quantization_config=quantization_config)
-        self._config = settings(
-            args,
-            num_prompts=len(self._rows),
-            lora=lora,
-            output_dir=str(Path(args.output_dir or "") / RUN_FOLDER),
-            metric_for_best_model=self._metric,
-            **loading,
-            **acting.settings(),
-        )
+        placed, more = place_model(args, model, processing_class, lora=lora, quantization_config=quantization_config)
+        more |= {"output_dir": str(self._root / RUN_FOLDER), "metric_for_best_model": self._metric}
+        self._config = settings(args, num_prompts=len(self._rows), lora=lora, **more, **acting.settings())
         self._peft_config, self._optimizers = peft_config, optimizers
         self._rates = Rates()
         self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
-        self.run = self._make_run(given[0], given[1])
+        self.run = self._make_run(*placed)
         for name, rows in self._named.items():
             try:  # the run has read its own set only
                 if name != self._own and not is_stream(rows):
                     self.run._tokenize(load_rows(acting.rows(rows, "test"), split="test", what="evaluation"))
             except DataError as error:
                 raise DataError(f"eval_dataset[{name!r}]: {error}") from error
-        text: Any = self.model.config.get_text_config()
+        text = self.model.config.get_text_config()
         if args.router_aux_loss_coef is None and getattr(text, "router_aux_loss_coef", False):
             log.warning("router_aux_loss_coef: this model has a balance loss, which is not computed; set it to 0")
-        self.callback_handler: Any = CallbackHandler(  # type: ignore[no-untyped-call]
-            [DefaultFlowCallback(), *self._trackers(), *(callbacks or ())],
-            self.model,
-            self.processing_class,
-            self.optimizer,
-            self.lr_scheduler,
-        )
+        every = [DefaultFlowCallback(), *self._trackers(), *(callbacks or ())]
+        told = (self.model, self.processing_class, self.optimizer, self.lr_scheduler)
+        self.callback_handler: Any = CallbackHandler(every, *told)  # type: ignore[no-untyped-call]
         if args.push_to_hub:
             self.init_hf_repo()
         self.callback_handler.on_init_end(args, self.state, self._flow.control)
-
-    # ------------------------------------------------------------------ parts
 
     def _training_rows(self, dataset: Any) -> list[dict[str, Any]]:
         """All rows; of a stream, which may never end, as many as the run needs."""
@@ -203,9 +179,7 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
             raise DataError("train_dataset=None: a `train_dataset` is required; pass one with a column 'prompt'")
         if is_stream(dataset):
             if self.args.max_steps <= 0:
-                raise ConfigError(
-                    "train_dataset: a stream has no length, so the run has none either; set max_steps in GRPOConfig"
-                )
+                raise ConfigError("train_dataset: a stream and its run have no length; set max_steps in GRPOConfig")
             generations = -(-self.args.max_steps // self.args.optimizer_steps_per_generation)
             dataset = list(islice(dataset, generations * prompts_per_generation(self.args)))
         return load_rows(dataset)
@@ -214,15 +188,12 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         """The trainer underneath, with all that it is to have."""
         per_epoch = max(len(self._rows) // prompts_per_generation(self.args), 1)
         self._flow = Flow(
-            self.args,
-            self.state,
-            lambda: self.callback_handler,
+            self,
+            own=self._own,
             steps=optimizer_steps(self.args, len(self._rows)),
-            steps_per_epoch=per_epoch * self.args.optimizer_steps_per_generation,
+            per_epoch=per_epoch * self.args.optimizer_steps_per_generation,
             save=self._save_checkpoint,
             evaluate=self._evaluate_others if self._named else None,
-            own=self._own,
-            log=self.log,
         )
         return Run(
             model=model,
@@ -257,36 +228,25 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
                 found.append(callback())
             except (RuntimeError, ImportError) as error:
                 raise ConfigError(
-                    f"report_to={name!r}: {str(error).splitlines()[0]:.200}; install it, or set report_to to 'none'"
+                    f"report_to={name!r}: {str(error).splitlines()[0]:.200}; install it, or set 'none'"
                 ) from error
         return found
 
-    # ------------------------------------------------------------------ what scripts read
-
-    @property
-    def model(self) -> Any:
-        """The module that is trained, its adapter in it."""
-        return self.run.policy_model
-
-    model_wrapped = model
-
-    @property
-    def ref_model(self) -> Any:
-        """The frozen reference, None where `beta` is 0; with LoRA the same network with its adapter off."""
-        return self.run.ref_model
-
-    @property
-    def processing_class(self) -> Any:
-        """The tokenizer."""
-        return self.run.policy.tokenizer
-
-    tokenizer = processing_class
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimiser."""
-        learner: Any = self.run.learner
-        return learner.optimizer
+    model = model_wrapped = property(
+        attrgetter("run.policy_model"), doc="The module that is trained, with its adapter."
+    )
+    # With LoRA it is the same network with its adapter off.
+    ref_model = property(attrgetter("run.ref_model"), doc="The frozen reference, None where `beta` is 0.")
+    processing_class = tokenizer = property(attrgetter("run.policy.tokenizer"), doc="The tokenizer.")
+    optimizer = property(attrgetter("run.learner.optimizer"), doc="The optimiser.")
+    num_generations = property(attrgetter("args.num_generations"), doc="Completions for each prompt.")
+    beta = property(attrgetter("args.beta"), doc="Weight of the KL.")
+    add_callback = property(attrgetter("callback_handler.add_callback"), doc="Adds a callback, or a class of one.")
+    pop_callback = property(attrgetter("callback_handler.pop_callback"), doc="Takes a callback out and returns it.")
+    remove_callback = property(attrgetter("callback_handler.remove_callback"), doc="Takes a callback out.")
+    tools = property(attrgetter("_acting.toolset.tools"), doc="What the model may call: functions, then methods.")
+    _tools_accept_completion_idx = property(attrgetter("_acting.toolset.accepts_index"))
+    aux_loss_enabled = False  # the balance loss of a mixture of experts is not computed
 
     @property
     def lr_scheduler(self) -> Any:
@@ -311,21 +271,9 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         return torch.tensor(self.run.data.scorer.weights, dtype=torch.float32)
 
     @property
-    def tools(self) -> list[Callable[..., Any]]:
-        """What the model may call: functions, then the methods of environments."""
-        return list(self._acting.toolset.tools)
-
-    @property
     def environments(self) -> list[Any] | None:
         """The environments of the latest completions, in their order; None without any."""
         return self._acting.toolset.environments or None
-
-    @property
-    def _tools_accept_completion_idx(self) -> dict[str, bool]:
-        """By name, whether a tool is told the number of the completion that calls it."""
-        return self._acting.toolset.accepts_index
-
-    aux_loss_enabled = False  # the balance loss of a mixture of experts is not computed
 
     @property
     def entropy_coef(self) -> float:
@@ -344,27 +292,14 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
 
     def _latest(self) -> list[dict[str, Any]]:
         """Rows of the run folder, one for each completion of the latest generation; none before the first."""
-        folder = Path(self._config.run.output_dir)
-        step = self.run.state.global_step
+        folder, step = Path(self._config.run.output_dir), self.run.state.global_step
         return RunFolder.read(folder).read_completions(step) if step and RunFolder.is_run(folder) else []
-
-    @property
-    def num_generations(self) -> int:
-        """Completions for each prompt."""
-        return int(self.args.num_generations or 0)
-
-    @property
-    def beta(self) -> float:
-        """Weight of the KL."""
-        return self.args.beta
 
     def is_world_process_zero(self) -> bool:
         """True: there is one process."""
         return True
 
     is_local_process_zero = is_world_process_zero
-
-    # ------------------------------------------------------------------ training
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **_: Any) -> TrainOutput:
         """Run GRPO to its end.
@@ -379,11 +314,10 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
             RewardError, GenerationError, RunFolderError: the run stops at a point from which it can be resumed.
             HubError: with `push_to_hub`, the upload fails; the run is finished, and the model is in `output_dir`.
         """
-        inner: str | bool | None = None
+        inner = None
         if resume_from_checkpoint:
             folder = self._checkpoint(resume_from_checkpoint)
-            saved = TrainerState.load_from_json(str(folder / "trainer_state.json"))
-            vars(self.state).update(vars(saved))
+            vars(self.state).update(vars(TrainerState.load_from_json(str(folder / "trainer_state.json"))))
             inner = str(self._inner_checkpoint(folder))
         else:
             self._begin_anew()
@@ -401,22 +335,18 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
     def _begin_anew(self) -> None:
         """Step 0 again, with the weights as they are; what an earlier run wrote is moved aside."""
         folder = Path(self._config.run.output_dir)
-        if RunFolder.is_run(folder):
-            if not list_checkpoints(folder / "checkpoints"):
-                remove_folder(folder)  # nothing was learned in it
-            else:
-                number = 1
-                while (kept := folder.with_name(f"{folder.name}-{number}")).exists():
-                    number += 1
-                for old in folder.parent.glob(f"checkpoint-*/{POINTER}"):
-                    old.parent.rename(folder / old.parent.name)  # its counts are of that run
-                folder.rename(kept)  # last, so that a checkpoint and Covey's that it goes with are never apart
-                log.warning("%s: the run that was there is kept as %s", folder, kept.name)
+        if RunFolder.is_run(folder) and not list_checkpoints(folder / "checkpoints"):
+            remove_folder(folder)  # nothing was learned in it
+        elif RunFolder.is_run(folder):
+            kept = next(path for n in count(1) if not (path := folder.with_name(f"{folder.name}-{n}")).exists())
+            for old in folder.parent.glob(f"checkpoint-*/{POINTER}"):
+                old.parent.rename(folder / old.parent.name)  # its counts are of that run
+            folder.rename(kept)  # last, so that a checkpoint and Covey's that it goes with are never apart
+            log.warning("%s: the run that was there is kept as %s", folder, kept.name)
         if self.state.global_step:
             vars(self.state).update(vars(TrainerState(is_local_process_zero=True, is_world_process_zero=True)))
-            handler = self.callback_handler
             self.run = self._make_run(self.model, self.processing_class)
-            handler.model, handler.optimizer = self.model, self.optimizer
+            self.callback_handler.model, self.callback_handler.optimizer = self.model, self.optimizer
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
@@ -464,20 +394,6 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         """
         rollout = self.run.complete(self._acting.rows([{"prompt": prompt} for prompt in prompts]), num_generations)
         return [[episode.text for episode in group.episodes] for group in rollout.groups]
-
-    # ------------------------------------------------------------------ callbacks and records
-
-    def add_callback(self, callback: Any) -> None:
-        """Add a callback, or a class of one."""
-        self.callback_handler.add_callback(callback)
-
-    def pop_callback(self, callback: Any) -> Any:
-        """Take a callback out and return it."""
-        return self.callback_handler.pop_callback(callback)
-
-    def remove_callback(self, callback: Any) -> None:
-        """Take a callback out."""
-        self.callback_handler.remove_callback(callback)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add a record to the history, and tell callbacks and trackers; subclasses may add to it first."""

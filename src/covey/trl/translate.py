@@ -7,7 +7,7 @@ import math
 import re
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import httpx
 from transformers.trainer_utils import IntervalStrategy
@@ -19,31 +19,24 @@ from covey.config.rewards import NO_TIMEOUT
 from covey.errors import ConfigError
 from covey.trl.arguments import MEANINGS, GRPOConfig, check, vllm_is_installed
 
-NEVER = 10**9
-"""An interval in steps that no run reaches: when to log, save and evaluate is decided by transformers' callbacks."""
-
+NEVER = 10**9  # in steps: when to log, save and evaluate is decided by transformers' callbacks
+# `generation_kwargs` that Covey's sampler has -> its settings
 _OURS = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "stop_strings")}
 _OURS |= {"max_new_tokens": "max_completion_length", "max_tokens": "max_completion_length", "stop": "stop_strings"}
-"""`generation_kwargs` that Covey's sampler has -> its settings."""
 _EIGHT_BITS = {"adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit", "paged_adamw_8bit": "paged_adamw_8bit"}
-"""`optim` -> `optim.optimizer`."""
 
 
 def optimizer_steps(args: GRPOConfig, num_prompts: int) -> int:
     """Optimiser steps of the run, as transformers counts them."""
     if args.max_steps > 0:
         return args.max_steps
-    generations = max(num_prompts // prompts_per_generation(args), 1)
-    per_epoch = generations * args.optimizer_steps_per_generation
+    per_epoch = max(num_prompts // prompts_per_generation(args), 1) * args.optimizer_steps_per_generation
     return max(1, math.ceil(args.num_train_epochs * per_epoch))
 
 
 def prompts_per_generation(args: GRPOConfig) -> int:
     """Different prompts in each generation."""
-    size, group = args.generation_batch_size, args.num_generations
-    assert size is not None
-    assert group is not None
-    return size // group
+    return cast(int, args.generation_batch_size) // cast(int, args.num_generations)
 
 
 def _reference(args: GRPOConfig) -> dict[str, Any]:
@@ -67,13 +60,10 @@ def _loss(args: GRPOConfig) -> dict[str, Any]:
         own |= {name: getattr(args, name) for name in ("sapo_temperature_pos", "sapo_temperature_neg")}
     if args.use_bias_correction_kl:
         own["kl_ratio"] = args.importance_sampling_level
-    # Always given: Covey's own default of dapo is another one.
+    # The upper end is always given: Covey's own default of dapo is another one.
     upper = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    options: dict[str, Any] = {
-        "epsilon_max" if args.loss_type == "cispo" else "epsilon_high": upper,
-        "delta": args.delta,
-    }
-    options["importance_sampling_level"] = args.importance_sampling_level
+    options: dict[str, Any] = {"epsilon_max" if args.loss_type == "cispo" else "epsilon_high": upper}
+    options |= {"delta": args.delta, "importance_sampling_level": args.importance_sampling_level}
     known = LOSSES[args.loss_type].parameters if args.loss_type in LOSSES else {}
     own |= {name: value for name, value in options.items() if name in known and value is not None}
     entropy = {name: getattr(args, f"entropy_coef_{name}") for name in ("delta", "min", "max")}
@@ -116,11 +106,8 @@ def _server(args: GRPOConfig) -> dict[str, Any]:
         return {}
     host = "127.0.0.1" if args.vllm_server_host == "0.0.0.0" else args.vllm_server_host  # an address to listen on
     url = args.vllm_server_base_url or f"http://{host}:{args.vllm_server_port}"
-    return {
-        "inference_server_url": url,
-        "inference_server_kind": _kind(url),
-        "server_retry_seconds": float(args.vllm_server_timeout),
-    }
+    found = {"inference_server_url": url, "inference_server_kind": _kind(url)}
+    return found | {"server_retry_seconds": float(args.vllm_server_timeout)}
 
 
 def _colocated(args: GRPOConfig) -> dict[str, Any]:
@@ -151,11 +138,7 @@ def _generation(args: GRPOConfig) -> dict[str, Any]:
 
 
 def generate_options(args: GRPOConfig) -> dict[str, Any]:
-    """What is asked of sampling beyond that: options of transformers' `generate`, which samples then.
-
-    Raises:
-        ConfigError: a server samples, which has no such options.
-    """
+    """What is asked of sampling beyond that: options of transformers' `generate`, which samples then."""
     given = as_mapping("generation_kwargs", args.generation_kwargs)
     found = {name: value for name, value in given.items() if name not in _OURS}
     if found.get("do_sample") is True and len(found) == 1:
@@ -183,21 +166,15 @@ def as_mapping(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> covey.GRPOConfig:
-    """Covey's settings of a run.
-
-    Raises:
-        ConfigError: something that is impossible here, or a value out of range, by TRL's names.
-    """
+    """Covey's settings of a run; an error names what is impossible here, or a value out of range, as TRL does."""
     check(args)
-    name = str(getattr(args.optim, "value", args.optim))
+    name, schedule = (str(getattr(given, "value", given)) for given in (args.optim, args.lr_scheduler_type))
     if not name.startswith("ademamix") and "adamw" not in name:
-        raise ConfigError(
-            f"optim={name!r}: Covey trains with AdamW; leave it out, or pass optimizers=(optimizer, None)"
-        )
+        raise ConfigError(f"optim={name!r}: Covey trains with AdamW; leave it out, or pass optimizers=(yours, None)")
     if name not in _EIGHT_BITS and ("8bit" in name or "paged" in name):
-        warnings.warn(f"optim={name!r}: runs as plain AdamW, whose state takes more memory", UserWarning, stacklevel=3)
+        warnings.warn(f"optim={name!r}: runs as plain AdamW, whose state takes more memory", stacklevel=3)
     per_generation, steps = args.optimizer_steps_per_generation, optimizer_steps(args, num_prompts)
-    warmup = args.warmup_steps
+    warmup, adam = args.warmup_steps, {name: getattr(args, f"adam_{name}") for name in ("beta1", "beta2", "epsilon")}
     values: dict[str, Any] = {
         **{field: getattr(args, field) for field, meaning in MEANINGS.items() if meaning.kind == "same"},
         # model
@@ -223,16 +200,11 @@ def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> 
         # optim and schedule
         "optimizer": _EIGHT_BITS.get(name, "adamw"),
         "max_grad_norm": args.max_grad_norm or 0.0,
-        "lr_scheduler_type": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)).removesuffix(
-            "_with_warmup"
-        ),
+        "lr_scheduler_type": schedule.removesuffix("_with_warmup"),
         "lr_scheduler_kwargs": dict(as_mapping("lr_scheduler_kwargs", args.lr_scheduler_kwargs)),
         "autocast": "bfloat16" if args.bf16 else "float16" if args.fp16 else "none",
         "warmup_steps": warmup if 0 < warmup < 1 else int(warmup),
-        "optimizer_parameters": {
-            "weight_decay": args.weight_decay,
-            **{name: getattr(args, f"adam_{name}") for name in ("beta1", "beta2", "epsilon")},
-        },
+        "optimizer_parameters": {"weight_decay": args.weight_decay, **adam},
         "max_optimizer_steps": steps,
         # evaluation, as TRL evaluates: samples at the temperature of training, as many for each prompt
         "eval_steps": NEVER,
