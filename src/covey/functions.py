@@ -225,14 +225,11 @@ def make_named(
     if inspect.isabstract(factory):
         raise ConfigError(f"{kind}={name!r}: {base} lacks {', '.join(sorted(factory.__abstractmethods__))}; add it")
     parameters = inspect.signature(factory).parameters
-    for option, value in options.items():
+    for option in options:
         if option not in parameters:
             raise ConfigError(f"{kind}={base!r} has no option {option!r}; {_nearest(option, parameters)}")
-        allowed = _NUMBERS.get(str(getattr(parameters[option].annotation, "__name__", parameters[option].annotation)))
-        if allowed is not None and type(value) not in allowed:
-            raise ConfigError(
-                f"{kind}={name!r}: {option}={value!r:.80} is {type(value).__name__}, and must be {_WORDS[allowed[0]]}"
-            )
+    if problem := number_problem(factory, options):
+        raise ConfigError(f"{kind}={name!r}: {problem}")
     try:
         made: Made = factory(**options)
     except TypeError as error:
@@ -246,6 +243,18 @@ def make_named(
     if names_file(name):
         _checked(kind, base, made, wanted, needs)
     return made
+
+
+def number_problem(function: Callable[..., Any], given: Mapping[str, Any]) -> str:
+    """What is wrong with a value where the function's parameter is a number (or one `| None`); "" = nothing."""
+    parameters = inspect.signature(function).parameters
+    for name, value in given.items():
+        note = parameters[name].annotation if name in parameters else ""
+        kind, _, none = str(getattr(note, "__name__", note)).partition(" | ")
+        allowed = _NUMBERS.get(kind)
+        if allowed and type(value) not in allowed and not (none and value is None):
+            return f"{name}={value!r:.80} is {type(value).__name__}, and must be {_WORDS[allowed[0]]}"
+    return ""
 
 
 def _checked(kind: str, base: str, made: Any, wanted: Sequence[str], needs: type[Any]) -> Any:
