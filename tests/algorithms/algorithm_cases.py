@@ -18,10 +18,7 @@ from loss_reference import Completed, reference_loss
 LENGTH = 7  # max_completion_length of all cases
 LOSS_TYPES = sorted(LOSSES)
 TERMS = ("beta", "kl_estimator", "entropy_coef")
-SMALL = {
-    "kl_cov": {"kl_cov_ratio": 0.3},
-    "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.01, "clip_cov_ub": 2.0},
-}
+SMALL = {"kl_cov": {"kl_cov_ratio": 0.3}, "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.01, "clip_cov_ub": 2.0}}
 """Parameters with which a loss that selects a few of many tokens selects some of a small case."""
 
 

@@ -55,8 +55,7 @@ def test_group_and_scale_by_hand() -> None:
     np.testing.assert_allclose(group_advantages(rewards, groups, scale="none"), [-1, -1, 2, -0.5, 0.5])
     # batch: mean 1.2, squares 1.44 + 1.44 + 3.24 + 0.04 + 0.64 = 6.8, over 4 = 1.7
     np.testing.assert_allclose(
-        group_advantages(rewards, groups, scale="batch", epsilon=0.0),
-        np.array([-1, -1, 2, -0.5, 0.5]) / math.sqrt(1.7),
+        group_advantages(rewards, groups, scale="batch", epsilon=0.0), np.array([-1, -1, 2, -0.5, 0.5]) / math.sqrt(1.7)
     )
     # epsilon is added to the std, not to the variance: ±0.5 / (0.5 + 0.5)
     np.testing.assert_allclose(group_advantages([1, 2], [0, 0], correction=0, epsilon=0.5), [-0.5, 0.5])
@@ -80,8 +79,7 @@ def test_what_cannot_be_scored_is_left_out_of_its_group(name: str) -> None:
 
 @pytest.mark.parametrize("name", WITHIN_GROUPS)
 @pytest.mark.parametrize(
-    "rewards",
-    [[5.0], [NAN], [NAN, NAN, NAN], [1.0, NAN], [0.1, 0.1, 0.1], [1 / 3] * 7, [1e8 + 0.1] * 3, []],
+    "rewards", [[5.0], [NAN], [NAN, NAN, NAN], [1.0, NAN], [0.1, 0.1, 0.1], [1 / 3] * 7, [1e8 + 0.1] * 3, []]
 )
 def test_a_group_without_relative_information_gets_exactly_zero(name: str, rewards: list[float]) -> None:
     for scale in ("group", "batch", "none"):
@@ -175,8 +173,7 @@ def test_an_episode_counts_once_however_many_steps_it_has() -> None:
     rewards, groups, episodes = [4.0, 0.0, 4.0, 4.0, 1.0, 3.0], [0, 0, 0, 0, 1, 1], [8, 9, 8, 8, 8, 5]
     # mean 2, not 3; sample std sqrt(8) resp. sqrt(2)
     np.testing.assert_allclose(
-        episode_advantages(rewards, groups, episodes, epsilon=0.0),
-        np.array([1, -1, 1, 1, -1, 1]) / math.sqrt(2),
+        episode_advantages(rewards, groups, episodes, epsilon=0.0), np.array([1, -1, 1, 1, -1, 1]) / math.sqrt(2)
     )
     # the first row of episode 8 could not be scored: the next one speaks for it
     rewards[0] = NAN

@@ -7,12 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from covey.algorithms.advantages import (
-    discounted_returns,
-    episode_advantages,
-    gigpo_advantages,
-    group_advantages,
-)
+from covey.algorithms.advantages import discounted_returns, episode_advantages, gigpo_advantages, group_advantages
 
 
 def test_returns() -> None:

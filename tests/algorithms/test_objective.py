@@ -270,11 +270,7 @@ def test_jax_in_its_default_precision() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "missing"),
-    [
-        ({"beta": 0.1}, "ref"),
-        ({"beta": 0.1, "kl_estimator": "exact"}, "kl"),
-        ({"entropy_coef": 0.1}, "entropy"),
-    ],
+    [({"beta": 0.1}, "ref"), ({"beta": 0.1, "kl_estimator": "exact"}, "kl"), ({"entropy_coef": 0.1}, "entropy")],
 )
 def test_a_term_without_its_input_is_an_error(changes: dict[str, object], missing: str) -> None:
     case = random_case(seed=13)

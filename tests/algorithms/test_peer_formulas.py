@@ -10,14 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from covey.algorithms import (
-    KL_ESTIMATORS,
-    count_step,
-    make_objective,
-    mismatch_correction,
-    policy_loss,
-    token_weights,
-)
+from covey.algorithms import KL_ESTIMATORS, count_step, make_objective, mismatch_correction, policy_loss, token_weights
 from covey.config.algorithm import AlgorithmConfig
 
 RNG = np.random.default_rng(11)

@@ -120,11 +120,7 @@ def test_masks_leave_their_reason_and_the_group_mean() -> None:
 
 
 def test_validity_uses_the_tasks_own_notion_of_an_answer() -> None:
-    batch = batch_of(
-        [group([0, 1], [2, 3])],
-        validity_min_length=1,
-        has_answer=lambda prompt, text: len(text) == 2,
-    )
+    batch = batch_of([group([0, 1], [2, 3])], validity_min_length=1, has_answer=lambda prompt, text: len(text) == 2)
     assert batch.mask.any(axis=1).tolist() == [True, False]
 
 

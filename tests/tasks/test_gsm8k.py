@@ -111,15 +111,9 @@ def test_a_part_of_the_training_set_depends_on_the_seed() -> None:
     ("rows", "message"),
     [
         ([{"question": "q"}], "row 0 has no text in the column 'answer'"),
-        (
-            [{"prompt": "q", "answer": "#### 1"}],
-            "no text in the column 'question' \\(columns: prompt, answer",
-        ),
+        ([{"prompt": "q", "answer": "#### 1"}], "no text in the column 'question' \\(columns: prompt, answer"),
         ([{"question": "q", "answer": 1}], "no text in the column 'answer'"),
-        (
-            [PROBLEMS[0], {"question": "q", "answer": "so it is 1"}],
-            "row 1: the answer 'so it is 1' does not end in",
-        ),
+        ([PROBLEMS[0], {"question": "q", "answer": "so it is 1"}], "row 1: the answer 'so it is 1' does not end in"),
         (PROBLEMS[:3], "all 3 questions are held out; lower num_eval=200"),
     ],
 )

@@ -21,12 +21,7 @@ def test_by_name_and_with_options() -> None:
     assert (task.kinds, task.digits) == (("gcd",), 2)
     written = get_task("arithmetic:kinds=sum+gcd, digits=2,strict=true,system_prompt=none")
     assert isinstance(written, Arithmetic)
-    assert (written.kinds, written.digits, written.strict, written.system_prompt) == (
-        ("sum", "gcd"),
-        2,
-        True,
-        None,
-    )
+    assert (written.kinds, written.digits, written.strict, written.system_prompt) == (("sum", "gcd"), 2, True, None)
     assert get_task("arithmetic:digits=2", digits=3).digits == 3
     assert isinstance(get_task("gsm8k", path="a.jsonl"), GSM8K)  # reads nothing yet
     assert task_names() == tuple(sorted({"arithmetic", "gsm8k", *task_names()}))

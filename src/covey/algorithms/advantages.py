@@ -104,13 +104,7 @@ def rloo_advantages(rewards: Any, groups: Any) -> Array:
 
 
 def episode_advantages(
-    rewards: Any,
-    groups: Any,
-    episodes: Any,
-    *,
-    scale: str = "group",
-    correction: int = 1,
-    epsilon: float = 1e-6,
+    rewards: Any, groups: Any, episodes: Any, *, scale: str = "group", correction: int = 1, epsilon: float = 1e-6
 ) -> Array:
     """Naive GRPO for agents (naive-grpo-agents.md): rows are *steps*, each episode counts once in its group.
 
@@ -241,13 +235,7 @@ def _same_length(rewards: Array, other: Array, name: str) -> None:
 
 
 def _normalise(
-    rewards: Array,
-    groups: Array,
-    scorable: Array,
-    counted: Array,
-    scale: str,
-    correction: int,
-    epsilon: float,
+    rewards: Array, groups: Array, scorable: Array, counted: Array, scale: str, correction: int, epsilon: float
 ) -> Array:
     """Centre `rewards` in their groups and scale them; statistics are taken over the `counted` rows only."""
     if scale not in SCALES:

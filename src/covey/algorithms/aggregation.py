@@ -85,12 +85,7 @@ AGGREGATORS: dict[str, Callable[[Array, StepCounts, int | None], Array]] = {
 
 
 def token_weights(
-    mask: Array,
-    counts: StepCounts,
-    aggregation: str,
-    max_completion_length: int | None = None,
-    *,
-    dtype: Any = None,
+    mask: Array, counts: StepCounts, aggregation: str, max_completion_length: int | None = None, *, dtype: Any = None
 ) -> Array:
     """The weight of each token in the loss of the step.
 

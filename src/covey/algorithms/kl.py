@@ -115,10 +115,7 @@ def exact_weighted_kl(policy: Array, reference: Array) -> Array:
     return exact_kl(policy, reference) * weight
 
 
-VOCABULARY_KL: dict[str, Callable[[Array, Array], Array]] = {
-    "exact": exact_kl,
-    "exact_weighted": exact_weighted_kl,
-}
+VOCABULARY_KL: dict[str, Callable[[Array, Array], Array]] = {"exact": exact_kl, "exact_weighted": exact_weighted_kl}
 """`kl_estimator` -> `f(policy, reference)` on log-probabilities `[..., V]` over the vocabulary."""
 
 

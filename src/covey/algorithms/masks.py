@@ -87,10 +87,7 @@ def without_surrogate(advantages: Array, base_mask: Array, keep: Mapping[str, Ar
 
 
 def completion_masks(
-    algorithm: MaskSettings,
-    finish_reasons: Sequence[str],
-    texts: Sequence[str],
-    answered: Callable[[], Sequence[bool]],
+    algorithm: MaskSettings, finish_reasons: Sequence[str], texts: Sequence[str], answered: Callable[[], Sequence[bool]]
 ) -> dict[str, NDArray[np.bool_]]:
     """The masks that can be known before the policy is run: reason -> `[N]`, True where a completion is kept.
 
