@@ -154,8 +154,8 @@ def prompts_of(tasks: Sequence[int]) -> dict[str, Any]:
 
 
 def play_with(player: Player, generator: FakeGenerator, tasks: Sequence[int], samples: int) -> list[list[Any]]:
-    sampling = SamplingSettings(max_tokens=20)
-    return player.play(**prompts_of(tasks), generator=generator, sampling=sampling, num_generations=samples, policy_version=5)  # type: ignore[arg-type] # fmt: skip
+    given = {"sampling": SamplingSettings(max_tokens=20), "num_generations": samples, "policy_version": 5}
+    return player.play(**prompts_of(tasks), generator=generator, **given)  # type: ignore[arg-type]
 
 
 def play(
@@ -208,11 +208,7 @@ def test_worlds_that_were_reset_ahead_are_not_reset_again() -> None:
     assert all(trajectory.success for group in found for trajectory in group)
     assert play_with(player, FakeGenerator(read_go_take), [2], 1)[0][0].success
     assert pool.asked[4:] == [("reset", 0)]
-
-
-def test_what_was_reset_for_nothing_is_forgotten() -> None:
-    pool = FakePool(HouseEnvironment, 3)
-    player = make_player(pool)
+    # what was reset for nothing is forgotten
     player.prepare(**prompts_of([0, 1, 2]), num_generations=1)
     pool.asked.clear()
     found = play_with(player, FakeGenerator(read_go_take), [0, 5], 1)  # say an evaluation; it begins with the same task
@@ -306,7 +302,8 @@ def test_failures_cost_their_own_episode(history: int | None, places: int) -> No
 
 
 def test_slow_worlds_wait_alone() -> None:
-    pools = [FakePool(HouseEnvironment, 6), FakePool(HouseEnvironment, 6, lambda n: 7 * n), FakePool(HouseEnvironment, 2)]  # fmt: skip
+    house = HouseEnvironment
+    pools = [FakePool(house, 6), FakePool(house, 6, lambda place: 7 * place), FakePool(house, 2)]
     fast, *others = (play(FakeGenerator(read_go_take), pool, tasks=2, samples=3)[0] for pool in pools)
     for found in others:
         for one, other in zip(chain(*fast), chain(*found), strict=True):
@@ -389,15 +386,12 @@ def advantages(groups: list[Group], estimator: Any = "grpo", parameters: Any = N
     return agent_advantages(groups, found, AlgorithmConfig(scale_rewards="none"), EnvironmentConfig(**environment))
 
 
-def test_segments() -> None:
-    assert segment_of_token(np.array([False, True, True, False, True])).tolist() == [0, 0, 1]
-    assert segment_of_token(np.array([False, False])).tolist() == []
-
-
 @pytest.mark.parametrize("conversation", [True, False])
 def test_estimators_by_hand(conversation: bool) -> None:
     # one episode of two turns that earns 1 in the second, one of a single turn that earns 0
     groups = [group(trajectory([0.0, 1.0], conversation=conversation), trajectory([0.0], conversation=conversation))]
+    assert segment_of_token(np.array([False, True, True, False, True])).tolist() == [0, 0, 1]
+    assert segment_of_token(np.array([False, False])).tolist() == []
     part = find_estimator("gigpo").episode_part
     third = 1 / 3
     for estimator, parameters, (first, second, other) in (
@@ -497,6 +491,9 @@ def test_the_turns_are_the_templates_own(template: str, system: str | None, seen
 
 
 def test_a_turn_that_was_cut_off_is_ended_by_us_and_none_by_a_world() -> None:
+    bare = ConversationTemplate(tokenizer_with(None), [END], "Play.")
+    assert TOKENIZER.decode(bare.opening("a room")) == "Play.\n\na room\n> "
+    assert TOKENIZER.decode(bare.reply("a door", ended=False)) == "\na door\n> "
     words = ConversationTemplate(TOKENIZER, [END])
     whole = TOKENIZER.decode(words.reply("b", ended=False))
     assert whole == "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
@@ -505,12 +502,6 @@ def test_a_turn_that_was_cut_off_is_ended_by_us_and_none_by_a_world() -> None:
     for tell in (words.opening, partial(words.reply, ended=True)):
         plain, special = ([t for t in tell(text).tolist() if t in TOKENIZER.all_special_ids] for text in ("x", hostile))
         assert plain == special
-
-
-def test_without_a_template() -> None:
-    words = ConversationTemplate(tokenizer_with(None), [END], "Play.")
-    assert TOKENIZER.decode(words.opening("a room")) == "Play.\n\na room\n> "
-    assert TOKENIZER.decode(words.reply("a door", ended=False)) == "\na door\n> "
 
 
 @pytest.mark.parametrize(
