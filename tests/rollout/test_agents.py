@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain, count, groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,9 +82,9 @@ class FakeGenerator:
     def __init__(self, policy: Callable[[str], str], *, room: int = 10_000, end: bool = True) -> None:
         self._policy, self._room, self._end = policy, room, end
         self.rows: list[Any] = []
+        self._running: list[Any] = []
 
     def session(self, settings: SamplingSettings, **options: Any) -> FakeGenerator:
-        self._running: list[Any] = []
         return self
 
     @property
@@ -153,16 +153,12 @@ def prompts_of(tasks: Sequence[int]) -> dict[str, Any]:
     return {"tasks": prompts, "streams": [(3, 0, i) for i in tasks]}
 
 
-def play_with(player: Player, generator: FakeGenerator, tasks: Sequence[int], samples: int) -> list[list[Any]]:
-    given = {"sampling": SamplingSettings(max_tokens=20), "num_generations": samples, "policy_version": 5}
-    return player.play(**prompts_of(tasks), generator=generator, **given)  # type: ignore[arg-type]
-
-
 def play(
-    generator: FakeGenerator, pool: FakePool, tasks: int = 1, samples: int = 2, **settings: Any
+    generator: FakeGenerator, pool: FakePool | Player, tasks: Sequence[int] = (0,), samples: int = 2, **settings: Any
 ) -> tuple[list[list[Any]], Player]:
-    player = make_player(pool, **settings)
-    return play_with(player, generator, range(tasks), samples), player
+    player = pool if isinstance(pool, Player) else make_player(pool, **settings)
+    given = {"sampling": SamplingSettings(max_tokens=20), "num_generations": samples, "policy_version": 5}
+    return player.play(**prompts_of(tasks), generator=generator, **given), player  # type: ignore[arg-type]
 
 
 def play_once(generator: FakeGenerator, make: Any = HouseEnvironment, **settings: Any) -> tuple[Any, Player]:
@@ -202,16 +198,15 @@ def test_worlds_that_were_reset_ahead_are_not_reset_again() -> None:
     player, generator = make_player(pool), FakeGenerator(read_go_take)
     player.prepare(**prompts_of([0, 1]), num_generations=2)  # of four episodes three have a place
     assert pool.asked == [("reset", 0), ("reset", 1), ("reset", 2)]
-    found = play_with(player, generator, [0, 1], 2)
-    assert len(pool.asked) == 4  # the fourth, in a place that has become free
-    assert pool.asked[3][0] == "reset"
+    found = play(generator, player, [0, 1])[0]
+    assert [what for what, _ in pool.asked] == ["reset"] * 4  # the fourth, in a place that has become free
     assert all(trajectory.success for group in found for trajectory in group)
-    assert play_with(player, FakeGenerator(read_go_take), [2], 1)[0][0].success
+    assert play(FakeGenerator(read_go_take), player, [2], 1)[0][0][0].success
     assert pool.asked[4:] == [("reset", 0)]
     # what was reset for nothing is forgotten
     player.prepare(**prompts_of([0, 1, 2]), num_generations=1)
     pool.asked.clear()
-    found = play_with(player, FakeGenerator(read_go_take), [0, 5], 1)  # say an evaluation; it begins with the same task
+    found, _ = play(FakeGenerator(read_go_take), player, [0, 5], 1)  # say an evaluation; it begins with the same task
     assert pool.asked == [("cancel", 2), ("cancel", 1), ("reset", 1)]
     assert [trajectory.success for (trajectory,) in found] == [True, True]
     player.prepare(**prompts_of([0]), num_generations=2)
@@ -230,6 +225,12 @@ def test_steps_have_prompts_of_their_own_with_a_bounded_history() -> None:
     # only one turn is remembered
     assert [part in last for part in ("Task: Find the key.", "> go garden", "> read note")] == [True, True, False]
     assert not any(row.keep for row in generator.rows)
+    # history gives way where a prompt has no room
+    generator = FakeGenerator(lambda _: "read note")
+    one, _ = play_once(generator, history_length=3, show_actions=False, max_conversation_tokens=520)
+    assert one.ended == "turns"
+    assert max(len(row.ids) for row in generator.rows[1:]) <= 520 + len("read note") + 1
+    assert TOKENIZER.decode(generator.rows[3].ids).count("\n> read note") < 3
 
 
 def test_actions_are_listed_and_what_is_none_costs() -> None:
@@ -266,31 +267,27 @@ def test_a_turn_that_is_cut_off_is_ended_for_the_policy() -> None:
     assert "read note<|im_end|>\n<|im_start|>user" in TOKENIZER.decode(one.episodes[0].token_ids)
 
 
-class Fragile(HouseEnvironment):
-    """Every third of them breaks at its second action, every seventh at once."""
-
-    count = 0
-
-    def reset(self, task: dict[str, Any], seed: int) -> Observation:
-        Fragile.count += 1
-        self.number, self.actions = Fragile.count, 0
-        if self.number % 7 == 0:
-            raise RuntimeError("no world today")
-        return super().reset(task, seed)
-
-    def step(self, action: str) -> Any:
-        self.actions += 1
-        if self.number % 3 == 0 and self.actions == 2:
-            raise RuntimeError("the floor broke")
-        return super().step(action)
-
-
 @pytest.mark.parametrize("history", [None, 1], ids=["conversation", "steps"])
 @pytest.mark.parametrize("places", [1, 3, 12])
 def test_failures_cost_their_own_episode(history: int | None, places: int) -> None:
-    Fragile.count = 0
+    """Every third world breaks at its second action, every seventh at once."""
+    worlds = count(1)
+
+    class Fragile(HouseEnvironment):
+        def reset(self, task: dict[str, Any], seed: int) -> Observation:
+            self.number, self.actions = next(worlds), 0
+            if self.number % 7 == 0:
+                raise RuntimeError("no world today")
+            return super().reset(task, seed)
+
+        def step(self, action: str) -> Any:
+            self.actions += 1
+            if self.number % 3 == 0 and self.actions == 2:
+                raise RuntimeError("the floor broke")
+            return super().step(action)
+
     pool = FakePool(Fragile, places)
-    found, player = play(FakeGenerator(read_go_take), pool, tasks=3, samples=4, history_length=history)
+    found, player = play(FakeGenerator(read_go_take), pool, range(3), samples=4, history_length=history)
     trajectories = [t for group in found for t in group]
     failed = [t for t in trajectories if t.ended == "failed"]
     assert (len(trajectories), len(failed), player.stats.failures) == (12, 5, 5)  # 3, 6, 9, 12 and 7
@@ -304,7 +301,7 @@ def test_failures_cost_their_own_episode(history: int | None, places: int) -> No
 def test_slow_worlds_wait_alone() -> None:
     house = HouseEnvironment
     pools = [FakePool(house, 6), FakePool(house, 6, lambda place: 7 * place), FakePool(house, 2)]
-    fast, *others = (play(FakeGenerator(read_go_take), pool, tasks=2, samples=3)[0] for pool in pools)
+    fast, *others = (play(FakeGenerator(read_go_take), pool, range(2), samples=3)[0] for pool in pools)
     for found in others:
         for one, other in zip(chain(*fast), chain(*found), strict=True):
             assert one.turns == other.turns
@@ -328,26 +325,15 @@ def test_a_long_observation_is_cut_and_counted() -> None:
     generator, long = FakeGenerator(lambda _: "nothing"), Observation("x" * 1000, ("go",))
     _, player = play_once(generator, lambda: FakeWorld(long, long), max_turns=1, max_observation_tokens=50)
     text = TOKENIZER.decode(generator.rows[0].ids)
-    assert "x" * 50 + " [...]" in text
-    assert "x" * 51 not in text
-    assert player.stats.cut_observations == 1
-
-
-def test_history_gives_way_where_a_prompt_has_no_room() -> None:
-    generator = FakeGenerator(lambda _: "read note")
-    one, _ = play_once(generator, history_length=3, show_actions=False, max_conversation_tokens=520)
-    assert one.ended == "turns"
-    assert max(len(row.ids) for row in generator.rows[1:]) <= 520 + len("read note") + 1
-    assert TOKENIZER.decode(generator.rows[3].ids).count("\n> read note") < 3
+    assert f"{'x' * 50} [...]" in text
+    assert (text.count("x" * 51), player.stats.cut_observations) == (0, 1)
 
 
 def test_choices_that_are_too_long_for_a_turn(caplog: pytest.LogCaptureFixture) -> None:
-    """Turns have up to 20 tokens, letters one each."""
-
     def offering(*actions: str) -> Callable[[], Environment]:
         return lambda: FakeWorld(Observation("Go.", actions), Observation("Done."), done=True)
 
-    generator = FakeGenerator(lambda _: "a" * 5)
+    generator = FakeGenerator(lambda _: "a" * 5)  # turns have up to 20 tokens, letters one each
     play(generator, FakePool(offering("a" * 5, "b" * 40), 2), action_format="choice")
     assert [len(row.choices) for row in generator.rows] == [1, 1]
     assert len(caplog.records) == 1
@@ -356,14 +342,12 @@ def test_choices_that_are_too_long_for_a_turn(caplog: pytest.LogCaptureFixture) 
         play(generator, FakePool(offering("b" * 40), 1), action_format="choice")
 
 
-@pytest.mark.parametrize(
-    ("text", "why"), [("Go on.", "after 1 turns the world says of no action"), ("\ud800", "surrogate pair")]
-)
-def test_what_cannot_be_gone_on_with_costs_its_own_episode(text: str, why: str) -> None:
-    pool = FakePool(lambda: FakeWorld(Observation("Go.", ("a",)), Observation(text)), 2)
-    ((episode, *_), *_), _ = play(FakeGenerator(lambda _: "a"), pool, action_format="choice")
-    assert (episode.ended, len(episode.turns)) == ("failed", 1)
-    assert why in episode.error
+def test_what_cannot_be_gone_on_with_costs_its_own_episode() -> None:
+    for text, why in {"Go on.": "after 1 turns the world says of no action", "\ud800": "surrogate pair"}.items():
+        pool = FakePool(lambda text=text: FakeWorld(Observation("Go.", ("a",)), Observation(text)), 2)
+        ((episode, *_), *_), _ = play(FakeGenerator(lambda _: "a"), pool, action_format="choice")
+        assert (episode.ended, len(episode.turns)) == ("failed", 1)
+        assert why in episode.error
 
 
 def trajectory(rewards: list[float], *, conversation: bool = True, ended: str = "done") -> Trajectory:
@@ -445,22 +429,16 @@ def test_only_what_several_episodes_of_a_group_saw_counts() -> None:
     assert same_action_ratio([group(played(("hall", None)), played(("hall", None)))]) == 1.0
 
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-LLAMA3 = (
-    "{% for m in messages %}[head]{{ m.role }}[/head]\n\n{{ m.content | trim }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}[head]assistant[/head]\n\n{% endif %}"
-)
-NO_ENDING = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-THOUGHTLESS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and not loop.last %}(earlier)"
-    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-)
+def template_of(message: str, opening: str = "") -> str:
+    each = "{% for m in messages %}" + message + "{% endfor %}"
+    return each + "{% if add_generation_prompt %}" + opening + "{% endif %}"
+
+
+CHATML = template_of("<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n", "<|im_start|>assistant\n")
+LLAMA3 = template_of("[head]{{ m.role }}[/head]\n\n{{ m.content | trim }}<|im_end|>", "[head]assistant[/head]\n\n")
+NO_ENDING = template_of("{{ m.role }}: {{ m.content }}\n", "assistant: ")
+EARLIER = "{% if m.role == 'assistant' and not loop.last %}(earlier){% else %}{{ m.content }}{% endif %}"
+THOUGHTLESS = template_of("<|im_start|>{{ m.role }}\n" + EARLIER + "<|im_end|>\n")
 TEXT = st.text(alphabet="abc XYZ.,!?<|>im_end\n", min_size=1, max_size=30).filter(lambda text: text == text.strip())
 
 
@@ -504,9 +482,7 @@ def test_a_turn_that_was_cut_off_is_ended_by_us_and_none_by_a_world() -> None:
         assert plain == special
 
 
-@pytest.mark.parametrize(
-    "template", [THOUGHTLESS, "{{ messages | length }}", "{% for m in messages %}{{ m.content * 2 }}{% endfor %}"]
-)
-def test_templates_that_rewrite_the_past_are_refused(template: str) -> None:
-    with pytest.raises(ConfigError, match="history_length=2"):
-        ConversationTemplate(tokenizer_with(template), [END])
+def test_templates_that_rewrite_the_past_are_refused() -> None:
+    for template in (THOUGHTLESS, "{{ messages | length }}", template_of("{{ m.content * 2 }}")):
+        with pytest.raises(ConfigError, match="history_length=2"):
+            ConversationTemplate(tokenizer_with(template), [END])

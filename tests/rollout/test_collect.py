@@ -12,7 +12,7 @@ from covey.algorithms import find_estimator
 from covey.config.algorithm import AlgorithmConfig
 from covey.config.environment import EnvironmentConfig
 from covey.config.rewards import RewardConfig
-from covey.rollout.batching import make_batch
+from covey.rollout.batching import has_text, make_batch
 from covey.rollout.collect import Rollout, collect_groups, collect_informative_groups, grow_groups, table_order
 from covey.rollout.scoring import Scorer
 from covey.types import Batch, Completion, Episode, FinishReason, Group, Prompt, Request, SamplingSettings
@@ -38,16 +38,10 @@ def test_a_group_for_each_prompt_in_order() -> None:
         asked.extend(request.stream for request in requests)
         return [completion(request.stream[-1] + 1) for request in requests]
 
-    rollout = collect_groups(
-        [prompt(1, 2), prompt(3)],
-        SamplingSettings(),
-        generator=echo,
-        scorer=Scorer(lambda completions: [float(len(text)) for text in completions]),
-        decode=lambda ids: "x" * len(ids),
-        num_generations=3,
-        streams=[(5, 0, 0), (5, 0, 1)],
-        policy_version=4,
-    )
+    scorer = Scorer(lambda completions: [float(len(text)) for text in completions])
+    how = {"generator": echo, "scorer": scorer, "decode": lambda ids: "x" * len(ids), "num_generations": 3}
+    seeds = {"streams": [(5, 0, 0), (5, 0, 1)], "policy_version": 4}
+    rollout = collect_groups([prompt(1, 2), prompt(3)], SamplingSettings(), **how, **seeds)
     assert asked == [(5, 0, row, sample) for row in range(2) for sample in range(3)]
     first, second = rollout.groups
     assert first.rewards.tolist() == [1.0, 2.0, 3.0]
@@ -64,12 +58,12 @@ def group(rewards: list[float], lengths: list[int] | None = None) -> Group:
     return Group(prompt(1, 2), episodes, values, {"reward": values})
 
 
-def batch_of(groups: list[Group], has_answer: Any = None, limit: int = 256, cache: int = 0, **changes: Any) -> Batch:
-    more = {} if has_answer is None else {"has_answer": has_answer}
+def batch_of(
+    groups: list[Group], has_answer: Any = has_text, limit: int = 256, cache: int = 0, **changes: Any
+) -> Batch:
     section, rewards = AlgorithmConfig(**changes), RewardConfig(soft_overlong_cache=cache)
-    return make_batch(
-        groups, section, rewards, EnvironmentConfig(), reward_weights=(1.0,), max_completion_length=limit, **more
-    )
+    more = {"reward_weights": (1.0,), "max_completion_length": limit, "has_answer": has_answer}
+    return make_batch(groups, section, rewards, EnvironmentConfig(), **more)
 
 
 def test_batch_by_hand() -> None:
@@ -94,9 +88,6 @@ def test_masks_leave_their_reason_and_the_group_mean() -> None:
 def test_validity_uses_the_tasks_own_notion_of_an_answer() -> None:
     batch = batch_of([group([0, 1], [2, 3])], validity_min_length=1, has_answer=lambda prompt, text: len(text) == 2)
     assert batch.mask.any(axis=1).tolist() == [True, False]
-
-
-def test_overlong_punishment_counts_tokens() -> None:
     # Limit 4, cache 2: lengths 2 and 3 are punished by 0 and -0.5, so equal rewards are no longer equal.
     batch = batch_of([group([1, 1], [2, 3])], cache=2, limit=4, scale_rewards="none")
     np.testing.assert_allclose(batch.advantages[:, 0], [0.25, -0.25])
@@ -119,12 +110,14 @@ def test_dynamic_sampling_refills_tied_groups() -> None:
     assert (rollout.sampling_seconds, rollout.scoring_seconds, rollout.sampled_tokens) == (3.0, 1.5, 30)
 
 
-@pytest.mark.parametrize("first", [[0, 1], [1, 1]])
-def test_dynamic_sampling_is_bounded(first: list[float]) -> None:
-    draws = [[group(first)], [group([1, 1])]]
-    rollout = collect_informative_groups(lambda count: Rollout(tuple(draws.pop(0)), 0.0, 0.0, 0), 4, 2, TEACHES)
-    # a partial batch; if all are tied, the last try's, for its rewards
-    assert (len(rollout.groups), len(rollout.whole.groups)) == (1, 2)
+def test_dynamic_sampling_is_bounded() -> None:
+    for first in ([0, 1], [1, 1]):
+        draws = [[group(first)], [group([1, 1])]]
+        rollout = collect_informative_groups(
+            lambda count, d=draws: Rollout(tuple(d.pop(0)), 0.0, 0.0, 0), 4, 2, TEACHES
+        )
+        # a partial batch; if all are tied, the last try's, for its rewards
+        assert (len(rollout.groups), len(rollout.whole.groups)) == (1, 2)
 
 
 def grown(first: list[Group], answers: list[list[Group]], most: int | None) -> tuple[Rollout, list[Any]]:

@@ -26,7 +26,7 @@ def episode(prompt: list[int], *segments: list[int], support: Support | None = N
 
 
 def one_pack(*episodes: Episode) -> Pack:
-    (pack,) = pack_episodes(list(episodes))
+    (pack,) = pack_episodes(episodes, whole_trees=True)
     return pack
 
 
@@ -226,22 +226,16 @@ def test_every_sampled_token_is_predicted_from_its_own_past(episodes: list[Episo
     packs = pack_episodes(episodes, tokens_per_pack=budget)
     check(packs, episodes)
     for pack in packs:
-        longest = max(len(inputs_of(episodes[row])) for row in pack.rows)
-        assert pack.num_tokens <= max(budget, longest)
+        assert pack.num_tokens <= max(budget, *(len(inputs_of(episodes[row])) for row in pack.rows))
     rows = [inputs_of(one) for one in episodes]
     counts = count_tokens(episodes, range(len(episodes)), sum(pack.num_tokens for pack in packs))
     assert counts.raw == sum(map(len, rows))
     assert counts.unique == count_heads(rows) <= counts.computed <= counts.raw
     assert len(packs) <= 1 or counts.unique > budget
-
-
-@settings(max_examples=100, deadline=None)
-@given(batches(), st.integers(1, 30))
-def test_whole_trees_repeat_nothing(episodes: list[Episode], budget: int) -> None:
+    # whole trees repeat nothing
     packs = pack_episodes(episodes, tokens_per_pack=budget, whole_trees=True)
     check(packs, episodes)
-    counts = count_tokens(episodes, range(len(episodes)), sum(pack.num_tokens for pack in packs))
-    assert counts.computed == counts.unique
+    assert sum(pack.num_tokens for pack in packs) == counts.unique
     for pack in packs:
         assert pack.num_tokens <= budget or sum(branch.parent < 0 for branch in pack.branches) == 1
 
@@ -269,11 +263,6 @@ def test_cuts_repeat_what_is_least_and_tear_no_equal_rows() -> None:
     assert partition(trie_of([[1] * 9, [2], [1] * 9, [1] * 5]), 4) == [[0, 2, 3], [1]]
 
 
-def whole_pack(rows: list[Episode]) -> Pack:
-    (pack,) = pack_episodes(rows, None, 1 << 30)
-    return pack
-
-
 @st.composite
 def forests(draw: st.DrawFn) -> Pack:
     """Rows over two tokens, which share much."""
@@ -282,64 +271,51 @@ def forests(draw: st.DrawFn) -> Pack:
         ids = [0, *draw(st.lists(st.integers(0, 1), min_size=1, max_size=14))]
         sampled = [False, *draw(st.lists(st.booleans(), min_size=len(ids) - 2, max_size=len(ids) - 2)), True]
         rows.append(row_of(ids, sampled))
-    return whole_pack(rows)
+    return one_pack(*rows)
 
 
-class Walk:
-    """What the pieces of a pack hold, spelled out."""
-
-    def __init__(self, pack: Pack, budget: int) -> None:
-        self.pack, self.budget = pack, budget
-        self.seen: list[tuple[int, ...]] = []
-        self.scored: list[int] = []
-        self.rows: list[int] = []
-        for piece in pieces_of(pack, budget):
-            self.visit(piece, [])
-
-    def visit(self, piece: Piece, path: list[int]) -> None:
-        assert piece.past == len(path)
-        spelled = []
-        leave = leave_of(piece.branches, piece.num_tokens)
-        for token in range(piece.num_tokens):
-            chain, seen = self.chain(piece, token)
-            others = np.arange(piece.num_tokens)
-            assert chain == np.flatnonzero((others <= token) & (token < leave)).tolist()
-            spelled.append((*path[:seen], *piece.token_ids[chain].tolist()))
-            assert len(spelled[-1]) - 1 == piece.position_ids[token]
-        for number, at, target in zip(piece.scored, piece.score_at, piece.targets, strict=True):
-            whole = self.pack.path(int(self.pack.score_at[number]))
-            assert spelled[at] == tuple(self.pack.token_ids[whole].tolist())
-            assert target == self.pack.targets[number]
-        self.seen += spelled
-        self.scored += piece.scored.tolist()
-        self.rows += piece.rows.tolist()
-        if piece.trunk:
-            assert len(piece.branches) == 1
-        elif len(piece.branches) > 1:
-            assert piece.num_tokens <= max(self.budget - piece.past, self.budget // 4)
-        for follower in piece.followers:
-            self.visit(follower, [*path, *piece.token_ids.tolist()])
-
-    @staticmethod
-    def chain(piece: Piece, token: int) -> tuple[list[int], int]:
-        """The piece's tokens up to this one, and how many of the path come before them."""
-        number = next(n for n, branch in enumerate(piece.branches) if branch.start <= token < branch.stop)
-        chain, stop = [], token + 1
-        while True:
-            branch = piece.branches[number]
-            chain = [*range(branch.start, stop), *chain]
-            if branch.parent < 0:
-                return chain, branch.at
-            number, stop = branch.parent, piece.branches[branch.parent].start + branch.at
+def chain_of(piece: Piece, token: int) -> tuple[list[int], int]:
+    """The piece's tokens up to this one, and how many of the path come before them."""
+    number = next(n for n, branch in enumerate(piece.branches) if branch.start <= token < branch.stop)
+    chain, stop = [], token + 1
+    while True:
+        branch = piece.branches[number]
+        chain = [*range(branch.start, stop), *chain]
+        if branch.parent < 0:
+            return chain, branch.at
+        number, stop = branch.parent, piece.branches[branch.parent].start + branch.at
 
 
 @settings(max_examples=300, deadline=None)
 @given(forests(), st.integers(1, 40))
 def test_every_token_target_and_row_is_in_one_piece_on_its_own_path(pack: Pack, budget: int) -> None:
-    walk = Walk(pack, budget)
-    assert len(walk.seen) == len(set(walk.seen)) == pack.num_tokens
-    assert sorted(walk.scored) == list(range(len(pack.targets)))
-    assert sorted(walk.rows) == list(range(len(pack.rows)))
+    seen, scored, rows = [], [], []
+
+    def visit(piece: Piece, path: list[int]) -> None:
+        assert piece.past == len(path)
+        spelled = []
+        leave, others = leave_of(piece.branches, piece.num_tokens), np.arange(piece.num_tokens)
+        for token in range(piece.num_tokens):
+            chain, above = chain_of(piece, token)
+            assert chain == np.flatnonzero((others <= token) & (token < leave)).tolist()
+            spelled.append((*path[:above], *piece.token_ids[chain].tolist()))
+            assert len(spelled[-1]) - 1 == piece.position_ids[token]
+        for number, at, target in zip(piece.scored, piece.score_at, piece.targets, strict=True):
+            assert spelled[at] == tuple(pack.token_ids[pack.path(int(pack.score_at[number]))].tolist())
+            assert target == pack.targets[number]
+        seen.extend(spelled)
+        scored.extend(piece.scored.tolist())
+        rows.extend(piece.rows.tolist())
+        assert len(piece.branches) == 1 or not piece.trunk
+        assert len(piece.branches) == 1 or piece.num_tokens <= max(budget - piece.past, budget // 4)
+        for follower in piece.followers:
+            visit(follower, [*path, *piece.token_ids.tolist()])
+
+    for piece in pieces_of(pack, budget):
+        visit(piece, [])
+    assert len(seen) == len(set(seen)) == pack.num_tokens
+    assert sorted(scored) == list(range(len(pack.targets)))
+    assert sorted(rows) == list(range(len(pack.rows)))
 
 
 def test_a_prompt_with_large_completions_by_hand() -> None:
@@ -356,7 +332,7 @@ def test_a_prompt_with_large_completions_by_hand() -> None:
 def test_small_forks_of_a_long_run_are_run_together() -> None:
     """A conversation of 20 tokens with a way out of 2 tokens at every fifth: the run, then all ways out at once."""
     run = list(range(100, 121))
-    pack = whole_pack([episode(run[:20], run[20:]), *(episode([*run[:n], 1, 2], [3]) for n in (5, 10, 15))])
+    pack = one_pack(episode(run[:20], run[20:]), *(episode([*run[:n], 1, 2], [3]) for n in (5, 10, 15)))
     (trunk,) = pieces_of(pack, 24)
     (together,) = trunk.followers
     assert trunk.num_tokens == 20
@@ -367,21 +343,8 @@ def test_small_forks_of_a_long_run_are_run_together() -> None:
 def test_a_thousand_forks_along_one_run() -> None:
     """Deeper than Python's calls may be nested: each fork is followed by more than fits beside the run."""
     run = [0] * 2000
-    pack = whole_pack([episode(run, [9]), *(episode([*run[: 2 * n], *[n] * 4], [9]) for n in range(1, 1000))])
+    pack = one_pack(episode(run, [9]), *(episode([*run[: 2 * n], *[n] * 4], [9]) for n in range(1, 1000)))
     entered, left = [], []
     walk(pieces_of(pack, 8), lambda piece: entered.append(piece.past), lambda piece, _: left.append(piece.past))
     assert len(entered) == len(left) > 1000
     assert (entered[0], left[-1], max(entered) > 1990) == (0, 0, True)
-
-
-@pytest.mark.parametrize("budget", [40, 12])
-def test_memory_follows_the_path_and_the_budget(budget: int) -> None:
-    """A balanced tree of 2^6 leaves, two tokens a node: 254 tokens; never more than budget or path are kept."""
-    ways = [[token for level in range(6) for token in (1 + (leaf >> level & 1), 3 + level)] for leaf in range(64)]
-    pack = whole_pack([episode([0, 0, *way], [9]) for way in ways])
-    assert pack.num_tokens == 2 * (2**7 - 1)
-
-    def most(piece: Piece) -> int:
-        return max([piece.past + piece.num_tokens, *(most(follower) for follower in piece.followers)])
-
-    assert max(most(piece) for piece in pieces_of(pack, budget)) <= max(budget, 14 + budget // 4)
