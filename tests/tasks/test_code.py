@@ -49,6 +49,18 @@ def passed(reward: CodeReward, code: str, tests: Any) -> float | None:
     return reward([code], tests=[tests])[0]
 
 
+@pytest.fixture
+def partial() -> Iterator[CodeReward]:
+    reward = CodeReward(partial_credit=True)
+    yield reward
+    reward.close()
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
 def test_a_text_is_run_once(reward: CodeReward, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
     run_all = reward.harness.run_all
@@ -72,38 +84,36 @@ def test_a_text_is_run_once(reward: CodeReward, monkeypatch: pytest.MonkeyPatch)
 def test_humaneval_rows(reward: CodeReward) -> None:
     question, tests = read_problem(HUMANEVAL)
     assert "def total" in question
-    assert passed(reward, HUMANEVAL["prompt"] + HUMANEVAL["canonical_solution"], tests) == 1.0
-    assert (
-        passed(reward, "def total(xs: List[int]):\n    return sum(xs)", tests) == 1.0
-    )  # the prompt's imports are there
-    assert passed(reward, "def total(xs):\n    return twice(sum(xs)) // 2", tests) == 1.0  # and its helpers
-    assert passed(reward, "def total(xs):\n    return 3", tests) == 0.0
-    cheat = "def twice(x): return 1\ndef total(xs): return {2: 3, 1: xs[0]}[len(xs)]"
-    assert passed(reward, cheat, tests) == 1.0  # replacing the helper changes nothing for the tests
-    assert passed(reward, "def twice(x): return 3\ndef total(xs): return 3", tests) == 0.0
+    for code, score in {
+        HUMANEVAL["prompt"] + HUMANEVAL["canonical_solution"]: 1.0,
+        "def total(xs: List[int]):\n    return sum(xs)": 1.0,  # the prompt's imports are there
+        "def total(xs):\n    return twice(sum(xs)) // 2": 1.0,  # and its helpers
+        "def total(xs):\n    return 3": 0.0,
+        # replacing the helper changes nothing for the tests
+        "def twice(x): return 1\ndef total(xs): return {2: 3, 1: xs[0]}[len(xs)]": 1.0,
+        "def twice(x): return 3\ndef total(xs): return 3": 0.0,
+    }.items():
+        assert passed(reward, code, tests) == score, code
 
 
 STUBS = ("return None", "raise ValueError", "raise NotImplementedError", "return object()", "return ''")
 
 
 @needs_jail
-def test_stubs_earn_nothing_of_humanevals_check() -> None:
+def test_stubs_earn_nothing_of_humanevals_check(partial: CodeReward) -> None:
     body = (
         "import math\nassert True, 'good for debugging'\nrng = [1, 2]\nfor n in rng:\n    assert candidate([n]) == n\n"
     )
     body += "assert candidate([]) == 0\nassert tuple([candidate([3])]) == tuple([total([3])])\nassert True"
     row = HUMANEVAL | {"test": "def check(candidate):\n" + "".join(f"    {line}\n" for line in body.split("\n"))}
-    partial = CodeReward(partial_credit=True)
-    try:
-        _, tests = read_problem(row)
-        for stub in STUBS:
-            assert passed(partial, f"def total(xs): {stub}", tests) == 0.0, stub
-        # a call by the function's own name is the reference's: a program is not compared with itself
-        assert passed(partial, "def total(xs): return len(xs) and 1", tests) == pytest.approx(1 / 3)
-        assert passed(partial, row["prompt"] + row["canonical_solution"], tests) == 1.0
-        assert "sum(xs)" not in tests["prefix"]
-    finally:
-        partial.close()
+    _, tests = read_problem(row)
+    for stub in STUBS:
+        assert passed(partial, f"def total(xs): {stub}", tests) == 0.0, stub
+    # a call by the function's own name is the reference's: a program is not compared with itself
+    assert passed(partial, "def total(xs): return len(xs) and 1", tests) == pytest.approx(1 / 3)
+    assert passed(partial, row["prompt"] + row["canonical_solution"], tests) == 1.0
+    assert "sum(xs)" not in tests["prefix"]
+    assert passed(partial, "def f(x): return x", ["assert f(1) == 1", "assert f(2) == 3"]) == 0.5
 
 
 def test_mbpp_rows(reward: CodeReward) -> None:
@@ -115,12 +125,8 @@ def test_mbpp_rows(reward: CodeReward) -> None:
 
 
 def test_rows_of_a_file(tmp_path: Path, reward: CodeReward) -> None:
-    rows = [
-        {"prompt": f"Write f(x) that adds {i}.", "tests": [f"assert f(1) == {1 + i}"], "uid": f"p{i}"} for i in range(6)
-    ]
-    path = tmp_path / "problems.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = get_task(f"code:path={path},num_eval=2")
+    rows = [{"prompt": f"Write f(x) that adds {i}.", "tests": [f"assert f(1) == {1 + i}"]} for i in range(6)]
+    task = get_task(f"code:path={write(tmp_path / 'problems.jsonl', rows)},num_eval=2")
     train, held_out = task.train_rows(0), task.eval_rows()
     assert (len(train), len(held_out)) == (4, 2)
     assert not {row["question"] for row in train} & {row["question"] for row in held_out}
@@ -128,8 +134,7 @@ def test_rows_of_a_file(tmp_path: Path, reward: CodeReward) -> None:
     number = int(row["question"].split()[-1].rstrip("."))
     assert task.is_correct(f"```python\ndef f(x):\n    return x + {number}\n```", row)
     assert not task.is_correct("def f(x): return 0", row)
-    assert task.has_answer("def f(x)", {})
-    assert not task.has_answer("I do not know", {})
+    assert [task.has_answer(text, {}) for text in ("def f(x)", "I do not know")] == [True, False]
     (function,) = task.reward_funcs
     assert function(["def f(x): return 0"], tests=[row["tests"]]) == [0.0]
 
@@ -152,10 +157,9 @@ def test_rows_of_a_file(tmp_path: Path, reward: CodeReward) -> None:
     ],
 )
 def test_a_problem_that_is_none_is_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
-    path = tmp_path / "problems.jsonl"
-    path.write_text(json.dumps({"prompt": "ok", "tests": ["assert True"]}) + "\n" + json.dumps(row) + "\n")
+    path = write(tmp_path / "problems.jsonl", [{"prompt": "ok", "tests": ["assert True"]}, row])
     with pytest.raises(DataError, match=f"problems.jsonl: problem 2: .*{message}"):
-        Code(str(path), num_eval=1).train_rows(0)
+        Code(path, num_eval=1).train_rows(0)
 
 
 def test_settings_are_checked() -> None:
@@ -171,18 +175,6 @@ def test_the_reward_wants_its_column(reward: CodeReward) -> None:
         reward(["x", "y"], tests=[["assert True"], []])
     assert caught.value.sample == 1
     assert reward(["x = 1", "def f(): return 1"], tests=[None, ["assert f() == 1"]]) == [None, 1.0]
-
-
-@needs_jail
-def test_partial_credit() -> None:
-    reward = CodeReward(partial_credit=True)
-    try:
-        assert reward(["def f(x): return x"], tests=[["assert f(1) == 1", "assert f(2) == 3"]]) == [0.5]
-    finally:
-        reward.close()
-
-
-def test_as_a_verifier(reward: CodeReward) -> None:
     verifier = verifier_from_reward(reward, {"Write f.": {"tests": ["assert f() == 1"]}})
     assert verifier.batch_verify([("Write f.", "def f(): return 1"), ("Write f.", "def f(): return 2")]) == [1.0, 0.0]
 
@@ -208,10 +200,7 @@ def test_tiny_functions_are_solvable_and_not_trivial(reward: CodeReward) -> None
 
 def test_a_problem_in_both_files_is_an_error(tmp_path: Path) -> None:
     rows = [{"prompt": f"Write f{i}.", "tests": ["assert f() == 1"]} for i in range(3)]
-    for name, some in (("train", rows), ("eval", rows[1:2])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
-    task = get_task("code", path=str(tmp_path / "train.jsonl"), eval_path=str(tmp_path / "eval.jsonl"))
-    with pytest.raises(
-        DataError, match=r"train.jsonl: code-2 is the question of .*eval.jsonl: code-1 \(1 are in both\), 'Write f1"
-    ):
-        task.train_rows(0)
+    path, eval_path = write(tmp_path / "train.jsonl", rows), write(tmp_path / "eval.jsonl", rows[1:2])
+    words = r"train.jsonl: code-2 is the question of .*eval.jsonl: code-1 \(1 are in both\), 'Write f1"
+    with pytest.raises(DataError, match=words):
+        get_task("code", path=path, eval_path=eval_path).train_rows(0)
