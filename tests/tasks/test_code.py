@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +41,12 @@ MBPP = {
 def reward() -> Iterator[CodeReward]:
     if missing():
         pytest.skip(missing())
-    reward = CodeReward(limits=Limits(seconds=3))
-    yield reward
-    reward.close()
+    with closing(CodeReward(limits=Limits(seconds=3))) as reward:
+        yield reward
 
 
 def passed(reward: CodeReward, code: str, tests: Any) -> float | None:
     return reward([code], tests=[tests])[0]
-
-
-@pytest.fixture
-def partial() -> Iterator[CodeReward]:
-    reward = CodeReward(partial_credit=True)
-    yield reward
-    reward.close()
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -62,14 +55,8 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def test_a_text_is_run_once(reward: CodeReward, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[int] = []
-    run_all = reward.harness.run_all
-
-    def counting(jobs: Any) -> Any:
-        ran.append(len(jobs))
-        return run_all(jobs)
-
-    monkeypatch.setattr(reward.harness, "run_all", counting)
+    ran, run_all = [], reward.harness.run_all
+    monkeypatch.setattr(reward.harness, "run_all", lambda jobs: ran.append(len(jobs)) or run_all(jobs))
     tests = ["assert once() == 1"]
     right, wrong = "def once():\n    return 1", "def once():\n    return 2"
     assert reward([right, wrong, right], tests=[tests] * 3) == [1.0, 0.0, 1.0]
@@ -96,24 +83,22 @@ def test_humaneval_rows(reward: CodeReward) -> None:
         assert passed(reward, code, tests) == score, code
 
 
-STUBS = ("return None", "raise ValueError", "raise NotImplementedError", "return object()", "return ''")
-
-
 @needs_jail
-def test_stubs_earn_nothing_of_humanevals_check(partial: CodeReward) -> None:
+def test_stubs_earn_nothing_of_humanevals_check() -> None:
     body = (
         "import math\nassert True, 'good for debugging'\nrng = [1, 2]\nfor n in rng:\n    assert candidate([n]) == n\n"
     )
     body += "assert candidate([]) == 0\nassert tuple([candidate([3])]) == tuple([total([3])])\nassert True"
     row = HUMANEVAL | {"test": "def check(candidate):\n" + "".join(f"    {line}\n" for line in body.split("\n"))}
     _, tests = read_problem(row)
-    for stub in STUBS:
-        assert passed(partial, f"def total(xs): {stub}", tests) == 0.0, stub
-    # a call by the function's own name is the reference's: a program is not compared with itself
-    assert passed(partial, "def total(xs): return len(xs) and 1", tests) == pytest.approx(1 / 3)
-    assert passed(partial, row["prompt"] + row["canonical_solution"], tests) == 1.0
+    with closing(CodeReward(partial_credit=True)) as partial:
+        for stub in ("return None", "raise ValueError", "raise NotImplementedError", "return object()", "return ''"):
+            assert passed(partial, f"def total(xs): {stub}", tests) == 0.0, stub
+        # a call by the function's own name is the reference's: a program is not compared with itself
+        assert passed(partial, "def total(xs): return len(xs) and 1", tests) == pytest.approx(1 / 3)
+        assert passed(partial, row["prompt"] + row["canonical_solution"], tests) == 1.0
+        assert passed(partial, "def f(x): return x", ["assert f(1) == 1", "assert f(2) == 3"]) == 0.5
     assert "sum(xs)" not in tests["prefix"]
-    assert passed(partial, "def f(x): return x", ["assert f(1) == 1", "assert f(2) == 3"]) == 0.5
 
 
 def test_mbpp_rows(reward: CodeReward) -> None:
@@ -162,7 +147,10 @@ def test_a_problem_that_is_none_is_named(tmp_path: Path, row: dict[str, Any], me
         Code(path, num_eval=1).train_rows(0)
 
 
-def test_settings_are_checked() -> None:
+def test_kinds_of_tests_and_settings() -> None:
+    assert isinstance(read_tests({"kind": "call", "entry_point": "f", "cases": [[[1], 2]]}), CallTests)
+    assert isinstance(read_tests(["assert True"]), AssertTests)
+    assert read_tests({"kind": "program", "cases": [["1", "2"]], "tolerance": 0.1}) == ProgramTests((("1", "2"),), 0.1)
     for wrong in ({"num_eval": 0}, {"seconds": 0}, {"memory_mb": 1}):
         with pytest.raises(ConfigError, match="at least"):
             Code(**wrong)
@@ -179,12 +167,6 @@ def test_the_reward_wants_its_column(reward: CodeReward) -> None:
     assert verifier.batch_verify([("Write f.", "def f(): return 1"), ("Write f.", "def f(): return 2")]) == [1.0, 0.0]
 
 
-def test_kinds_of_tests() -> None:
-    assert isinstance(read_tests({"kind": "call", "entry_point": "f", "cases": [[[1], 2]]}), CallTests)
-    assert isinstance(read_tests(["assert True"]), AssertTests)
-    assert read_tests({"kind": "program", "cases": [["1", "2"]], "tolerance": 0.1}) == ProgramTests((("1", "2"),), 0.1)
-
-
 def test_tiny_functions_are_solvable_and_not_trivial(reward: CodeReward) -> None:
     problems = make_problems()
     assert len({row["prompt"] for row in problems}) == len(problems) > 300
@@ -196,11 +178,3 @@ def test_tiny_functions_are_solvable_and_not_trivial(reward: CodeReward) -> None
     wrong = [row["solution"].replace("return", "return not") for row in problems]
     assert sum(filter(None, reward(wrong, tests=[row["tests"] for row in problems]))) == 0.0
     assert len(Code().eval_rows()) == 100
-
-
-def test_a_problem_in_both_files_is_an_error(tmp_path: Path) -> None:
-    rows = [{"prompt": f"Write f{i}.", "tests": ["assert f() == 1"]} for i in range(3)]
-    path, eval_path = write(tmp_path / "train.jsonl", rows), write(tmp_path / "eval.jsonl", rows[1:2])
-    words = r"train.jsonl: code-2 is the question of .*eval.jsonl: code-1 \(1 are in both\), 'Write f1"
-    with pytest.raises(DataError, match=words):
-        get_task("code", path=path, eval_path=eval_path).train_rows(0)

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tiny_models import tiny_tokenizer
 
 from covey.errors import DataError
 from covey.tasks import DataOrder, build_prompts, load_rows
@@ -139,9 +140,7 @@ def test_what_csv_and_json_write_is_read_back_equal(fields: list[tuple[str, str]
     rows = [{"prompt": one, "answer": other} for one, other in fields]
     with tempfile.TemporaryDirectory() as folder:
         with (Path(folder) / "a.csv").open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, ["prompt", "answer"])
-            writer.writeheader()
-            writer.writerows(rows)
+            csv.writer(file).writerows([("prompt", "answer"), *fields])
         write(Path(folder) / "a.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         write(Path(folder) / "a.json", json.dumps(rows, ensure_ascii=False))
         for name in ("a.csv", "a.jsonl", "a.json"):
@@ -206,17 +205,9 @@ def test_system_prompt() -> None:
     refused(words, ROWS, FakeTokenizer(has_template=False), system_prompt="yours")
 
 
-def test_a_real_tokenizer_without_download() -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    transformers = pytest.importorskip("transformers")
-    vocabulary = {word: index for index, word in enumerate(["[UNK]", "user", "assistant", "hi", "there", ":"])}
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]")
-    each = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}"
-    tokenizer.chat_template = each + "{% if add_generation_prompt %}assistant :{% endif %}"
-    rows = [{"prompt": "hi there"}, {"prompt": [{"role": "user", "content": "hi there"}]}]
-    assert [p.token_ids.tolist() for p in build_prompts(rows, tokenizer)] == [[3, 4], [1, 5, 3, 4, 2, 5]]
+def test_a_real_tokenizer() -> None:
+    chat = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert texts_of([{"prompt": "hi there"}, {"prompt": CHAT}], tiny_tokenizer()) == ["hi there", chat]
 
 
 @pytest.mark.parametrize(
@@ -306,17 +297,9 @@ class Jinja(FakeTokenizer):
 
 
 EACH = "{{% for m in messages %}}<{{{{ m.role }}}}>{}{{% endfor %}}<assistant>"
-KEEPS = [
-    "{{ m.content }}",
-    "{{ m.content | trim }}",
-    "{{ m['content'].split() | join(' ') }}",
-    "{{ m.content | tojson }}",
-    "{{ m.content | e }}",
-    "{{ m.content | upper }}",
-    "> {{ m.content | replace('\n', '\n> ') }}",
-    "{{ m.content | wordwrap(8) }}",
-    "{{ m.content | replace('<b>', '') }}",
-]
+HOW = ("", " | trim", " | tojson", " | e", " | upper", " | wordwrap(8)", " | replace('<b>', '')")
+KEEPS = ["{{ m.content" + how + " }}" for how in HOW]
+KEEPS += ["{{ m['content'].split() | join(' ') }}", "> {{ m.content | replace('\n', '\n> ') }}"]
 SYSTEM_ALONE = "{% if m.role == 'system' %}{{ m.content }}{% endif %}"
 DROPS = ["", "{{ m.text }}", "{{ m.content[:5] }}", "{{ m.content[-7:] }}", SYSTEM_ALONE, "a"]
 TALK = [{"role": "system", "content": "Be\n brief."}, {"role": "user", "content": "a <b>\n\tis \u00e9 & 'c'  "}]

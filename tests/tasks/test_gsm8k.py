@@ -69,7 +69,8 @@ def test_a_separate_evaluation_file_is_never_trained_on(tmp_path: Path) -> None:
     file.write_text("\n".join(map(json.dumps, PROBLEMS[:5])))
     task = GSM8K(path=PROBLEMS, eval_path=str(file))
     assert [row["question"] for row in task.eval_rows()] == [row["question"] for row in PROBLEMS[:5]]
-    with pytest.raises(DataError, match=r"dataset: gsm8k-train-0 is the question of .*gsm8k-test-0 \(5 are in both\)"):
+    words = r"dataset: gsm8k-train-0 is the question of .*gsm8k-test-0 \(5 are in both\), 'Ann has 20 jars"
+    with pytest.raises(DataError, match=words):
         task.train_rows(0)
     assert len(GSM8K(path=PROBLEMS[5:], eval_path=str(file)).train_rows(0)) == 35
 

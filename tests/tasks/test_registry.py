@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import covey.tasks
 from covey.errors import ConfigError
 from covey.recipes.arithmetic.arithmetic import Arithmetic
 from covey.tasks import GSM8K, Code, base, get_task, register_task, task_names
@@ -50,8 +49,7 @@ def test_one_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (type(task), task.digits) == (Arithmetic, 2)
 
 
-def test_what_the_room_exports_and_needs() -> None:
-    assert all(hasattr(covey.tasks, name) for name in covey.tasks.__all__)
+def test_the_room_loads_no_backend() -> None:
     program = "import sys, covey.tasks, covey.rewards; sys.exit('torch' in sys.modules or 'jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
 
