@@ -32,18 +32,14 @@ def test_by_hand_in_all_libraries(aggregation: str, expected: list[list[float]])
     np.testing.assert_allclose(compiled(MASK), expected)
 
 
-def test_counts_add_up() -> None:
-    parts = [count_step(MASK[:1]), count_step(MASK[1:])]
-    total = sum(parts, StepCounts())
+def test_counts_add_up_and_an_empty_step_has_no_nan() -> None:
+    total = sum([count_step(MASK[:1]), count_step(MASK[1:])], StepCounts())
     assert (total.completions, int(total.active_tokens), int(total.kept)) == (3, 3, 2)
     assert total == count_step(MASK)
-
-
-@pytest.mark.parametrize("aggregation", sorted(AGGREGATORS))
-def test_an_empty_step_has_no_nan(aggregation: str) -> None:
     empty = np.zeros((2, 3), dtype=bool)
-    assert (token_weights(empty, count_step(empty), aggregation, 4) == 0).all()
-    assert (token_weights(empty, StepCounts(), aggregation, 4) == 0).all()
+    for aggregation in AGGREGATORS:
+        for counts in (count_step(empty), StepCounts()):
+            assert (token_weights(empty, counts, aggregation, 4) == 0).all()
 
 
 def test_errors() -> None:

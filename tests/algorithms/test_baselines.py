@@ -29,47 +29,41 @@ def by(name: str, rewards: Any, groups: Any, mask: Any = None, parameters: Any =
     return np.asarray(find_estimator(name, parameters)(step))
 
 
-# --- by hand
+def check(found: Any, expected: Any, atol: float = 1e-7) -> None:
+    np.testing.assert_allclose(found, expected, atol=atol)
+
+
+def means_of(rewards: Any, groups: Any) -> Any:
+    return np.array([rewards[groups == g].mean() for g in groups.tolist()])
 
 
 def test_reinforce_plus_plus() -> None:
-    s = 3**0.5
-    found = by("reinforce_plus_plus", [0.0, 3.0], [0, 1], of_lengths(2, 1))
-    np.testing.assert_allclose(found, [[-1 / s, -1 / s], [2 / s, 0]], atol=1e-8)
+    s, mask = 3**0.5, of_lengths(2, 1)
+    check(by("reinforce_plus_plus", [0.0, 3.0], [0, 1], mask), [[-1 / s, -1 / s], [2 / s, 0]], 1e-8)
     # gamma 1/2: returns 1, 2 and 3: mean 2, variance 1
-    found = by("reinforce_plus_plus", [2.0, 3.0], [0, 1], of_lengths(2, 1), {"gamma": 0.5})
-    np.testing.assert_allclose(found, [[-1, 0], [1, 0]], atol=1e-7)
+    check(by("reinforce_plus_plus", [2.0, 3.0], [0, 1], mask, {"gamma": 0.5}), [[-1, 0], [1, 0]])
     # equal rewards say nothing, one that could not be scored stands aside
     assert by("reinforce_plus_plus", [0.1, 0.1, 0.1], [0, 1, 1], of_lengths(1, 2, 3)).any() == 0
     found = by("reinforce_plus_plus", [0.0, NAN, 3.0], [0, 0, 1], of_lengths(2, 2, 1))
-    np.testing.assert_allclose(found, [[-1 / s, -1 / s], [0, 0], [2 / s, 0]], atol=1e-8)
-
-
-def test_reinforce_plus_plus_baseline() -> None:
+    check(found, [[-1 / s, -1 / s], [0, 0], [2 / s, 0]], 1e-8)
     # centred: -1, 1 and, of the tied group, 0 twice; one token each: variance 2/3
     found = by("reinforce_plus_plus_baseline", [0.0, 2.0, 7.0, 7.0], [0, 0, 1, 1])
-    np.testing.assert_allclose(found[:, 0], np.array([-1, 1, 0, 0]) / (2 / 3) ** 0.5, atol=1e-7)
+    check(found[:, 0], np.array([-1, 1, 0, 0]) / (2 / 3) ** 0.5)
 
 
-def test_remax() -> None:
+def test_remax_opo_and_pass_at_k() -> None:
     assert by("remax", [1.0, 0.0, NAN, 1.0], [0, 0, 0, 1], greedy=[1.0, 1.0, 1.0, NAN]).tolist() == [0, -1, 0, 0]
-
-
-def test_opo() -> None:
-    found = by("opo", [1.0, 0.0, 5.0, NAN], [0, 0, 1, 1], of_lengths(1, 3, 2, 2))
-    assert found.tolist() == [0.75, -0.25, 0, 0]
+    assert by("opo", [1.0, 0.0, 5.0, NAN], [0, 0, 1, 1], of_lengths(1, 3, 2, 2)).tolist() == [0.75, -0.25, 0, 0]
+    found = by("grpo_passk", [3.0, 1.0, 1.0, 2.0, 2.0, 0.0], [0, 0, 0, 1, 1, 1], epsilon=0.0)
+    np.testing.assert_allclose(found, [3**0.5, 0, 0, 0, 0, 0])
+    assert by("grpo_passk", [3.0, 1.0, NAN], [0, 0, 0], scale="none").tolist() == [2, 0, 0]
 
 
 def test_optimal_token_baseline() -> None:
-    half = np.log(np.full((3, 2), 0.5))
-    found = by(
-        "optimal_token_baseline",
-        [1.0, 0.0, 0.0],
-        [0, 0, 0],
-        of_lengths(2, 2, 1),
-        logprobs=np.array([half[0], [0.0, half[0, 0]], half[2]]),  # the second one's first token was certain
-        sum_pi_squared=np.array([[0.5, 0.5], [1.0, 0.5], [0.5, 0.5]]),
-    )
+    half = np.log(0.5)
+    logprobs = np.array([[half, half], [0.0, half], [half, half]])  # the second one's first token was certain
+    known = {"logprobs": logprobs, "sum_pi_squared": np.array([[0.5, 0.5], [1.0, 0.5], [0.5, 0.5]])}
+    found = by("optimal_token_baseline", [1.0, 0.0, 0.0], [0, 0, 0], of_lengths(2, 2, 1), **known)
     # W: 1/2, 1 | 0, 1/2 | 1/2. Baselines: 1/2 at the first token, 1 / 1.5 at the second, which the third never reaches.
     np.testing.assert_allclose(found, [[1 / 2, 1 / 3], [-1 / 2, -2 / 3], [-1 / 2, 0]])
     certain = {"logprobs": np.zeros((2, 1)), "sum_pi_squared": np.ones((2, 1))}
@@ -79,19 +73,9 @@ def test_optimal_token_baseline() -> None:
 def test_gpg() -> None:
     assert by("gpg", [0.0, 1.0, 1.0, 1.0], [0, 0, 1, 1]).tolist() == [-1, 1, 0, 0]
     assert by("gpg", [0.0, 1.0, 1.0, 1.0], [0, 0, 1, 1], parameters={"f_norm": 2.0}).tolist() == [-0.5, 0.5, 0, 0]
-    with pytest.raises(ConfigError, match="f_norm=0"):
-        by("gpg", [0.0, 1.0], [0, 0], parameters={"f_norm": 0})
-    with pytest.raises(ConfigError, match="nonzero"):
-        by("gpg", [0.0, 1.0], [0, 0], parameters={"alpha": "nonzeros"})
-
-
-def test_grpo_passk() -> None:
-    found = by("grpo_passk", [3.0, 1.0, 1.0, 2.0, 2.0, 0.0], [0, 0, 0, 1, 1, 1], epsilon=0.0)
-    np.testing.assert_allclose(found, [3**0.5, 0, 0, 0, 0, 0])
-    assert by("grpo_passk", [3.0, 1.0, NAN], [0, 0, 0], scale="none").tolist() == [2, 0, 0]
-
-
-# --- the formulas of verl/trainer/ppo/core_algos.py, restated
+    for words, parameters in {"f_norm=0": {"f_norm": 0}, "nonzero": {"alpha": "nonzeros"}}.items():
+        with pytest.raises(ConfigError, match=words):
+            by("gpg", [0.0, 1.0], [0, 0], parameters=parameters)
 
 
 def verl_whiten(values: Any, mask: Any) -> Any:
@@ -112,8 +96,8 @@ def verl_reinforce_plus_plus(rewards: Any, groups: Any, mask: Any, gamma: float 
 
 
 def verl_baseline(rewards: Any, groups: Any, mask: Any) -> Any:
-    means = {g: rewards[groups == g].mean() if (groups == g).sum() > 1 else 0.0 for g in set(groups.tolist())}
-    centred = rewards - np.array([means[g] for g in groups.tolist()])
+    alone = np.array([(groups == g).sum() == 1 for g in groups.tolist()])
+    centred = rewards - np.where(alone, 0.0, means_of(rewards, groups))
     return verl_whiten(np.tile(centred[:, None], mask.shape[1]) * mask, mask)
 
 
@@ -145,9 +129,7 @@ def probabilities(shape: tuple[int, ...]) -> tuple[Any, Any]:
 
 
 def verl_gpg(rewards: Any, groups: Any, mask: Any) -> Any:
-    alpha = len(rewards) / max(np.count_nonzero(rewards), 1)
-    means = {g: rewards[groups == g].mean() for g in set(groups.tolist())}
-    return alpha * (rewards - np.array([means[g] for g in groups.tolist()]))
+    return len(rewards) / max(np.count_nonzero(rewards), 1) * (rewards - means_of(rewards, groups))
 
 
 def verl_passk(rewards: Any, groups: Any, mask: Any) -> Any:
@@ -189,15 +171,11 @@ def test_as_the_peer_computes_it(name: str) -> None:
 @pytest.mark.parametrize("name", [*PEERS, "remax"])
 def test_all_libraries_agree(name: str) -> None:
     rng = np.random.default_rng(5)
-    rewards, groups, mask = (
-        rng.normal(size=12),
-        np.repeat(np.arange(4), 3),
-        of_lengths(*rng.integers(1, 6, 12).tolist()),
-    )
+    rewards, groups = rng.normal(size=12), np.repeat(np.arange(4), 3)
+    mask = of_lengths(*rng.integers(1, 6, 12).tolist())
     rewards[4] = NAN
-    greedy = rng.normal(size=12)
     logprobs, squares = probabilities(mask.shape)
-    more = {"greedy": greedy, "logprobs": logprobs, "sum_pi_squared": squares}
+    more = {"greedy": rng.normal(size=12), "logprobs": logprobs, "sum_pi_squared": squares}
     expected = by(name, rewards, groups, mask, **more)
     as_torch = Outcomes(*map(torch.from_numpy, (rewards, groups)), mask=torch.from_numpy(mask))
     by_torch = ADVANTAGE_ESTIMATORS[name](replace(as_torch, **{k: torch.from_numpy(v) for k, v in more.items()}))
@@ -210,29 +188,18 @@ def test_all_libraries_agree(name: str) -> None:
     np.testing.assert_allclose(by_jax, expected, atol=1e-9)
 
 
-# --- what estimators state
-
-
-def group(*rewards: float) -> Group:
-    return Group(fake_prompt(), (), np.array(rewards))
-
-
 def test_what_teaches_is_asked_of_the_estimator() -> None:
-    tied, mixed, twice, none = group(1, 1), group(0, 1), group(1, 1, 0), group(NAN, NAN)
-    expected = {
-        "grpo": (False, True, True, False),
-        "reinforce_plus_plus": (True, True, True, False),
-        "grpo_passk": (False, True, False, False),
-    }
-    for name, taught in expected.items():
-        estimator = find_estimator(name)
-        assert tuple(estimator.teaches(each) for each in (tied, mixed, twice, none)) == taught
+    rewards = ([1, 1], [0, 1], [1, 1, 0], [NAN, NAN])
+    groups = [Group(fake_prompt(), (), np.array(each)) for each in rewards]
+    for name, taught in {
+        "grpo": [False, True, True, False],
+        "reinforce_plus_plus": [True, True, True, False],
+        "grpo_passk": [False, True, False, False],
+    }.items():
+        assert list(map(find_estimator(name).teaches, groups)) == taught
     assert find_estimator("reinforce_plus_plus").group_problem({"sampling.num_generations": 1}) is None
     said = find_estimator("grpo").group_problem({"a": 4, "b": 1})
     assert said == "b=1: a group needs at least 2 completions to compare; set b to 2 or more"
-
-
-def test_parameters_and_names_are_checked() -> None:
     with pytest.raises(ConfigError, match=r"'gama'.*it takes gamma"):
         find_estimator("reinforce_plus_plus", {"gama": 0.9})
     with pytest.raises(ConfigError, match="did you mean 'rloo'"):
