@@ -35,9 +35,7 @@ SCALES = ("group", "batch", "none")
 
 
 class GroupStatistics(NamedTuple):
-    """Statistics of each row's group, `[N]` each; `tied` is True where the group carries no relative
-    information.
-    """
+    """Statistics of each row's group, `[N]` each; `tied` is True where the group carries no relative information."""
 
     count: Array
     mean: Array
@@ -68,8 +66,7 @@ def group_statistics(rewards: Array, groups: Array, member: Array, *, correction
 def group_advantages(
     rewards: Any, groups: Any, *, scale: str = "group", correction: int = 1, epsilon: float = 1e-6
 ) -> Array:
-    """GRPO: `(r - mean_g) / (std + epsilon)`, for example rewards [0, 0, 1, 1] in one group give ±0.5 /
-    (0.577 + eps).
+    """GRPO: `(r - mean_g) / (std + epsilon)`, for example rewards [0, 0, 1, 1] in one group give ±0.5 / (0.577 + eps).
 
     Args:
         rewards: `[N]` floats, NaN or None where a completion could not be scored.

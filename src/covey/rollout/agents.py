@@ -513,21 +513,18 @@ class _Dictating(Device):
     """Says what is to be said, all of it at once, with probability 1."""
 
     def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
-        rows = list(queue)
-        queue.clear()
-        yield _said(rows)
+        yield _said(queue)
 
     def extend(self, resuming: list[Row]) -> Iterator[Drawn]:
-        rows = resuming[:]
-        resuming.clear()
-        yield _said(rows)
+        yield _said(resuming)
 
     def decode(self, waiting: int) -> Iterator[Drawn]:
         return iter(())
 
 
-def _said(rows: Sequence[Row]) -> Drawn:
-    turns = []
+def _said(waiting: deque[Row] | list[Row]) -> Drawn:
+    rows, turns = list(waiting), []
+    waiting.clear()
     for row in rows:
         assert row.choices is not None
         turns.append(row.choices[0])

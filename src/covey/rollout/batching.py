@@ -115,7 +115,7 @@ def make_batch(
         return _without(replace(batch, advantages=advantages, group_relative=some.group_relative), rows)
     estimator = estimator_of(algorithm)
     batch = _without_advantages(groups, algorithm, environment, has_answer)
-    tokens = {"logprobs": batch.old_logprobs}
+    tokens: dict[str, Any] = {"logprobs": batch.old_logprobs}
     if score is not None and estimator.needs_reference:
         tokens["reference"] = score(batch, reference=True)
     if score is not None and estimator.needs_sum_pi_squared:
@@ -125,15 +125,9 @@ def make_batch(
     if any(group.trajectories for group in groups):
         advantages = agent_advantages(groups, estimator, algorithm, environment, tokens)
     else:
-        advantages = completion_advantages(
-            groups,
-            estimator,
-            algorithm,
-            rewards,
-            reward_weights=reward_weights,
-            max_completion_length=max_completion_length,
-            tokens=tokens | {"mask": batch.sampled},
-        )
+        how: dict[str, Any] = {"reward_weights": reward_weights, "max_completion_length": max_completion_length}
+        tokens["mask"] = batch.sampled
+        advantages = completion_advantages(groups, estimator, algorithm, rewards, tokens=tokens, **how)
     on_tokens = np.where(batch.sampled, advantages, 0.0).astype(np.float32)
     return replace(batch, advantages=on_tokens, group_relative=estimator.group_relative)
 

@@ -123,9 +123,8 @@ class AnswerCollector(Scoring):
 
     def __call__(self, prompts: Sequence[Prompt], settings: SamplingSettings, **what: Any) -> Rollout:
         """See `collect_groups`."""
-        return collect_groups(
-            prompts, settings, generator=self.generator, scorer=self.scorer, decode=self.decode, **what
-        )
+        mine: dict[str, Any] = {"generator": self.generator, "scorer": self.scorer, "decode": self.decode}
+        return collect_groups(prompts, settings, **mine, **what)
 
 
 def collect_groups(
@@ -165,19 +164,13 @@ def collect_groups(
     ]
     completions = generator(requests, settings, policy_version=policy_version, progress=progress)
     owners = [prompt for prompt in prompts for _ in range(num_generations)]
-    episodes = [
-        Episode.from_completion(prompt, completion, decode(completion.token_ids.tolist()))
-        for prompt, completion in zip(owners, completions, strict=True)
-    ]
+    texts = [decode(completion.token_ids.tolist()) for completion in completions]
+    episodes = [Episode.from_completion(*each) for each in zip(owners, completions, texts, strict=True)]
     sampled = time.perf_counter()
     rewards, parts = scorer.score(owners, episodes)
     scored = time.perf_counter()
-    return Rollout(
-        groups=grouped(prompts, episodes, rewards, parts),
-        sampling_seconds=sampled - begin,
-        scoring_seconds=scored - sampled,
-        sampled_tokens=sum(len(completion.token_ids) for completion in completions),
-    )
+    tokens = sum(len(completion.token_ids) for completion in completions)
+    return Rollout(grouped(prompts, episodes, rewards, parts), sampled - begin, scored - sampled, tokens)
 
 
 def grouped(
@@ -204,17 +197,9 @@ def with_greedy_rewards(
     """The rollout with `Group.greedy_reward`: one greedy completion, or episode, is scored for each group's prompt."""
     prompts = [group.prompt for group in rollout.groups]
     found = collect(prompts, settings, num_generations=1, streams=streams, policy_version=policy_version)
-    groups = tuple(
-        replace(group, greedy_reward=float(greedy.rewards[0]))
-        for group, greedy in zip(rollout.groups, found.groups, strict=True)
-    )
-    return replace(
-        rollout,
-        groups=groups,
-        sampling_seconds=rollout.sampling_seconds + found.sampling_seconds,
-        scoring_seconds=rollout.scoring_seconds + found.scoring_seconds,
-        sampled_tokens=rollout.sampled_tokens + found.sampled_tokens,
-    )
+    both = zip(rollout.groups, found.groups, strict=True)
+    groups = [replace(group, greedy_reward=float(greedy.rewards[0])) for group, greedy in both]
+    return replace(_together([rollout, found], groups, rollout.discarded), played=rollout.played)
 
 
 def collect_informative_groups(

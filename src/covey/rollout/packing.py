@@ -158,15 +158,13 @@ class Pack:
         Raises:
             ValueError: some rows recorded their support and others did not.
         """
-        kept = [episodes[row].support for row in self.rows]
-        if all(support is None for support in kept):
+        present = [support for support in (episodes[row].support for row in self.rows) if support is not None]
+        if not present:
             return None
-        missing = [int(row) for row, support in zip(self.rows, kept, strict=True) if support is None]
-        if missing:
+        if missing := [row for row in self.rows if episodes[row].support is None]:
             raise ValueError(
                 f"row {missing[0]} recorded no kept ids while others did; sample the whole batch with keep_support on"
             )
-        present = [support for support in kept if support is not None]
         places = zip(self.row[self.first], self.column[self.first], strict=True)
         parts = [present[row].of(column) for row, column in places]
         counts = np.cumsum([0, *(len(part) for part in parts)])
@@ -291,8 +289,6 @@ def _build(episodes: Sequence[Episode], inputs: Mapping[int, IntArray], *, share
         order = [Node(0, len(ids), row, [row]) for row, ids in inputs.items()]
         starts = accumulate([0, *(node.length for node in order)])
         branches = [Branch(start, node.length, -1, 0) for start, node in zip(starts, order, strict=False)]
-    token_ids = [inputs[node.source][node.begin : node.end] for node in order]
-    position_ids = [np.arange(node.begin, node.end) for node in order]
     where = _paths(order)
     sampled_at = [np.flatnonzero(episodes[row].sampled) for row in rows]
     both = list(zip(rows, sampled_at, strict=True))
@@ -304,8 +300,8 @@ def _build(episodes: Sequence[Episode], inputs: Mapping[int, IntArray], *, share
     key = (at * (target.max() + 1) + target) * (kinds.max() + 1) + kinds
     _, first, pair = np.unique(key, return_index=True, return_inverse=True)
     return Pack(
-        token_ids=_join(token_ids),
-        position_ids=_join(position_ids),
+        token_ids=_join([inputs[node.source][node.begin : node.end] for node in order]),
+        position_ids=_join([np.arange(node.begin, node.end) for node in order]),
         branches=tuple(branches),
         score_at=at[first],
         targets=target[first],
@@ -320,7 +316,6 @@ def _lay_out(root: Node) -> tuple[list[Branch], list[Node]]:
     """Branches, and the nodes in the order in which their tokens lie in the pack."""
     branches: list[Branch] = []
     order: list[Node] = []
-    start = 0
     waiting = [(tree, -1, 0) for tree in reversed(root.children)]
     while waiting:
         node, parent, at = waiting.pop()
@@ -334,30 +329,23 @@ def _lay_out(root: Node) -> tuple[list[Branch], list[Node]]:
             leaving += [(child, number, node.end - begin) for child in reversed(node.children) if child is not heavy]
             node = heavy
         waiting += leaving  # the last to leave is taken first
-        branches.append(Branch(start, node.end - begin, parent, at))
-        start += node.end - begin
+        branches.append(Branch(branches[-1].stop if branches else 0, node.end - begin, parent, at))
     return branches, order
 
 
 def _paths(order: Sequence[Node]) -> dict[int, IntArray]:
     """Row -> `[L]` packed index of each of its input tokens."""
-    places: dict[int, IntArray] = {}
     parents = {id(child): node for node in order for child in node.children}
-    start = 0
+    starts = accumulate((node.length for node in order), initial=0)
+    places = {id(node): np.arange(start, start + node.length) for node, start in zip(order, starts, strict=False)}
     found: dict[int, IntArray] = {}
     for node in order:
-        places[id(node)] = np.arange(start, start + node.length)
-        start += node.length
-    for node in order:
         if node.ending:
-            chain, at = [], node
-            while True:
-                chain.append(places[id(at)])
-                if id(at) not in parents:
-                    break
-                at = parents[id(at)]
-            path = np.concatenate(chain[::-1])
-            found |= dict.fromkeys(node.ending, path)
+            chain, at = [places[id(node)]], id(node)
+            while at in parents:
+                at = id(parents[at])
+                chain.append(places[at])
+            found |= dict.fromkeys(node.ending, np.concatenate(chain[::-1]))
     return found
 
 

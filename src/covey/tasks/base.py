@@ -57,20 +57,14 @@ class Task(ABC):
 
     @abstractmethod
     def eval_rows(self) -> list[Row]:
-        """Held-out rows, always the same ones.
-
-        Raises:
-            DataError: the data cannot be read.
-        """
+        """Held-out rows, always the same ones. Raises as `train_rows`."""
 
     @abstractmethod
     def is_correct(self, text: str, row: Mapping[str, Any]) -> bool:
         """Does this completion solve this row? Defines `eval/accuracy`; hostile text is just wrong."""
 
     def has_answer(self, text: str, row: Mapping[str, Any]) -> bool:
-        """Does this completion hold an answer at all, right or wrong? Used by `algorithm.validity_min_length` and for
-        `completions/no_answer_ratio`.
-        """
+        """Does this completion hold an answer at all? For `validity_min_length` and `completions/no_answer_ratio`."""
         return bool(text.strip())
 
 
@@ -105,14 +99,8 @@ def problems_of(rows: Sequence[Row]) -> list[str]:
     texts = [_NUMBER.sub("#", key) for key in keys]
     often = Counter(_NUMBER.sub("#", key) for key in set(keys))
     limit = max(1, len(set(keys)) // _FORMAT)
-    return [
-        f"family {row['family']}"
-        if "family" in row
-        else text
-        if often[text] <= limit
-        else f"{text} {sorted_numbers(key)}"
-        for row, key, text in zip(rows, keys, texts, strict=True)
-    ]
+    told = [t if often[t] <= limit else f"{t} {sorted_numbers(key)}" for key, t in zip(keys, texts, strict=True)]
+    return [f"family {row['family']}" if "family" in row else name for row, name in zip(rows, told, strict=True)]
 
 
 def hold_out(rows: Sequence[Row], number: int) -> list[Row]:
@@ -185,10 +173,8 @@ class FileTask(Task):
         Raises:
             DataError: nothing is left, or a question stands in the training file and in a held-out file of its own.
         """
-        rows = without_held_out(
-            self._problems, self._held_out, path=self.path, eval_path=self.eval_path, num_eval=self.num_eval
-        )
-        return some_rows(rows, self.num_train, seed)
+        where = {"path": self.path, "eval_path": self.eval_path, "num_eval": self.num_eval}
+        return some_rows(without_held_out(self._problems, self._held_out, **where), self.num_train, seed)
 
     def eval_rows(self) -> list[Row]:
         """The held-out problems."""
@@ -215,10 +201,7 @@ _TASKS: dict[str, Callable[..., Task] | str] = {
 
 
 def register_task(name: str, factory: Callable[..., Task] | str) -> None:
-    """Make `factory(**options)` available as `get_task(name, **options)`, in place of an earlier one.
-
-    A factory that is imported only when it is asked for is named, `MODULE:NAME`.
-    """
+    """Make `factory(**options)`, or `MODULE:NAME` that is imported when it is asked for, known to `get_task`."""
     _TASKS[name] = factory
 
 
