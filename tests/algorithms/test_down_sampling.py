@@ -110,24 +110,15 @@ def test_of_agents_whole_episodes_are_chosen() -> None:
 
 RULE = """
 import numpy as np
-def longest(group, size):
-    return np.argsort([-e.num_sampled for e in group.episodes], kind="stable")[:size]
-def far(group, size):
-    return [99]
-def twice(group, size):
-    return [0, 0]
-def many(group, size):
-    return np.arange(size + 1)
-def fails(group, size):
-    raise KeyError("no")
-def nothing(group, size):
-    return []
-def cheats(group, size):
-    group.rewards[:] = 9.0
-def cheats_in_parts(group, size):
-    group.reward_parts["own"][:] = 9.0
-def leaves(group, size):
-    raise SystemExit(3)
+def longest(group, size): return np.argsort([-e.num_sampled for e in group.episodes], kind="stable")[:size]
+def far(group, size): return [99]
+def twice(group, size): return [0, 0]
+def many(group, size): return np.arange(size + 1)
+def fails(group, size): raise KeyError("no")
+def nothing(group, size): return []
+def cheats(group, size): group.rewards[:] = 9.0
+def cheats_in_parts(group, size): group.reward_parts["own"][:] = 9.0
+def leaves(group, size): raise SystemExit(3)
 """
 
 

@@ -78,8 +78,7 @@ def test_k3_is_accurate_near_zero_and_never_negative() -> None:
 
 def expectation(estimator: str, sampler: torch.Tensor, policy: torch.Tensor) -> torch.Tensor:
     """Mean over tokens drawn from `sampler`, exactly: a sum over the vocabulary with fixed probabilities."""
-    values = KL_ESTIMATORS[estimator](policy, torch.from_numpy(REFERENCE), sampler)
-    return (sampler.exp() * values).sum()
+    return (sampler.exp() * KL_ESTIMATORS[estimator](policy, torch.from_numpy(REFERENCE), sampler)).sum()
 
 
 def test_k3_unbiased_has_the_value_and_the_gradient_of_the_kl_off_policy() -> None:

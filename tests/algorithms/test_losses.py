@@ -1,4 +1,4 @@
-"""Ratios and surrogates by hand; whole losses are compared with the textbook in test_objective."""
+"""Ratios, surrogates and token weights by hand; whole losses are compared with the textbook in test_objective."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import math
 from itertools import product
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
 
 from covey.algorithms import (
+    AGGREGATORS,
     LOG_RATIO_LIMIT,
     LOSSES,
     LossInputs,
+    StepCounts,
     clip_surrogate,
+    count_step,
     gspo_token_ratio,
     make_objective,
     sequence_ratio,
     token_ratio,
+    token_weights,
 )
 from covey.errors import ConfigError
 
@@ -134,9 +139,8 @@ def test_the_level_of_the_ratio() -> None:
         np.testing.assert_allclose(found.loss.surrogate(x, dict(found.parameters)).ratio, [[4, 4]])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_errors_name_the_value_and_the_nearest_name() -> None:
+    for changes, message in (
         ({"loss_type": "xyz"}, "loss_type='xyz'"),
         ({"loss_type": "grpoo"}, "did you mean 'grpo'"),
         ({"epsilon_hihg": 0.1}, "did you mean 'epsilon_high'"),
@@ -153,8 +157,43 @@ def test_the_level_of_the_ratio() -> None:
         ({"loss_type": "clip_cov", "clip_cov_ratio": 2.0}, "clip_cov_ratio=2.0"),
         ({"loss_type": "gspo", "importance_sampling_level": "token"}, "'gspo' is defined by its sequence ratio"),
         ({"beta": -1.0}, "beta=-1.0"),
-    ],
-)
-def test_errors_name_the_value_and_the_nearest_name(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_objective(**changes)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_objective(**changes)
+
+
+MASK = np.array([[1, 1, 0], [1, 0, 0], [0, 0, 0]], dtype=bool)
+
+
+def test_token_weights_by_hand_in_all_libraries() -> None:
+    for aggregation, expected in (
+        ("sequence_mean", [[1 / 6, 1 / 6, 0], [1 / 3, 0, 0], [0, 0, 0]]),  # the empty row counts
+        ("token_mean", [[1 / 3, 1 / 3, 0], [1 / 3, 0, 0], [0, 0, 0]]),
+        ("constant_length", [[1 / 12, 1 / 12, 0], [1 / 12, 0, 0], [0, 0, 0]]),  # 3 completions × 4
+        ("sequence_sum_mean", [[1 / 3, 1 / 3, 0], [1 / 3, 0, 0], [0, 0, 0]]),
+        ("sequence_sum_kept", [[1 / 2, 1 / 2, 0], [1 / 2, 0, 0], [0, 0, 0]]),  # the empty row does not count
+    ):
+        counts = StepCounts(completions=3, active_tokens=3, kept=2)
+        np.testing.assert_allclose(token_weights(MASK, counts, aggregation, 4), expected)
+        tensor = token_weights(torch.from_numpy(MASK), counts, aggregation, 4, dtype=torch.float64)
+        np.testing.assert_allclose(tensor.numpy(), expected)
+        compiled = jax.jit(lambda m, how=aggregation: token_weights(m, count_step(m), how, 4))
+        np.testing.assert_allclose(compiled(MASK), expected)
+
+
+def test_counts_add_up_and_an_empty_step_has_no_nan() -> None:
+    total = sum([count_step(MASK[:1]), count_step(MASK[1:])], StepCounts())
+    assert (total.completions, int(total.active_tokens), int(total.kept)) == (3, 3, 2)
+    assert total == count_step(MASK)
+    empty = np.zeros((2, 3), dtype=bool)
+    for aggregation in AGGREGATORS:
+        for counts in (count_step(empty), StepCounts()):
+            assert (token_weights(empty, counts, aggregation, 4) == 0).all()
+
+
+def test_averages_that_are_none_are_named() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'token_mean'"):
+        token_weights(MASK, count_step(MASK), "tokens_mean")
+    for length in (None, 0):
+        with pytest.raises(ConfigError, match=f"max_completion_length={length}"):
+            token_weights(MASK, count_step(MASK), "constant_length", length)

@@ -7,8 +7,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
-import pytest
-
 from covey.tasks import get_task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,9 +19,8 @@ def reward(text: str) -> float:
     return float(score[0])
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
+def test_a_field_is_a_fifth_and_a_time_has_parts() -> None:
+    for changes, expected in (
         ({}, 1.0),
         ({"who": "Paul"}, 0.8),
         ({"time": "5:15 pm"}, 0.94),
@@ -34,10 +31,8 @@ def reward(text: str) -> float:
         ({"what": "", "who": "", "day": "", "time": ""}, 0.2),
         ({"more": "x"}, 0.0),
         ({"time": 1745}, 0.0),
-    ],
-)
-def test_a_field_is_a_fifth_and_a_time_has_parts(changes: dict[str, object], expected: float) -> None:
-    assert reward(json.dumps(WANTED | changes)) == expected
+    ):
+        assert reward(json.dumps(WANTED | changes)) == expected
 
 
 def test_what_is_no_entry_earns_nothing() -> None:

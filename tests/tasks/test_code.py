@@ -124,9 +124,8 @@ def test_rows_of_a_file(tmp_path: Path, reward: CodeReward) -> None:
     assert function(["def f(x): return 0"], tests=[row["tests"]]) == [0.0]
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
+def test_a_problem_that_is_none_is_named(tmp_path: Path) -> None:
+    for row, message in (
         ({"prompt": "x"}, "a problem has a prompt"),
         ({"prompt": "x", "tests": []}, "there is no test"),
         ({"prompt": "x", "tests": {"kind": "exam"}}, "kind"),
@@ -139,12 +138,10 @@ def test_rows_of_a_file(tmp_path: Path, reward: CodeReward) -> None:
         ({"prompt": "x", "tests": ["assert Counter(f(1)) == Counter([1])"]}, "the tests use Counter"),
         ({"prompt": "x", "tests": ["assert f(:"]}, "the test code is no Python"),
         (MBPP | {"code": "def f(:"}, "invalid syntax"),
-    ],
-)
-def test_a_problem_that_is_none_is_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
-    path = write(tmp_path / "problems.jsonl", [{"prompt": "ok", "tests": ["assert True"]}, row])
-    with pytest.raises(DataError, match=f"problems.jsonl: problem 2: .*{message}"):
-        Code(path, num_eval=1).train_rows(0)
+    ):
+        path = write(tmp_path / "problems.jsonl", [{"prompt": "ok", "tests": ["assert True"]}, row])
+        with pytest.raises(DataError, match=f"problems.jsonl: problem 2: .*{message}"):
+            Code(path, num_eval=1).train_rows(0)
 
 
 def test_kinds_of_tests_and_settings() -> None:

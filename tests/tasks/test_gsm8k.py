@@ -75,18 +75,15 @@ def test_a_separate_evaluation_file_is_never_trained_on(tmp_path: Path) -> None:
     assert len(GSM8K(path=PROBLEMS[5:], eval_path=str(file)).train_rows(0)) == 35
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
+def test_data_that_cannot_work() -> None:
+    for rows, message in (
         ([{"question": "q"}], "row 0 has no text in the column 'answer'"),
         ([{"prompt": "q", "answer": "#### 1"}], "no text in the column 'question' \\(columns: prompt, answer"),
         ([{"question": "q", "answer": 1}], "no text in the column 'answer'"),
         ([PROBLEMS[0], {"question": "q", "answer": "so it is 1"}], "row 1: the answer 'so it is 1' does not end in"),
         (PROBLEMS[:3], "all 3 questions are held out; lower num_eval=200"),
-    ],
-)
-def test_data_that_cannot_work(rows: list, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        GSM8K(path=rows).train_rows(0)
-    with pytest.raises(ConfigError, match="num_eval=0"):
-        GSM8K(path=rows, num_eval=0)
+    ):
+        with pytest.raises(DataError, match=message):
+            GSM8K(path=rows).train_rows(0)
+        with pytest.raises(ConfigError, match="num_eval=0"):
+            GSM8K(path=rows, num_eval=0)

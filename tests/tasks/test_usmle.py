@@ -108,9 +108,8 @@ def test_contamination_is_an_error(tmp_path: Path) -> None:
         get_task("usmle", path=train, eval_path=held_out).train_rows(0)
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
+def test_a_line_that_is_wrong_is_named(tmp_path: Path) -> None:
+    for row, message in (
         (question(1, options={"A": "x"}), "at least two"),
         (question(1, options={"A": "x", "B": " "}), "option B has no text"),
         (question(1, options={"a": "x", "b": "y"}), "option 'a' is not named by a single capital letter"),
@@ -121,12 +120,10 @@ def test_contamination_is_an_error(tmp_path: Path) -> None:
         ({"q": 1}, "there is no question"),
         ([1], "is no object"),
         (question(0, answer="A"), "the question of line 1 with another answer"),
-    ],
-)
-def test_a_line_that_is_wrong_is_named(tmp_path: Path, row: Any, message: str) -> None:
-    path = write(tmp_path / "q.jsonl", [question(0), row])
-    with pytest.raises(DataError, match=f"q.jsonl: line 2: .*{message}"):
-        load_questions(path)
+    ):
+        path = write(tmp_path / "q.jsonl", [question(0), row])
+        with pytest.raises(DataError, match=f"q.jsonl: line 2: .*{message}"):
+            load_questions(path)
 
 
 def test_odd_files(tmp_path: Path) -> None:

@@ -75,29 +75,17 @@ class TokenCounts:
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """One micro-batch: M packed tokens, U things to score, S sampled tokens of n rows (drawn in the module docstring).
+    """One micro-batch: M packed tokens, U things to score, S sampled tokens of n rows; see the module docstring."""
 
-    Attributes:
-        token_ids: `[M]`.
-        position_ids: `[M]` position of each token in its own sequence.
-        branches: the layout of the M tokens; a parent comes before what leaves it.
-        score_at: `[U]` packed index whose hidden state predicts the u-th target, ascending.
-        targets: `[U]` the sampled token ids.
-        pair: `[S]` which of the U each sampled token is.
-        row: `[S]` row in this pack, 0..n-1.
-        column: `[S]` index among that row's sampled tokens: the column in the batch's `[N, T]` arrays.
-        rows: `[n]` row number in the batch of each row in this pack.
-    """
-
-    token_ids: IntArray
-    position_ids: IntArray
-    branches: tuple[Branch, ...]
-    score_at: IntArray
-    targets: IntArray
-    pair: IntArray
-    row: IntArray
-    column: IntArray
-    rows: IntArray
+    token_ids: IntArray  # `[M]`
+    position_ids: IntArray  # `[M]` position of each token in its own sequence
+    branches: tuple[Branch, ...]  # the layout of the M tokens; a parent comes before what leaves it
+    score_at: IntArray  # `[U]` packed index whose hidden state predicts the u-th target, ascending
+    targets: IntArray  # `[U]` the sampled token ids
+    pair: IntArray  # `[S]` which of the U each sampled token is
+    row: IntArray  # `[S]` row in this pack, 0..n-1
+    column: IntArray  # `[S]` index among that row's sampled tokens: the column in the batch's `[N, T]` arrays
+    rows: IntArray  # `[n]` row number in the batch of each row in this pack
 
     @property
     def num_tokens(self) -> int:
@@ -150,13 +138,9 @@ class Pack:
         return [self.token_ids[self.path(int(index))] for index in last]
 
     def support(self, episodes: Sequence[Episode]) -> Support | None:
-        """The kept ids of the pack's U targets, or None when no row of the pack recorded them.
+        """The kept ids of the pack's U targets, or None when no row of the pack recorded them; of all N episodes.
 
-        Args:
-            episodes: all N episodes of the batch.
-
-        Raises:
-            ValueError: some rows recorded their support and others did not.
+        Raises `ValueError`: some rows recorded their support and others did not.
         """
         present = [support for support in (episodes[row].support for row in self.rows) if support is not None]
         if not present:
@@ -208,7 +192,8 @@ def pack_episodes(
 
     What rows share is found by their token ids, whatever group they belong to. A tree that is larger than the budget is
     cut where that repeats least (`covey.rollout.tries.partition`); a sequence is never cut, so one that exceeds the
-    budget gets a pack of its own. Rows without a sampled token are left out: there is nothing to score.
+    budget gets a pack of its own. Rows without a sampled token are left out: there is nothing to score. What comes out
+    is deterministic in the arguments.
 
     Args:
         episodes: all N episodes of the batch.
@@ -218,12 +203,7 @@ def pack_episodes(
         shared: False gives each row a tree of its own, for models that run rows as a padded rectangle; the budget is
             then of `Pack.num_padded`.
 
-    Returns:
-        The packs, deterministic in the arguments. Together they hold each given row that has sampled tokens
-        once.
-
-    Raises:
-        ValueError: `tokens_per_pack` is not positive, or the first token of an episode is marked as sampled.
+    Raises `ValueError`: `tokens_per_pack` is not positive, or the first token of an episode is marked as sampled.
     """
     if tokens_per_pack < 1:
         raise ValueError(f"tokens_per_pack={tokens_per_pack}: a pack needs room for at least one token; raise it")

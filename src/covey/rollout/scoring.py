@@ -114,8 +114,7 @@ class Scorer:
         runner: the event loop of asynchronous functions.
         elsewhere: who scores in place of this process, but for functions that need the whole batch; None = nobody.
 
-    Raises:
-        ConfigError: no reward, something that cannot be called, or weights that do not fit.
+    Raises `ConfigError`: no reward, something that cannot be called, or weights that do not fit.
     """
 
     def __init__(
@@ -169,8 +168,7 @@ class Scorer:
         Args:
             columns: names of the dataset columns besides the prompt; where rows differ, of all of them.
 
-        Raises:
-            ConfigError: a function requires an argument that is neither a column nor one that Covey passes.
+        Raises `ConfigError`: a function requires an argument that is neither a column nor one that Covey passes.
         """
         self._columns |= dict.fromkeys(name for name in columns if name not in _NO_COLUMNS)
         present = self._columns
@@ -196,10 +194,8 @@ class Scorer:
         sampled token ids), `trainer_state`, `log_metric` and `log_extra` as in TRL. A function without `**kwargs` gets
         only what it names. Lists and messages are fresh for each function; column values are shared.
 
-        Args:
-            prompts: N prompts, repeated within a group.
-            episodes: N episodes.
-            completions: what functions see in place of `episode.text`: the messages of each episode.
+        Prompts are repeated within a group. Where there are `completions`, functions see them, the messages of each
+        episode, in place of its text.
 
         Returns:
             `[N]` float64 weighted sums over the functions that scored the sample (NaN where none did), and

@@ -49,11 +49,7 @@ class Task(ABC):
 
     @abstractmethod
     def train_rows(self, seed: int) -> list[Row]:
-        """Training rows; the same seed gives the same rows.
-
-        Raises:
-            DataError: the data cannot be read.
-        """
+        """Training rows; the same seed gives the same rows. Raises `DataError`: the data cannot be read."""
 
     @abstractmethod
     def eval_rows(self) -> list[Row]:
@@ -162,10 +158,7 @@ class FileTask(Task):
 
     @abstractmethod
     def read(self, source: Any, split: str) -> list[Row]:
-        """All problems of a source, `split` being "train" or "test".
-
-        Raises `DataError`: it cannot be read, or an entry is no problem.
-        """
+        """All problems of a source's split, "train" or "test". Raises `DataError`: it cannot be read, or is wrong."""
 
     def train_rows(self, seed: int) -> list[Row]:
         """The problems that are not held out, in the order of the file, or `num_train` of them.
@@ -211,11 +204,7 @@ def task_names() -> tuple[str, ...]:
 
 
 def task_options(name: str) -> tuple[str, ...]:
-    """What the task of a name, with or without options in it, can be given.
-
-    Raises:
-        ConfigError: no such task.
-    """
+    """What the task of a name, with or without options in it, can be given. Raises `ConfigError`: no such task."""
     factory = find_factory("task", name, _TASKS)[1]
     return tuple(inspect.signature(factory).parameters) if callable(factory) else ()
 
@@ -229,8 +218,7 @@ def get_task(name: str, **options: Any) -> Task:
             a `Task` class, a function that makes one, or one that is made already.
         **options: arguments of the task, e.g. `path` for `gsm8k`; they win over those in `name`.
 
-    Raises:
-        ConfigError: no such task, no such option, or a value that the task refuses.
+    Raises `ConfigError`: no such task, no such option, or a value that the task refuses.
     """
     return make_named("task", name, _TASKS, Task, **options)
 
@@ -238,8 +226,7 @@ def get_task(name: str, **options: Any) -> Task:
 def configured_task(name: str | None, dataset: str | None, eval_dataset: str | None) -> Task | None:
     """The task that `data.task` names, or None. `data.dataset` and `data.eval_dataset` are the files that it reads.
 
-    Raises:
-        ConfigError: as `get_task`, or the task reads no files.
+    Raises `ConfigError`: as `get_task`, or the task reads no files.
     """
     if name is None:
         return None

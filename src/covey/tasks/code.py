@@ -111,8 +111,7 @@ class Code(FileTask):
         packages: installed distributions that programs may import, with spaces between them, such as "numpy scipy".
         system_prompt: put before each problem; None = none.
 
-    Raises:
-        ConfigError: a number out of range.
+    Raises `ConfigError`: a number out of range.
     """
 
     name: ClassVar[str] = "code"
@@ -134,7 +133,6 @@ class Code(FileTask):
                 f"num_eval={num_eval}, seconds={seconds}, memory_mb={memory_mb}: at least 1, above 0, at least 64"
             )
         self.path, self.eval_path, self.num_eval, self.system_prompt = path, eval_path, num_eval, system_prompt
-        self.max_completion_length = 256
         how: dict[str, Any] = {"partial_credit": partial_credit, "unprotected": unprotected}
         limits = Limits(seconds=float(seconds), memory_mb=memory_mb)
         self._reward = CodeReward(limits=limits, packages=packages.split(), **how)

@@ -42,7 +42,7 @@ _USUAL_PROMPT_COLUMNS = ("question", "problem", "instruction", "input", "query",
 
 
 def load_rows(source: Any, *, split: str = "train", what: str = "training") -> list[Row]:
-    """Read a dataset into a list of rows.
+    """Read a dataset into a list of rows, at least one.
 
     Args:
         source: a list of dicts; a Hugging Face `Dataset`, or a dict of splits; the path of a .jsonl, .json,
@@ -51,11 +51,7 @@ def load_rows(source: Any, *, split: str = "train", what: str = "training") -> l
         split: which split to take where there are several.
         what: needs the rows, for the message when there are none.
 
-    Returns:
-        The rows, at least one.
-
-    Raises:
-        DataError: the source is empty, cannot be read, or holds something that is no row.
+    Raises `DataError`: the source is empty, cannot be read, or holds something that is no row.
     """
     if isinstance(source, str | os.PathLike):
         name = os.fspath(source)
@@ -121,9 +117,8 @@ def build_prompts(
         One prompt for each row, in order. `columns` holds the row without `prompt_column`; `uid` is the row's
         `uid` or `id` as text where every row has one and no two share it, otherwise the row's index.
 
-    Raises:
-        DataError: a row has no prompt, or one that is malformed, empty, too long or without the user's text; or every
-            row is dropped.
+    Raises `DataError`: a row has no prompt, or one that is malformed, empty, too long or without the user's text; or
+    every row is dropped.
     """
     _check_column(rows, prompt_column)
     uids = _uids(rows)

@@ -41,8 +41,7 @@ class GSM8K(FileTask):
         num_eval: number of held-out problems; with `eval_path`, at most so many.
         system_prompt: put before each problem; None = none.
 
-    Raises:
-        ConfigError: a number out of range.
+    Raises `ConfigError`: a number out of range.
     """
 
     name: ClassVar[str] = "gsm8k"
@@ -59,7 +58,6 @@ class GSM8K(FileTask):
             raise ConfigError(f"num_train={num_train}, num_eval={num_eval}: both must be 1 or more")
         self.path, self.eval_path, self.num_train, self.num_eval = path, eval_path, num_train, num_eval
         self.system_prompt = system_prompt
-        self.max_completion_length = 256
         self._reward = numeric_match("answer")
 
     @property

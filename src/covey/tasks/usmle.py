@@ -167,8 +167,7 @@ class USMLE(FileTask):
         vocabulary: file of medical words for "model".
         system_prompt: put before each question; None = none.
 
-    Raises:
-        ConfigError: an option has a value that it cannot have.
+    Raises `ConfigError`: an option has a value that it cannot have.
     """
 
     name: ClassVar[str] = "usmle"
@@ -196,9 +195,7 @@ class USMLE(FileTask):
         if (num_eval is not None and num_eval < 1) or (num_train is not None and num_train < 1):
             raise ConfigError(f"num_train={num_train}, num_eval={num_eval}: both must be 1 or more")
         self.path, self.eval_path, self.num_train, self.num_eval = path, eval_path, num_train, num_eval
-        self.wording = cast(Wording, wording)
-        self.system_prompt = system_prompt
-        self.max_completion_length = 512
+        self.wording, self.system_prompt, self.max_completion_length = cast(Wording, wording), system_prompt, 512
         self._reward: RewardFunction = USMLERewardModel(vocabulary) if reward == "model" else _correct_letter
 
     @property
@@ -228,11 +225,8 @@ class USMLE(FileTask):
 
     def read(self, source: Any, split: str) -> list[Row]:
         """The questions with their prompts."""
-        rows = []
-        for row in load_questions(source, split):
-            prompt = as_prompt(format_usmle_prompt(row, self.wording))
-            rows.append({"prompt": prompt, **row, "uid": f"usmle-{split}-{row['line']}"})
-        return rows
+        rows = [row | {"uid": f"usmle-{split}-{row['line']}"} for row in load_questions(source, split)]
+        return [{"prompt": as_prompt(format_usmle_prompt(row, self.wording)), **row} for row in rows]
 
 
 def load_questions(source: Any, split: str = "train") -> list[Row]:
