@@ -18,17 +18,18 @@ from loss_reference import Completed, reference_loss
 LENGTH = 7  # max_completion_length of all cases
 LOSS_TYPES = sorted(LOSSES)
 TERMS = ("beta", "kl_estimator", "entropy_coef")
-SMALL = {
-    "kl_cov": {"kl_cov_ratio": 0.3},
-    "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.01, "clip_cov_ub": 2.0},
-}
+SMALL = {"kl_cov": {"kl_cov_ratio": 0.3}, "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.01, "clip_cov_ub": 2.0}}
 """Parameters with which a loss that selects a few of many tokens selects some of a small case."""
 
 
 def objective_of(loss_type: str, **settings: Any) -> Objective:
     """The objective of a loss for a small case, with those of the settings that it has."""
+    return make_objective(loss_type, **own_settings(loss_type, settings))
+
+
+def own_settings(loss_type: str, settings: dict[str, Any]) -> dict[str, Any]:
     own = {name: value for name, value in settings.items() if name in (*LOSSES[loss_type].parameters, *TERMS)}
-    return make_objective(loss_type, **SMALL.get(loss_type, {}), **own)
+    return SMALL.get(loss_type, {}) | own
 
 
 @dataclass
@@ -97,13 +98,9 @@ def torch_gradient(case: Case, loss: Callable[[Case], Any]) -> tuple[float, np.n
 
 def jax_gradient(case: Case, loss: Callable[[Case], Any]) -> tuple[float, np.ndarray]:
     """Value and gradient in `logp` by `jit` of `value_and_grad`, of a NumPy case."""
-    names = [field.name for field in fields(Case)]
-
-    def of_arrays(logp: Any, others: dict[str, Any]) -> Any:
-        return loss(Case(logp=logp, **others))
-
-    others = {name: jnp.asarray(getattr(case, name)) for name in names if name != "logp"}
-    value, gradient = jax.jit(jax.value_and_grad(of_arrays))(jnp.asarray(case.logp), others)
+    others = {name: jnp.asarray(value) for name, value in vars(case).items() if name != "logp"}
+    both = jax.jit(jax.value_and_grad(lambda logp, others: loss(Case(logp=logp, **others))))
+    value, gradient = both(jnp.asarray(case.logp), others)
     return float(value), np.asarray(gradient)
 
 
@@ -122,7 +119,6 @@ def by_the_reference(case: Case, loss_type: str, **settings: Any) -> tuple[float
     """Value and gradient in `logp` by `loss_reference`, row by row and without the masked tokens; settings as in
     `objective_of`.
     """
-    own = {name: value for name, value in settings.items() if name in (*LOSSES[loss_type].parameters, *TERMS)}
     sequences = []
     for row, mask in enumerate(case.mask):
         logp, old, ref, entropy, factor = (
@@ -131,9 +127,8 @@ def by_the_reference(case: Case, loss_type: str, **settings: Any) -> tuple[float
         # `old` is the policy that the factors lead to from the sampler's
         advantage, sampler = float(case.advantages[row, 0]), old - factor.log()
         sequences.append(Completed(logp.requires_grad_(), sampler, ref, entropy, advantage, old, not mask.any()))
-    small = SMALL.get(loss_type, {})
-    how = {"loss_type": loss_type, "correction": "token_truncate", "cap": 1e9, "max_length": LENGTH, **small, **own}
-    value, _ = reference_loss(sequences, **how)
+    how = {"loss_type": loss_type, "correction": "token_truncate", "cap": 1e9, "max_length": LENGTH}
+    value, _ = reference_loss(sequences, **how, **own_settings(loss_type, settings))
     gradient = np.zeros_like(case.logp)
     found = torch.autograd.grad(value, [each.logp for each in sequences], allow_unused=True)
     for row, (mask, each) in enumerate(zip(case.mask, found, strict=True)):

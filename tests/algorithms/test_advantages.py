@@ -1,8 +1,9 @@
-"""Advantages against numbers worked by hand, and what must hold for all rewards."""
+"""Advantages against numbers worked by hand, what must hold for all rewards, and which rewards are tied."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,63 +26,59 @@ from covey.algorithms import (
     group_advantages,
     rloo_advantages,
 )
+from covey.algorithms.advantages import discounted_returns, gigpo_advantages
+from covey.algorithms.down_sampling import max_variance
 from covey.errors import ConfigError, DataError
+from covey.observe.doctor import diagnose
+from covey.types import Group, equal_rewards
+from covey.watch.tables import Wanted, groups
+from fakes import fake_episode, fake_prompt
 
 NAN = float("nan")
-WITHIN_GROUPS = [
-    name
-    for name, estimator in ((name, find_estimator(name)) for name in sorted(ADVANTAGE_ESTIMATORS))
-    if estimator.group_relative and not estimator.needs_turns and not estimator.needs_sum_pi_squared
-]
+FOUND = {name: find_estimator(name) for name in sorted(ADVANTAGE_ESTIMATORS)}
+WITHIN_GROUPS = [n for n, e in FOUND.items() if e.group_relative and not e.needs_turns and not e.needs_sum_pi_squared]
 BOUNDED = settings(max_examples=30, deadline=None, derandomize=True)
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 
 def estimate_by(name: str, rewards: Any, groups: Any, **settings: Any) -> Any:
     return ADVANTAGE_ESTIMATORS[name](Outcomes(rewards, groups, **settings))
 
 
+def check(found: Any, expected: Any, rtol: float = 1e-7, atol: float = 0.0) -> None:
+    np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=rtol, atol=atol)
+
+
 def test_group_and_scale_by_hand() -> None:
     rewards, groups = [0.0, 0.0, 3.0, 1.0, 2.0], [7, 7, 7, 4, 4]
+    centred, three, two = np.array([-1, -1, 2, -0.5, 0.5]), math.sqrt(3), math.sqrt(2)
     # means 1 and 1.5; sample stds sqrt((1 + 1 + 4) / 2) = sqrt 3 and sqrt(0.5); no epsilon
-    np.testing.assert_allclose(
-        group_advantages(rewards, groups, epsilon=0.0),
-        [-1 / math.sqrt(3), -1 / math.sqrt(3), 2 / math.sqrt(3), -math.sqrt(0.5), math.sqrt(0.5)],
-    )
+    check(group_advantages(rewards, groups, epsilon=0.0), centred / [three, three, three, 1 / two, 1 / two])
     # population stds sqrt 2 and 0.5
-    np.testing.assert_allclose(
-        group_advantages(rewards, groups, correction=0, epsilon=0.0),
-        [-1 / math.sqrt(2), -1 / math.sqrt(2), math.sqrt(2), -1, 1],
-    )
-    np.testing.assert_allclose(group_advantages(rewards, groups, scale="none"), [-1, -1, 2, -0.5, 0.5])
+    check(group_advantages(rewards, groups, correction=0, epsilon=0.0), centred / [two, two, two, 0.5, 0.5])
+    check(group_advantages(rewards, groups, scale="none"), centred)
     # batch: mean 1.2, squares 1.44 + 1.44 + 3.24 + 0.04 + 0.64 = 6.8, over 4 = 1.7
-    np.testing.assert_allclose(
-        group_advantages(rewards, groups, scale="batch", epsilon=0.0),
-        np.array([-1, -1, 2, -0.5, 0.5]) / math.sqrt(1.7),
-    )
+    check(group_advantages(rewards, groups, scale="batch", epsilon=0.0), centred / math.sqrt(1.7))
     # epsilon is added to the std, not to the variance: ±0.5 / (0.5 + 0.5)
-    np.testing.assert_allclose(group_advantages([1, 2], [0, 0], correction=0, epsilon=0.5), [-0.5, 0.5])
-
-
-def test_leave_one_out_by_hand() -> None:
-    # others' means: 1.5, 1.5, 0; and 2, 1
-    np.testing.assert_allclose(
-        rloo_advantages([0.0, 0.0, 3.0, 1.0, 2.0], [0, 0, 0, 1, 1]), [-1.5, -1.5, 3.0, -1.0, 1.0]
-    )
+    check(group_advantages([1, 2], [0, 0], correction=0, epsilon=0.5), [-0.5, 0.5])
+    # leave one out: others' means 1.5, 1.5, 0; and 2, 1
+    check(rloo_advantages(rewards, groups), [-1.5, -1.5, 3.0, -1.0, 1.0])
+    # groups may be of any whole type
+    for ids in (torch.tensor([False, False, True, True]), torch.tensor([1, 1, 2, 2], dtype=torch.uint8)):
+        check(group_advantages(torch.tensor([0.0, 1.0, 0.0, 2.0]), ids, scale="none"), [-0.5, 0.5, -1.0, 1.0])
 
 
 @pytest.mark.parametrize("name", WITHIN_GROUPS)
 def test_what_cannot_be_scored_is_left_out_of_its_group(name: str) -> None:
-    estimate = partial(estimate_by, name)
-    with_none = estimate([1.0, None, 2.0, math.inf, 6.0], [0, 0, 0, 0, 0], scale="group", correction=1)
-    scored_only = estimate([1.0, 2.0, 6.0], [0, 0, 0], scale="group", correction=1)
-    np.testing.assert_allclose(with_none, [scored_only[0], 0, scored_only[1], 0, scored_only[2]])
-    assert abs(scored_only).max() > 0.1
+    with_none = estimate_by(name, [1.0, None, 2.0, math.inf, 6.0], [0] * 5, scale="group", correction=1)
+    one, two, three = estimate_by(name, [1.0, 2.0, 6.0], [0] * 3, scale="group", correction=1)
+    check(with_none, [one, 0, two, 0, three])
+    assert max(map(abs, (one, two, three))) > 0.1
 
 
 @pytest.mark.parametrize("name", WITHIN_GROUPS)
 @pytest.mark.parametrize(
-    "rewards",
-    [[5.0], [NAN], [NAN, NAN, NAN], [1.0, NAN], [0.1, 0.1, 0.1], [1 / 3] * 7, [1e8 + 0.1] * 3, []],
+    "rewards", [[5.0], [NAN], [NAN, NAN, NAN], [1.0, NAN], [0.1, 0.1, 0.1], [1 / 3] * 7, [1e8 + 0.1] * 3, []]
 )
 def test_a_group_without_relative_information_gets_exactly_zero(name: str, rewards: list[float]) -> None:
     for scale in ("group", "batch", "none"):
@@ -112,8 +109,7 @@ def test_properties_of_all_estimators(name: str, rows: list[tuple[int, float]], 
         inside = advantages[groups == group]
         assert name == "grpo_passk" or abs(inside.sum()) <= 1e-9 * max(1.0, np.abs(inside).max())
     order = np.asarray(data.draw(st.permutations(range(len(rows)))))
-    close = {"rtol": 1e-9, "atol": 1e-9}
-    np.testing.assert_allclose(estimate(rewards[order], groups[order]), advantages[order], **close)
+    check(estimate(rewards[order], groups[order]), advantages[order], **CLOSE)
     # the names of the groups do not matter
     np.testing.assert_array_equal(estimate(rewards, [f"uid-{g}" for g in groups]), advantages)
 
@@ -137,17 +133,14 @@ def test_each_group_by_itself(rows: list[tuple[int, int, float]], correction: in
                 found[inside] = np.nan_to_num((rewards[inside] - scored.mean()) / (std + 1e-6))
         return found
 
-    close = {"rtol": 1e-9, "atol": 1e-9}
     once, seen = np.zeros(len(rows), bool), set()
     for row, key in enumerate(zip(groups.tolist(), episodes.tolist(), strict=True)):
         if key not in seen and not np.isnan(rewards[row]):
             seen.add(key)
             once[row] = True
     everyone = np.ones(len(rows), bool)
-    np.testing.assert_allclose(group_advantages(rewards, groups, correction=correction), expected(everyone), **close)
-    np.testing.assert_allclose(
-        episode_advantages(rewards, groups, episodes, correction=correction), expected(once), **close
-    )
+    check(group_advantages(rewards, groups, correction=correction), expected(everyone), **CLOSE)
+    check(episode_advantages(rewards, groups, episodes, correction=correction), expected(once), **CLOSE)
 
 
 @pytest.mark.parametrize("name", WITHIN_GROUPS)
@@ -156,33 +149,33 @@ def test_all_libraries_agree(name: str) -> None:
     rewards, groups = rng.normal(size=20), rng.integers(0, 5, 20)
     rewards[[2, 11]] = NAN
     for scale in ("group", "batch", "none"):
-
-        def estimate(r: object, g: object, scale: str = scale) -> object:
-            return estimate_by(name, r, g, scale=scale)
-
+        estimate = partial(estimate_by, name, scale=scale)
         expected = estimate(rewards, groups)
         by_torch = estimate(torch.from_numpy(rewards), torch.from_numpy(groups))
         by_jax = jax.jit(estimate)(jnp.asarray(rewards), jnp.asarray(groups))
         assert isinstance(by_torch, torch.Tensor)
-        np.testing.assert_allclose(by_torch.numpy(), expected, rtol=0, atol=1e-10)
-        np.testing.assert_allclose(by_jax, expected, rtol=0, atol=1e-10)
-    integers = group_advantages(torch.tensor([1, 2]), [0, 0], correction=0)
-    np.testing.assert_allclose(integers.numpy(), [-1, 1], atol=1e-5)
+        check(by_torch, expected, rtol=0, atol=1e-10)
+        check(by_jax, expected, rtol=0, atol=1e-10)
+    check(group_advantages(torch.tensor([1, 2]), [0, 0], correction=0), [-1, 1], atol=1e-5)
 
 
 def test_an_episode_counts_once_however_many_steps_it_has() -> None:
     # group 0: episode 8 (reward 4) has three rows, episode 9 (reward 0) one; group 1 has an 8 of its own
     rewards, groups, episodes = [4.0, 0.0, 4.0, 4.0, 1.0, 3.0], [0, 0, 0, 0, 1, 1], [8, 9, 8, 8, 8, 5]
     # mean 2, not 3; sample std sqrt(8) resp. sqrt(2)
-    np.testing.assert_allclose(
-        episode_advantages(rewards, groups, episodes, epsilon=0.0),
-        np.array([1, -1, 1, 1, -1, 1]) / math.sqrt(2),
-    )
+    unit = np.array([1, -1, 1, 1, -1, 1]) / math.sqrt(2)
+    check(episode_advantages(rewards, groups, episodes, epsilon=0.0), unit)
     # the first row of episode 8 could not be scored: the next one speaks for it
-    rewards[0] = NAN
-    np.testing.assert_allclose(
-        episode_advantages(rewards, groups, episodes, epsilon=0.0)[:4], np.array([0, -1, 1, 1]) / math.sqrt(2)
-    )
+    found = episode_advantages([NAN, *rewards[1:]], groups, episodes, epsilon=0.0)
+    check(found[:4], [0, *unit[1:4]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_episodes_are_counted_in_narrow_types_too(dtype: torch.dtype) -> None:
+    groups, episodes = torch.arange(3000) // 6, torch.arange(3000) // 3 % 2
+    rewards = (episodes + groups % 2).to(dtype)
+    found = episode_advantages(rewards, groups, episodes, scale="none")
+    np.testing.assert_array_equal(found.float().numpy(), np.where(episodes.numpy() == 1, 0.5, -0.5))
 
 
 def test_several_rewards_by_hand() -> None:
@@ -190,56 +183,48 @@ def test_several_rewards_by_hand() -> None:
     np.testing.assert_array_equal(combine_rewards(parts, [2.0, 0.1]), [3.0, 3.0, 2.0, NAN])
     summed = group_advantages(combine_rewards(parts, [2.0, 0.1]), [0] * 4, epsilon=0.0)
     # 3 3 2: mean 8/3, sample std sqrt(1/3)
-    np.testing.assert_allclose(summed, np.array([1, 1, -2, 0]) / 3 / math.sqrt(1 / 3), atol=1e-12)
+    check(summed, np.array([1, 1, -2, 0]) / 3 / math.sqrt(1 / 3), atol=1e-12)
     # x, -x and 0, then normalised over the batch: the sample std of x -x 0 is x.
     for scale in ("group", "batch", "none"):
-        np.testing.assert_allclose(
-            estimate_by("gdpo", None, [0] * 4, parts=parts, weights=[2.0, 0.1], scale=scale, epsilon=0.0),
-            [1.0, -1.0, 0.0, 0.0],
-            atol=1e-12,
-        )
-
-
-def test_a_wide_reward_does_not_drown_the_others_when_each_is_normalised_first() -> None:
-    parts = np.array([[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1000.0, 1000.0]])
-    together = group_advantages(combine_rewards(parts, [1.0, 1.0]), [0] * 4)
-    apart = estimate_by("gdpo", None, [0] * 4, parts=parts, weights=[1.0, 1.0])
-    assert together[2] - together[3] < 0.01
-    assert apart[2] - apart[3] > 1.0
-    assert np.std(apart, ddof=1) == pytest.approx(1.0, abs=1e-5)
-
-
-def test_what_differs_in_more_rewards_weighs_more() -> None:
-    """GDPO, equations 4 to 6: one reward differs in the first group, both do in the second."""
+        found = estimate_by("gdpo", None, [0] * 4, parts=parts, weights=[2.0, 0.1], scale=scale, epsilon=0.0)
+        check(found, [1.0, -1.0, 0.0, 0.0], atol=1e-12)
+    # GDPO, equations 4 to 6: one reward differs in the first group, both do in the second
     parts = [[0.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]]
     found = estimate_by("gdpo", None, [0, 0, 1, 1], parts=parts, weights=[1.0, 1.0], epsilon=1e-12)
     # sums -a a -2a 2a with a = sqrt(1/2); their sample std is sqrt(10 a^2 / 3)
-    np.testing.assert_allclose(found, np.array([-1, 1, -2, 2]) / math.sqrt(10 / 3))
+    check(found, np.array([-1, 1, -2, 2]) / math.sqrt(10 / 3))
 
 
-def test_the_signature_of_the_agents_document() -> None:
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]])
-    advantages, returns = compute_naive_grpo_outcome_advantage(
-        np.array([1.0, 2.0, 2.0]), mask, np.array(["u", "u", "u"], dtype=object), np.array(["a", "b", "b"])
-    )
+def test_the_signatures_of_the_agents_document() -> None:
+    mask, u = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]]), np.array(["u", "u", "u"], dtype=object)
+    rewards, episodes = np.array([1.0, 2.0, 2.0]), np.array(["a", "b", "b"])
+    advantages, returns = compute_naive_grpo_outcome_advantage(rewards, mask, u, episodes)
     assert advantages.dtype == torch.float32
-    torch.testing.assert_close(advantages, torch.tensor([[-1.0, -1, 0], [1, 0, 0], [1, 1, 1]]), atol=1e-5, rtol=0)
+    check(advantages, [[-1.0, -1, 0], [1, 0, 0], [1, 1, 1]], atol=1e-5, rtol=0)
     assert torch.equal(advantages, returns)
-    centred, _ = compute_naive_grpo_outcome_advantage(
-        [1.0, 2.0], mask[:2], [0, 0], [0, 1], norm_adv_by_std_in_grpo=False
-    )
+    given = ([1.0, 2.0], mask[:2], [0, 0], [0, 1])
+    centred, _ = compute_naive_grpo_outcome_advantage(*given, norm_adv_by_std_in_grpo=False)
     assert centred.tolist() == [[-0.5, -0.5, 0], [0.5, 0, 0]]
-
-
-def test_step_level_rows_in_the_layout_of_the_agents_document() -> None:
+    # rows are steps: scores 1 and 2 in group u; a group of one has no relative information
     rewards = np.array([[0.0, 1.0, 0.0], [1.0, 1.0, 0.0], [5.0, 0.0, 0.0]])
-    mask = np.array([[1, 1, 0], [1, 1, 1], [1, 0, 0]])
-    advantages, returns = compute_grpo_outcome_advantage(rewards, mask, ["u", "u", "v"], correction=0)
-    # scores 1 and 2 in group u; a group of one has no relative information
-    np.testing.assert_allclose(advantages, [[-1, -1, 0], [1, 1, 1], [0, 0, 0]], atol=1e-5)
+    steps = np.array([[1, 1, 0], [1, 1, 1], [1, 0, 0]])
+    advantages, returns = compute_grpo_outcome_advantage(rewards, steps, ["u", "u", "v"], correction=0)
+    check(advantages, [[-1, -1, 0], [1, 1, 1], [0, 0, 0]], atol=1e-5)
     np.testing.assert_array_equal(advantages, returns)
-    sample, _ = compute_grpo_outcome_advantage(rewards, mask, ["u", "u", "v"])
-    np.testing.assert_allclose(sample[0], [-math.sqrt(0.5), -math.sqrt(0.5), 0], atol=1e-5)
+    sample, _ = compute_grpo_outcome_advantage(rewards, steps, ["u", "u", "v"])
+    check(sample[0], [-math.sqrt(0.5), -math.sqrt(0.5), 0], atol=1e-5)
+
+
+def test_the_two_functions_of_the_documents_divide_by_different_spreads() -> None:
+    """As docs/agents.md says: the population's for the one that its document defines so, the sample's as in runs."""
+    ids, ones = np.zeros(4, np.int64), np.ones((4, 1))
+    rewards, episodes = np.array([0.0, 0.0, 1.0, 1.0]), np.arange(4)
+    naive = compute_naive_grpo_outcome_advantage(rewards, ones, ids, episodes)[0]
+    of_steps = compute_grpo_outcome_advantage(rewards[:, None], ones, ids)[0]
+    check(naive[:, 0], [-1, -1, 1, 1], atol=5e-4)
+    check(of_steps[:, 0], [-0.866, -0.866, 0.866, 0.866], atol=5e-4)
+    check(FOUND["naive_grpo"](Outcomes(rewards, ids)), of_steps[:, 0])
+    check(compute_naive_grpo_outcome_advantage(rewards, ones, ids, episodes, correction=1)[0], of_steps)
 
 
 def test_errors_name_the_value_and_the_fix() -> None:
@@ -251,15 +236,94 @@ def test_errors_name_the_value_and_the_fix() -> None:
         combine_rewards([[1.0], [2.0]], [1.0])
 
 
-def test_the_two_functions_of_the_documents_divide_by_different_spreads() -> None:
-    """As docs/agents.md says: the population's for the one that its document defines so, the sample's as in runs."""
-    ids, ones = np.zeros(4, np.int64), np.ones((4, 1))
-    rewards, episodes = np.array([0.0, 0.0, 1.0, 1.0]), np.arange(4)
-    naive = compute_naive_grpo_outcome_advantage(rewards, ones, ids, episodes)[0]
-    of_steps = compute_grpo_outcome_advantage(rewards[:, None], ones, ids)[0]
-    in_runs = find_estimator("naive_grpo")(Outcomes(rewards, ids))
-    np.testing.assert_allclose(naive[:, 0], [-1, -1, 1, 1], atol=5e-4)
-    np.testing.assert_allclose(of_steps[:, 0], [-0.866, -0.866, 0.866, 0.866], atol=5e-4)
-    np.testing.assert_allclose(in_runs, of_steps[:, 0])
-    same = compute_naive_grpo_outcome_advantage(rewards, ones, ids, episodes, correction=1)[0]
-    np.testing.assert_allclose(same, of_steps)
+def test_returns() -> None:
+    assert discounted_returns([0.0, 0.0, 1.0], 1.0).tolist() == [1.0, 1.0, 1.0]
+    assert discounted_returns([1.0, 0.0, 4.0], 0.5).tolist() == [2.0, 2.0, 4.0]
+    assert discounted_returns([1.0, 2.0], 0.0).tolist() == [1.0, 2.0]
+    assert discounted_returns([], 1.0).tolist() == []
+
+
+def test_gigpo_adds_steps_that_began_alike() -> None:
+    # two episodes of one group: both begin in "hall", only the first goes on to "attic"
+    rewards = np.array([1.0, 1.0, 0.0])
+    steps = (rewards, rewards, np.array([0, 0, 0]), np.array([0, 0, 1]), ["hall", "attic", "hall"])
+    # episodes: +0.5, +0.5, -0.5; hall: +0.5 and -0.5, twice; attic was seen once: nothing to compare
+    check(gigpo_advantages(*steps, scale="none", omega=2.0), [1.5, 0.5, -1.5])
+    check(gigpo_advantages(*steps, scale="none", omega=0.0), [0.5, 0.5, -0.5])
+    # an excluded episode counts nowhere
+    rewards, zeros = np.array([1.0, 0.0, NAN]), np.array([0, 0, 0])
+    check(gigpo_advantages(rewards, rewards, zeros, np.arange(3), ["hall"] * 3, scale="none"), [1.0, -1.0, 0.0])
+    nothing, ids = np.zeros(0), np.zeros(0, np.int64)
+    assert gigpo_advantages(nothing, nothing, ids, ids, ids).shape == (0,)
+
+
+@pytest.mark.parametrize("low", [-1, 0, 2**31 - 3])
+@pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy, jnp.asarray], ids=["numpy", "torch", "jax"])
+def test_equal_observations_of_other_groups_are_other_anchors_whatever_their_names(low: int, convert: Any) -> None:
+    ids = ([0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 0])  # groups, episodes, observations
+    names = [convert(np.array([low + n for n in each], np.int32)) for each in ids]
+    values = convert(np.array([1.0, 0.0, 5.0, 9.0]))
+    check(gigpo_advantages(values, values, *names, scale="none"), [1, -1, -4, 4])
+
+
+TIED: list[list[float]] = [[0.1 + 0.2, 0.3, 0.3], [-0.3, -(0.1 + 0.2), -0.3], [1e300 * 3, 3e300, 3e300]]
+TIED += [[1e-9 * 3, 3e-9, 3e-9], [sum([0.1] * 10), 1.0, NAN], [0.0, -0.0, 0.0], [NAN, NAN, 0.3]]
+DIFFERENT: list[list[float]] = [[1e-9, 2e-9, 1e-9], [1e6, 1e6 + 0.5, 1e6], [0.0, 1e-15, 0.0]]
+DIFFERENT += [[-1e-12, 1e-12, NAN], [1e308, -1e308, 0.0], [0.3, 0.3 + 1e-9, 0.3]]
+
+
+def group_of(rewards: list[float]) -> Group:
+    episodes = tuple(fake_episode("text") for _ in rewards)
+    return Group(fake_prompt("?"), episodes, np.array(rewards), {"own": np.array(rewards)})
+
+
+def tied_in_tables(rewards: list[float]) -> bool:
+    return groups([{"group": 0, "reward": None if r != r else r} for r in rewards], Wanted())[0]["tied"]
+
+
+@pytest.mark.parametrize("rewards", TIED, ids=str)
+def test_tied_rewards_teach_nothing(rewards: list[float]) -> None:
+    group, greedy = group_of(rewards), np.full(3, next(r for r in rewards if r == r))
+    assert group.is_tied
+    more = {"logprobs": -np.resize([0.1, 0.9, 0.4], (3, 2)), "sum_pi_squared": np.full((3, 2), 0.4)}
+    step = Outcomes(np.array(rewards), np.zeros(3, np.int64), greedy=greedy, mask=np.ones((3, 2), np.bool_), **more)
+    for name in set(ADVANTAGE_ESTIMATORS) - {"gigpo"}:
+        estimator = find_estimator(name)
+        assert not np.any(estimator(step)), name
+        across_groups = name in ("remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+        assert across_groups or not estimator.teaches(group), name
+    assert tied_in_tables(rewards)
+
+
+@pytest.mark.parametrize("rewards", DIFFERENT, ids=str)
+def test_rewards_that_differ_are_not_tied(rewards: list[float]) -> None:
+    assert not group_of(rewards).is_tied
+    assert find_estimator("grpo").teaches(group_of(rewards))
+    if max(map(abs, rewards[:2])) < 1e100:
+        assert not tied_in_tables(rewards)
+        assert np.any(group_advantages(rewards, [0, 0, 0]))
+
+
+@pytest.mark.parametrize("library", [torch.tensor, jnp.array], ids=["torch", "jax"])
+def test_the_rule_in_float32(library: Any) -> None:
+    """Rounded to float32, 0.1 + 0.2 is one digit away from 0.3; 1e6 + 0.5 is eight digits away from 1e6."""
+    narrow = {torch.tensor: torch.float32, jnp.array: jnp.float32}[library]
+    low, high = (library(x, dtype=narrow) for x in ([0.3, 1e6], [0.3 * (1 + 1e-7), 1e6 + 0.5]))
+    assert equal_rewards(low, high).tolist() == [True, False]
+
+
+def test_down_sampling_of_small_rewards_chooses_those_that_vary_and_a_grown_group_stays_tied() -> None:
+    assert sorted(max_variance(group_of([0.0, 0.0, 1e-9, 2e-9]), 2).tolist()) in ([0, 3], [1, 3])
+    group = group_of([0.3, 0.3])
+    assert group.grown_by(replace(group, rewards=np.array([0.1 + 0.2, 0.3]))).is_tied
+    rewards = [0.1 + 0.2, 0.3, 0.0]  # pass@k: two best ones that differ by rounding have no lead
+    assert not np.any(find_estimator("grpo_passk")(Outcomes(np.array(rewards), np.zeros(3, np.int64))))
+    assert not find_estimator("grpo_passk").teaches(group_of(rewards))
+
+
+def test_the_doctor_calls_rewards_equal_by_the_same_rule() -> None:
+    step = {"reward": 0.1 + 0.2, "reward_std": 1e-17, "frac_reward_zero_std": 1.0, "accuracy": 0.0}
+    alike = [step | {"reward": 0.3} if n % 2 else step for n in range(40)]
+    assert "reward_constant" in {each.code for each in diagnose(alike)}
+    small = [step | {"reward": 1e-10 * n, "reward_std": 5e-10, "frac_reward_zero_std": 0.0} for n in range(40)]
+    assert not {each.code for each in diagnose(small)} & {"reward_constant", "groups_all_wrong", "groups_tied"}

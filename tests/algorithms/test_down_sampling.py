@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -39,9 +38,8 @@ def chosen(rule: str, size: int, rewards: list[float], lengths: list[int] | None
 
 def batch_of(groups: list[Group], **changes: Any) -> Batch:
     section = AlgorithmConfig(**{"scale_rewards": "none"} | changes)
-    return make_batch(
-        groups, section, RewardConfig(), EnvironmentConfig(), reward_weights=(1.0,), max_completion_length=64
-    )
+    more = {"reward_weights": (1.0,), "max_completion_length": 64}
+    return make_batch(groups, section, RewardConfig(), EnvironmentConfig(), **more)
 
 
 def test_rules_by_hand() -> None:
@@ -55,11 +53,9 @@ def test_rules_by_hand() -> None:
 
 @pytest.mark.parametrize("rule", DOWN_SAMPLING)
 def test_what_could_not_be_scored_is_never_chosen(rule: str) -> None:
-    assert chosen(rule, 2, [float("nan"), 1, 0, float("nan")]) == [1, 2]
-    assert chosen(rule, 3, [float("nan"), 1, 0, float("nan")]) == [1, 2]
-    assert chosen(rule, 2, [float("nan")] * 3) == [0, 1, 2]
-    assert chosen(rule, 4, [1, 0, 1]) == [0, 1, 2]
-    assert chosen(rule, 4, [0, 1, 2, float("nan"), float("nan")]) == [0, 1, 2]
+    nan = float("nan")
+    assert chosen(rule, 2, [nan, 1, 0, nan]) == chosen(rule, 3, [nan, 1, 0, nan]) == [1, 2]
+    assert chosen(rule, 2, [nan] * 3) == chosen(rule, 4, [1, 0, 1]) == chosen(rule, 4, [0, 1, 2, nan, nan]) == [0, 1, 2]
 
 
 @given(st.lists(st.integers(-3, 3), min_size=2, max_size=8), st.integers(1, 7))
@@ -100,74 +96,62 @@ def test_of_agents_whole_episodes_are_chosen() -> None:
         return Trajectory(group([0] * len(rewards)).episodes, turns, rewards[-1] > 0, "done")
 
     played = [play([0, 1]), play([0]), play([0, 0, 0])]
-    agents = Group(
-        fake_prompt(),
-        tuple(e for t in played for e in t.episodes),
-        np.array([t.reward for t in played]),
-        {},
-        tuple(played),
-    )
+    episodes = tuple(e for t in played for e in t.episodes)
+    agents = Group(fake_prompt(), episodes, np.array([t.reward for t in played]), {}, tuple(played))
     batch = batch_of([agents], down_sampling="max_variance:2", adv_estimator="naive_grpo")
     assert batch.mask.any(axis=1).tolist() == [True, True, True, False, False, False]
     np.testing.assert_allclose(batch.advantages[:3, 0], [0.5, 0.5, -0.5])
     # what tables show of GiGPO's two parts is of the same episodes
-    settings = {"world": "house", "adv_estimator": "gigpo", "scale_rewards": "none"}
-    args = GRPOConfig(**settings, down_sampling="max_variance:2", num_generations=3)
-    credit = episode_credit([agents], args)
+    settings = {"world": "house", "adv_estimator": "gigpo", "scale_rewards": "none", "num_generations": 3}
+    credit = episode_credit([agents], GRPOConfig(**settings, down_sampling="max_variance:2"))
     assert credit is not None
     np.testing.assert_allclose(credit, batch.advantages)
 
 
 RULE = """
 import numpy as np
-def longest(group, size):
-    return np.argsort([-e.num_sampled for e in group.episodes], kind="stable")[:size]
-def far(group, size):
-    return [99]
-def twice(group, size):
-    return [0, 0]
-def many(group, size):
-    return np.arange(size + 1)
-def fails(group, size):
-    raise KeyError("no")
-def nothing(group, size):
-    return []
-def cheats(group, size):
-    group.rewards[:] = 9.0
-def cheats_in_parts(group, size):
-    group.reward_parts["own"][:] = 9.0
-def leaves(group, size):
-    raise SystemExit(3)
+def longest(group, size): return np.argsort([-e.num_sampled for e in group.episodes], kind="stable")[:size]
+def far(group, size): return [99]
+def twice(group, size): return [0, 0]
+def many(group, size): return np.arange(size + 1)
+def fails(group, size): raise KeyError("no")
+def nothing(group, size): return []
+def cheats(group, size): group.rewards[:] = 9.0
+def cheats_in_parts(group, size): group.reward_parts["own"][:] = 9.0
+def leaves(group, size): raise SystemExit(3)
 """
 
 
-@pytest.fixture
-def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
+def test_a_rule_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_rules.py").write_text(RULE)
     monkeypatch.chdir(tmp_path)
-    return lambda name: {"down_sampling": f"own_rules.py:{name}:2"}
-
-
-def test_a_rule_in_a_file(rules: Callable[[str], dict[str, Any]]) -> None:
     groups = [group([0, 1, 1], [1, 2, 3])]
-    assert batch_of(groups, **rules("longest")).mask.any(axis=1).tolist() == [False, True, True]
-    assert not batch_of(groups, **rules("nothing")).mask.any()
-    for name, said in {"far": "from 0 to 2", "twice": "each once", "many": "3 indices", "fails": "KeyError"}.items():
-        with pytest.raises(ConfigError, match=said):
-            batch_of(groups, **rules(name))
-    with pytest.raises(ConfigError, match=r"own_rules.py:leaves.* raised SystemExit"):
-        batch_of(groups, **rules("leaves"))
+    assert batch_of(groups, down_sampling="own_rules.py:longest:2").mask.any(axis=1).tolist() == [False, True, True]
+    assert not batch_of(groups, down_sampling="own_rules.py:nothing:2").mask.any()
     groups[0].reward_parts["own"] = np.array([0.0, 1.0, 1.0])
-    for name in ("cheats", "cheats_in_parts"):
-        with pytest.raises(ConfigError, match="read-only"):
-            batch_of(groups, **rules(name))
+    for name, said in {
+        "far": "from 0 to 2",
+        "twice": "each once",
+        "many": "3 indices",
+        "fails": "KeyError",
+        "leaves": r"own_rules.py:leaves.* raised SystemExit",
+        "cheats": "read-only",
+        "cheats_in_parts": "read-only",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            batch_of(groups, down_sampling=f"own_rules.py:{name}:2")
     assert groups[0].rewards.tolist() == [0, 1, 1]
 
 
 def test_settings_that_cannot_be_meant() -> None:
-    with pytest.raises(ConfigError, match="nothing would be left out"):
-        GRPOConfig(down_sampling="max_variance:8", num_generations=8)
-    with pytest.raises(ConfigError, match=r"at most 12 completions \(sampling.max_generations\)"):
-        GRPOConfig(down_sampling="max_variance:12", num_generations=4, max_generations=12)
-    with pytest.raises(ConfigError, match="max_variance"):
-        GRPOConfig(down_sampling="max_varianz", num_generations=8)
+    for words, rule, more in (
+        ("nothing would be left out", "max_variance:8", {"num_generations": 8}),
+        (
+            r"at most 12 completions \(sampling.max_gene",
+            "max_variance:12",
+            {"num_generations": 4, "max_generations": 12},
+        ),
+        ("max_variance", "max_varianz", {"num_generations": 8}),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            GRPOConfig(down_sampling=rule, **more)

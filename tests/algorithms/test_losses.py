@@ -1,23 +1,29 @@
-"""Ratios and surrogates by hand; whole losses are compared with the textbook in test_objective."""
+"""Ratios, surrogates and token weights by hand; whole losses are compared with the textbook in test_objective."""
 
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
 
 from covey.algorithms import (
+    AGGREGATORS,
     LOG_RATIO_LIMIT,
     LOSSES,
     LossInputs,
+    StepCounts,
     clip_surrogate,
+    count_step,
     gspo_token_ratio,
     make_objective,
     sequence_ratio,
     token_ratio,
+    token_weights,
 )
 from covey.errors import ConfigError
 
@@ -40,39 +46,30 @@ def test_sequence_ratio_shares_its_gradient_and_the_token_form_does_not() -> Non
     (own,) = torch.autograd.grad(gspo_token_ratio(logp, old, mask)[0, 0], logp)
     torch.testing.assert_close(shared, torch.tensor([[2.0, 2.0]]))  # w / 2 tokens
     torch.testing.assert_close(own, torch.tensor([[4.0, 0.0]]))  # w
-
-
-def test_ordinary_ratios_are_not_touched_by_the_limit() -> None:
+    # ordinary ratios are not touched by the limit
     d = np.array([[-700.0, -30.0, -5.0, 0.0, 5.0, 19.99, LOG_RATIO_LIMIT, 21.0]])
     ratio = token_ratio(d, np.zeros_like(d), np.ones_like(d, dtype=bool))
     np.testing.assert_array_equal(ratio[0, :-1], np.exp(d[0, :-1]))
     assert ratio[0, -1] == math.exp(LOG_RATIO_LIMIT)
 
 
-@pytest.mark.parametrize("advantage", [-2.0, 0.0, 3.0])
-@pytest.mark.parametrize("delta", [None, 2.0])
-def test_clip_is_the_printed_formula(advantage: float, delta: float | None) -> None:
-    a = np.full_like(RATIO, advantage)
-    w = RATIO if delta is None else np.minimum(RATIO, delta)
-    printed = -np.minimum(w * a, np.clip(w, 1 - 0.2, 1 + 0.3) * a)
-    np.testing.assert_allclose(clip_surrogate(RATIO, a, 0.2, 0.3, delta).loss, printed)
+def test_clip_is_the_printed_formula() -> None:
+    for advantage, delta in product((-2.0, 0.0, 3.0), (None, 2.0)):
+        a = np.full_like(RATIO, advantage)
+        w = RATIO if delta is None else np.minimum(RATIO, delta)
+        printed = -np.minimum(w * a, np.clip(w, 1 - 0.2, 1 + 0.3) * a)
+        np.testing.assert_allclose(clip_surrogate(RATIO, a, 0.2, 0.3, delta).loss, printed)
 
 
 def test_where_the_clip_acts() -> None:
-    up, down = np.ones_like(RATIO), -np.ones_like(RATIO)
-    assert clip_surrogate(RATIO, up, 0.2, 0.3).high.tolist() == [False] * 4 + [True] * 2
-    assert not clip_surrogate(RATIO, up, 0.2, 0.3).low.any()
-    assert clip_surrogate(RATIO, down, 0.2, 0.3).low.tolist() == [True] + [False] * 5
-    assert not clip_surrogate(RATIO, down, 0.2, 0.3).high.any()
-    assert clip_surrogate(RATIO, down, 0.2, 0.3, 2.0).high.tolist() == [False] * 5 + [True]
-
-
-def test_a_clip_range_of_zero_still_learns_on_policy() -> None:
-    """A ratio exactly on a bound is not clipped; with epsilon 0 that is every ratio of the first pass."""
+    up, down = (clip_surrogate(RATIO, sign * np.ones_like(RATIO), 0.2, 0.3) for sign in (1, -1))
+    assert (up.high.tolist(), up.low.any()) == ([False] * 4 + [True] * 2, False)
+    assert (down.low.tolist(), down.high.any()) == ([True] + [False] * 5, False)
+    assert clip_surrogate(RATIO, -np.ones_like(RATIO), 0.2, 0.3, 2.0).high.tolist() == [False] * 5 + [True]
+    # A ratio exactly on a bound is not clipped; with epsilon 0 that is every ratio of the first pass.
     ratio = torch.ones(2, requires_grad=True)
     loss = clip_surrogate(ratio, torch.tensor([1.0, -1.0]), 0.0, 0.0).loss.sum()
-    (gradient,) = torch.autograd.grad(loss, ratio)
-    assert gradient.tolist() == [-1.0, 1.0]
+    assert torch.autograd.grad(loss, ratio)[0].tolist() == [-1.0, 1.0]
 
 
 def one_row(logp: Any, ratio: Any, advantages: Any) -> LossInputs:
@@ -118,9 +115,9 @@ def test_the_averages_of_the_shelf() -> None:
     assert hash(make_objective("grpo")) == hash(make_objective("grpo"))
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "settings", "upper"),
-    [
+def test_upper_ranges() -> None:
+    x = one_row(np.zeros(1), np.array([50.0]), np.ones(1))
+    for loss_type, settings, upper in (
         ("dapo", {"epsilon": None, "beta": None}, 0.28),
         ("grpo", {"epsilon": 0.1}, 0.1),
         ("dapo", {"epsilon": 0.2}, 0.28),
@@ -130,12 +127,9 @@ def test_the_averages_of_the_shelf() -> None:
         ("gspo", {"epsilon": 0.2}, 0.2),
         ("gspo", {"epsilon": 0.2, "epsilon_high": 0.25}, 0.25),
         ("luspo", {}, 2.5e-3),
-    ],
-)
-def test_upper_ranges(loss_type: str, settings: dict[str, Any], upper: float) -> None:
-    objective = make_objective(loss_type, **settings)
-    x = one_row(np.zeros(1), np.array([50.0]), np.ones(1))
-    assert objective.loss.surrogate(x, dict(objective.parameters)).loss[0, 0] == pytest.approx(-(1 + upper))
+    ):
+        objective = make_objective(loss_type, **settings)
+        assert objective.loss.surrogate(x, dict(objective.parameters)).loss[0, 0] == pytest.approx(-(1 + upper))
 
 
 def test_the_level_of_the_ratio() -> None:
@@ -145,9 +139,8 @@ def test_the_level_of_the_ratio() -> None:
         np.testing.assert_allclose(found.loss.surrogate(x, dict(found.parameters)).ratio, [[4, 4]])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_errors_name_the_value_and_the_nearest_name() -> None:
+    for changes, message in (
         ({"loss_type": "xyz"}, "loss_type='xyz'"),
         ({"loss_type": "grpoo"}, "did you mean 'grpo'"),
         ({"epsilon_hihg": 0.1}, "did you mean 'epsilon_high'"),
@@ -164,8 +157,43 @@ def test_the_level_of_the_ratio() -> None:
         ({"loss_type": "clip_cov", "clip_cov_ratio": 2.0}, "clip_cov_ratio=2.0"),
         ({"loss_type": "gspo", "importance_sampling_level": "token"}, "'gspo' is defined by its sequence ratio"),
         ({"beta": -1.0}, "beta=-1.0"),
-    ],
-)
-def test_errors_name_the_value_and_the_nearest_name(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_objective(**changes)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_objective(**changes)
+
+
+MASK = np.array([[1, 1, 0], [1, 0, 0], [0, 0, 0]], dtype=bool)
+
+
+def test_token_weights_by_hand_in_all_libraries() -> None:
+    for aggregation, expected in (
+        ("sequence_mean", [[1 / 6, 1 / 6, 0], [1 / 3, 0, 0], [0, 0, 0]]),  # the empty row counts
+        ("token_mean", [[1 / 3, 1 / 3, 0], [1 / 3, 0, 0], [0, 0, 0]]),
+        ("constant_length", [[1 / 12, 1 / 12, 0], [1 / 12, 0, 0], [0, 0, 0]]),  # 3 completions × 4
+        ("sequence_sum_mean", [[1 / 3, 1 / 3, 0], [1 / 3, 0, 0], [0, 0, 0]]),
+        ("sequence_sum_kept", [[1 / 2, 1 / 2, 0], [1 / 2, 0, 0], [0, 0, 0]]),  # the empty row does not count
+    ):
+        counts = StepCounts(completions=3, active_tokens=3, kept=2)
+        np.testing.assert_allclose(token_weights(MASK, counts, aggregation, 4), expected)
+        tensor = token_weights(torch.from_numpy(MASK), counts, aggregation, 4, dtype=torch.float64)
+        np.testing.assert_allclose(tensor.numpy(), expected)
+        compiled = jax.jit(lambda m, how=aggregation: token_weights(m, count_step(m), how, 4))
+        np.testing.assert_allclose(compiled(MASK), expected)
+
+
+def test_counts_add_up_and_an_empty_step_has_no_nan() -> None:
+    total = sum([count_step(MASK[:1]), count_step(MASK[1:])], StepCounts())
+    assert (total.completions, int(total.active_tokens), int(total.kept)) == (3, 3, 2)
+    assert total == count_step(MASK)
+    empty = np.zeros((2, 3), dtype=bool)
+    for aggregation in AGGREGATORS:
+        for counts in (count_step(empty), StepCounts()):
+            assert (token_weights(empty, counts, aggregation, 4) == 0).all()
+
+
+def test_averages_that_are_none_are_named() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'token_mean'"):
+        token_weights(MASK, count_step(MASK), "tokens_mean")
+    for length in (None, 0):
+        with pytest.raises(ConfigError, match=f"max_completion_length={length}"):
+            token_weights(MASK, count_step(MASK), "constant_length", length)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,19 +53,12 @@ def test_reference_drift_by_mean_and_by_sum() -> None:
         reference_drift_mask(logp, ref, mask, reduction="token_mean")
 
 
-def test_truncated() -> None:
-    assert truncated_mask(["stop", "length", "stop"]).tolist() == [T, F, T]
-
-
 def test_every_excluded_token_carries_each_of_its_reasons() -> None:
     base = np.array([[T, T, F], [T, T, T]])
-    mask, excluded = combine_masks(
-        base,
-        {
-            "mask_truncated_completions": truncated_mask(["length", "stop"]),
-            "top_entropy_quantile": np.array([[F, T, F], [T, F, T]]),
-        },
-    )
+    truncated = truncated_mask(["length", "stop"])
+    assert truncated.tolist() == [F, T]
+    keep = {"mask_truncated_completions": truncated, "top_entropy_quantile": np.array([[F, T, F], [T, F, T]])}
+    mask, excluded = combine_masks(base, keep)
     np.testing.assert_array_equal(mask, [[F, F, F], [T, F, T]])
     np.testing.assert_array_equal(excluded["mask_truncated_completions"], [[T, T, F], [F, F, F]])
     np.testing.assert_array_equal(excluded["top_entropy_quantile"], [[T, F, F], [F, T, F]])
@@ -92,21 +87,16 @@ def test_top_entropy_takes_its_quantile_over_active_tokens() -> None:
 def test_masks_agree_across_libraries() -> None:
     rng = np.random.default_rng(2)
     logp, other, entropy = (rng.normal(size=(6, 5)) for _ in range(3))
-    advantages, mask = rng.normal(size=6), rng.random((6, 5)) < 0.7
+    arguments = (logp, other, entropy, rng.normal(size=6), rng.random((6, 5)) < 0.7)
 
-    def all_masks(logp: object, other: object, entropy: object, advantages: object, mask: object) -> list[object]:
-        return [
-            off_policy_mask(logp, other, advantages, mask, 0.1),
-            reference_drift_mask(logp, other, mask, 0.1),
-            top_entropy_mask(entropy, mask, 0.3),
-            *(mismatch_correction(logp, other, mask, mode, 1.5) for mode in MODES),
-        ]
+    def all_masks(logp: Any, other: Any, entropy: Any, advantages: Any, mask: Any) -> list[Any]:
+        masks = [off_policy_mask(logp, other, advantages, mask, 0.1), reference_drift_mask(logp, other, mask, 0.1)]
+        corrections = [mismatch_correction(logp, other, mask, mode, 1.5) for mode in MODES]
+        return [*masks, top_entropy_mask(entropy, mask, 0.3), *corrections]
 
-    arguments = (logp, other, entropy, advantages, mask)
-    expected = all_masks(*arguments)
     by_torch = all_masks(*(torch.from_numpy(x) for x in arguments))
     by_jax = jax.jit(all_masks)(*(jnp.asarray(x) for x in arguments))
-    for numpy_one, torch_one, jax_one in zip(expected, by_torch, by_jax, strict=True):
+    for numpy_one, torch_one, jax_one in zip(all_masks(*arguments), by_torch, by_jax, strict=True):
         np.testing.assert_allclose(torch_one.numpy(), numpy_one, rtol=0, atol=1e-10)
         np.testing.assert_allclose(jax_one, numpy_one, rtol=0, atol=1e-10)
 
@@ -127,8 +117,7 @@ def test_mismatch_correction_by_hand() -> None:
     }
     for mode in MODES:
         np.testing.assert_allclose(mismatch_correction(trainer, sampler, mask, mode, 3.0 + 1e-12), expected[mode])
-        huge = mismatch_correction(trainer + 1e4, sampler, mask, mode, 3.0)
-        assert np.isfinite(huge).all()
+        assert np.isfinite(mismatch_correction(trainer + 1e4, sampler, mask, mode, 3.0)).all()
     tensor = torch.zeros(1, 1, requires_grad=True)
     factor = mismatch_correction(tensor, torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), MODES[0], 3.0)
     assert not factor.requires_grad
@@ -138,66 +127,41 @@ def test_mismatch_correction_by_hand() -> None:
         mismatch_correction(trainer, sampler, mask, "token_truncat", 3.0)
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("The answer is A", T),
-        ("A. Myocardial infarction", T),
-        ("Based on the symptoms, A", T),
-        ("Answer: A", T),
-        ("answer is A because the pain radiates", T),
-        ("the most likely diagnosis is D. Aortic dissection.", T),
-        ("A 45-year-old man with chest pain", F),
-        ("This patient could have several conditions.", F),
-        ("BAD CABD", F),
-        ("", F),
-    ],
-)
-def test_choice_letters(text: str, found: bool) -> None:
-    assert has_choice_letter(text) is found
+def test_choice_letters() -> None:
+    chosen = ["The answer is A", "A. Myocardial infarction", "Based on the symptoms, A", "Answer: A"]
+    chosen += ["answer is A because the pain radiates", "the most likely diagnosis is D. Aortic dissection."]
+    others = ["A 45-year-old man with chest pain", "This patient could have several conditions.", "BAD CABD", ""]
+    assert [has_choice_letter(text) for text in [*chosen, *others]] == [T] * 6 + [F] * 4
 
 
-@pytest.mark.parametrize(
-    ("text", "repetitive"),
-    [
-        ("", F),
-        ("The answer is D. Aortic dissection, given the sudden onset of pain radiating to the back.", F),
-        ("the the the the the the", T),
-        ("I think it is A. " * 6, T),
-        ("hahahahahahahahahahahaha", T),
-        ("10000000000000000 + 0 = 10000000000000000", F),
-        ("| - - - - - - - | ------------------------ |", F),
-        ("A\nB\nC\nD", F),
-        ("x" * 5000, T),
-    ],
-)
-def test_repetition(text: str, repetitive: bool) -> None:
-    assert is_repetitive(text) is repetitive
-
-
-def test_repetition_is_found_in_linear_time() -> None:
+def test_repetition_and_that_it_is_found_in_linear_time() -> None:
+    repetitive = ["the the the the the the", "I think it is A. " * 6, "hahahahahahahahahahahaha", "x" * 5000]
+    others = ["", "The answer is D. Aortic dissection, given the sudden onset of pain radiating to the back."]
+    others += [
+        "10000000000000000 + 0 = 10000000000000000",
+        "| - - - - - - - | ------------------------ |",
+        "A\nB\nC\nD",
+    ]
+    assert [is_repetitive(text) for text in [*repetitive, *others]] == [T] * 4 + [F] * 5
     hostile = "".join(chr(97 + (i * i) % 26) for i in range(200_000))
     assert is_repetitive("ab " * 3 + hostile) in (T, F)
 
 
-def test_sampling_mask_of_the_document() -> None:
+def test_masks_of_the_document() -> None:
     samples = ["The answer is B.", "B", "I do not know what it could be.", "The answer is C " * 10]
     assert create_sampling_mask(samples).tolist() == [1.0, 0.0, 0.0, 0.0]
     assert create_sampling_mask(samples, min_length=1).tolist() == [T, T, F, F]
     lenient = create_sampling_mask(samples, has_valid_answer=lambda _: "maybe", is_repetitive=lambda _: None)
     assert lenient.tolist() == [T, F, T, T]
     assert create_sampling_mask([]).shape == (0,)
-
-
-def test_off_policy_mask_of_the_document() -> None:
     mask = compute_off_policy_mask(torch.tensor([-1.0, -1.0, -9.0]), torch.tensor([-1.4, -1.6, -1.0]))
     assert torch.equal(mask, torch.tensor([1.0, 0.0, 1.0]))
 
 
 def test_soft_overlong_punishment_by_hand() -> None:
     lengths = [0, 80, 90, 100, 101, 130]
-    assert soft_overlong_punishment(lengths, 100, 20).tolist() == [0, 0, -0.5, -1, -1, -1]
-    assert soft_overlong_punishment(torch.tensor(lengths), 100, 20).tolist() == [0, 0, -0.5, -1, -1, -1]
+    for given in (lengths, torch.tensor(lengths)):
+        assert soft_overlong_punishment(given, 100, 20).tolist() == [0, 0, -0.5, -1, -1, -1]
     for cache in (0, 101):
         with pytest.raises(ConfigError, match=f"soft_overlong_cache={cache}"):
             soft_overlong_punishment(lengths, 100, cache)

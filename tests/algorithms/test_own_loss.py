@@ -1,4 +1,4 @@
-"""A loss of one's own, in a file: found, tried, and the same numbers as on the shelf."""
+"""A loss of one's own, in a file: found, tried, as on the shelf; and credit that is lost where a ratio is shared."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from algorithm_cases import jax_gradient, loss_of, random_case, torch_gradient
 
+import covey.algorithms
 from covey.algorithms import LOSSES, LossInputs, Surrogate, find_estimator, find_loss, loss, make_objective, policy_loss
 from covey.config import GRPOConfig
 from covey.errors import ConfigError
+from covey.jax.grpo_config import GRPOConfig as JaxConfig
+from covey.training.setup import check_estimator
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "gmpo" / "gmpo.py"
 HEAD = "from covey.algorithms import LossInputs, Surrogate, loss\n"
@@ -45,8 +50,9 @@ def test_gmpo_in_a_file_is_gmpo_on_the_shelf(folder: Path) -> None:
 def test_an_objective_of_a_file_is_the_same_value_each_time(folder: Path) -> None:
     shutil.copy(RECIPE, folder / "mine.py")
     first, second = (GRPOConfig(loss_type="mine.py:gmpo").algorithm.objective() for _ in range(2))
-    assert first == second
-    assert hash(first) == hash(second)  # a static argument of compiled code
+    assert (first, hash(first)) == (second, hash(second))  # a static argument of compiled code
+    with pytest.raises(ConfigError, match="loss_parameters='clap': no such name; did you mean 'clip'"):
+        GRPOConfig(loss_type="mine.py:gmpo", loss_parameters={"clap": 1.0}).algorithm.objective()
     (folder / "mine.py").unlink()  # a run that has begun goes on
     assert GRPOConfig(loss_type="mine.py:gmpo").algorithm.objective() == first
 
@@ -55,15 +61,14 @@ def plain(x: LossInputs) -> Surrogate:
     return Surrogate(-x.ratio * x.advantages)
 
 
+WIDE = {"epsilon_high": 1e9, "epsilon": 1.0}  # as without a clip
+
+
 def test_a_function_from_python_needs_no_decorator() -> None:
     case = random_case(seed=6)
     found = find_loss(plain)
     assert (found.aggregation, dict(found.parameters)) == ("sequence_mean", {})
-    # without a clip, and so as grpo with a wide one
-    assert (
-        loss_of(case, make_objective(plain)).loss
-        == loss_of(case, make_objective("grpo", epsilon_high=1e9, epsilon=1.0)).loss
-    )
+    assert loss_of(case, make_objective(plain)).loss == loss_of(case, make_objective("grpo", **WIDE)).loss
     config = GRPOConfig(loss_type=plain)
     assert config.loss_type == f"{__name__}:plain"
     assert GRPOConfig(**config.to_dict()).algorithm.objective().loss.function is plain
@@ -77,6 +82,8 @@ def test_parameters_of_a_setting_s_name_get_the_setting(folder: Path) -> None:
     assert dict(GRPOConfig(loss_type="mine.py:mine").algorithm.objective().parameters) == {}
     config = GRPOConfig(loss_type="mine.py:mine", epsilon=0.1, loss_parameters={"tau": 2.0})
     assert dict(config.algorithm.objective().parameters) == {"epsilon": 0.1, "tau": 2.0}
+    with pytest.raises(ConfigError, match=r"set algorithm\.adaptive_entropy"):  # a setting of another name
+        GRPOConfig(loss_parameters={"adaptive_entropy": True})
 
 
 def test_what_a_loss_asks_for() -> None:
@@ -84,17 +91,14 @@ def test_what_a_loss_asks_for() -> None:
     def explores(x: LossInputs) -> Surrogate:
         return Surrogate(-x.ratio * x.advantages - 0.1 * x.entropy + 0.0 * x.sampler)
 
-    objective = make_objective(explores)
+    objective, bonus = make_objective(explores), make_objective("bnpo", entropy_coef=0.1, **WIDE)
     assert objective.differentiates_entropy
     assert objective.needs_every_row
     case = random_case(seed=7)
-    bonus = loss_of(case, make_objective("bnpo", epsilon_high=1e9, epsilon=1.0, entropy_coef=0.1)).loss
-    ones = case.map(lambda x: x)
-    ones.correction = np.ones_like(case.correction)
-    assert float(loss_of(ones, objective).loss) == pytest.approx(
-        float(loss_of(ones, make_objective("bnpo", epsilon_high=1e9, epsilon=1.0, entropy_coef=0.1)).loss), rel=1e-12
-    )
-    assert float(bonus) != 0
+    case.correction = np.ones_like(case.correction)
+    expected = float(loss_of(case, bonus).loss)
+    assert float(loss_of(case, objective).loss) == pytest.approx(expected, rel=1e-12)
+    assert expected != 0
 
 
 def test_the_sampler_s_log_probabilities_are_those_before_the_correction() -> None:
@@ -104,15 +108,16 @@ def test_the_sampler_s_log_probabilities_are_those_before_the_correction() -> No
         seen.append((x.old, x.sampler))
         return Surrogate(-x.advantages * x.logp)
 
-    shape = (2, 3)
-    logp, old, sampler = (torch.full(shape, value) for value in (-1.0, -1.1, -1.3))
-    ones = torch.ones(shape)
+    logp, old, sampler, ones = (torch.full((2, 3), value) for value in (-1.0, -1.1, -1.3, 1.0))
     objective = make_objective(looks)
-    policy_loss(logp, old, ones, ones.bool(), ones, objective, correction=ones, sampler=sampler)
-    assert seen[-1][0].equal(old)
-    assert seen[-1][1].equal(sampler)
-    policy_loss(logp, old, ones, ones.bool(), ones, objective)
-    assert seen[-1][1].equal(old)
+    for more, before in (({"correction": ones, "sampler": sampler}, sampler), ({}, old)):
+        policy_loss(logp, old, ones, ones.bool(), ones, objective, **more)
+        assert seen[-1][0].equal(old)
+        assert seen[-1][1].equal(before)
+
+
+def mine(returned: str, parameters: str = "x", before: str = "") -> str:
+    return f"{before}def mine({parameters}):\n    return {returned}\n"
 
 
 @pytest.mark.parametrize(
@@ -120,36 +125,29 @@ def test_the_sampler_s_log_probabilities_are_those_before_the_correction() -> No
     [
         ("def other(x):\n    return Surrogate(x.logp)\n", "has no 'mine'; it has .*other"),
         ("mine = 3\n", "'mine' is a int, not a function"),
-        ("def mine(x):\n    return Surrogate(x.lopg)\n", r"raised AttributeError: .*'lopg'.* at .*mine.py:3, in mine"),
-        ("def mine(x):\n    return x.logp.sum()\n", r"loss 'mine.py:mine' \(.*mine.py:2\) returned float64; return"),
-        ("def mine(x):\n    return Surrogate(x.logp.sum())\n", r"returned loss of shape \(\); return \[N, T\], here"),
-        ("def mine(x):\n    return Surrogate(-x.advantages * x.logp, x.mask[:1])\n", r"returned low of shape \(1, 5\)"),
-        ("def mine(x):\n    return Surrogate(-x.advantages * x.logp, True)\n", "returned low of bool"),
-        (
-            "def mine(x):\n    return Surrogate(x.advantages / 0 * x.logp)\n",
-            "returned (nan|inf|-inf) for ordinary tokens",
-        ),
-        (
-            "def mine(x):\n    return Surrogate(x.logp)\n",
-            r"gives tokens of advantage 0 a loss; declare it with @loss\(alw",
-        ),
-        (
-            "def mine(x, tau):\n    return Surrogate(-x.advantages * x.logp)\n",
-            "lacks its parameter 'tau'; set algorithm.l",
-        ),
-        ("@loss(aggregation='men')\ndef mine(x):\n    return Surrogate(-x.advantages * x.logp)\n", "aggregation='men'"),
-        ("@loss(select=lambda x: x.mask[0])\ndef mine(x):\n    return x\n", "selects something else than tokens"),
+        (mine("Surrogate(x.lopg)"), r"raised AttributeError: .*'lopg'.* at .*mine.py:3, in mine"),
+        (mine("x.logp.sum()"), r"loss 'mine.py:mine' \(.*mine.py:2\) returned float64; return"),
+        (mine("Surrogate(x.logp.sum())"), r"returned loss of shape \(\); return \[N, T\], here"),
+        (mine("Surrogate(-x.advantages * x.logp, x.mask[:1])"), r"returned low of shape \(1, 5\)"),
+        (mine("Surrogate(-x.advantages * x.logp, True)"), "returned low of bool"),
+        (mine("Surrogate(x.advantages / 0 * x.logp)"), "returned (nan|inf|-inf) for ordinary tokens"),
+        (mine("Surrogate(x.logp)"), r"gives tokens of advantage 0 a loss; declare it with @loss\(alw"),
+        (mine("Surrogate(-x.advantages * x.logp)", "x, tau"), "lacks its parameter 'tau'; set algorithm.l"),
+        (mine("Surrogate(-x.advantages * x.logp)", before="@loss(aggregation='men')\n"), "aggregation='men'"),
+        (mine("x", before="@loss(select=lambda x: x.mask[0])\n"), "selects something else than tokens"),
         (
             "def mine(x):\n    x.advantages[:] = 0\n    return Surrogate(x.advantages)\n",
             "ValueError: .*read-only at .*mine.py:3",
         ),
-        ("def mine(x):\n    return Surrogate(-x.advantages * x.logp, x.ratio)\n", "low or high that are not booleans"),
-        ("@loss(select=lambda x: 1 / 0)\ndef mine(x):\n    return x\n", "its select raised ZeroDivisionError"),
+        (mine("Surrogate(-x.advantages * x.logp, x.ratio)"), "low or high that are not booleans"),
+        (mine("x", before="@loss(select=lambda x: 1 / 0)\n"), "its select raised ZeroDivisionError"),
         ("raise OSError('no')\n", "importing mine.py failed with OSError: no at .*mine.py:2"),
+        (None, r"loss_type='mine.py:mine': mine.py: no such file; give its path from the w"),
     ],
 )
-def test_a_bad_loss_is_an_error_that_names_file_and_function(folder: Path, code: str, message: str) -> None:
-    (folder / "mine.py").write_text(HEAD + code)
+def test_a_bad_loss_is_an_error_that_names_file_and_function(folder: Path, code: str | None, message: str) -> None:
+    if code is not None:
+        (folder / "mine.py").write_text(HEAD + code)
     with pytest.raises(ConfigError, match=message) as raised:
         GRPOConfig(loss_type="mine.py:mine").algorithm.objective()
     assert "mine" in str(raised.value)
@@ -158,52 +156,31 @@ def test_a_bad_loss_is_an_error_that_names_file_and_function(folder: Path, code:
 @pytest.mark.parametrize("gradient_of", [torch_gradient, jax_gradient])
 def test_what_only_the_arrays_of_a_backend_refuse_is_named_too(folder: Path, gradient_of: Any) -> None:
     """NumPy's own functions work in the trial, and not on arrays that a gradient is asked of."""
-    (folder / "mine.py").write_text(
-        HEAD + "import numpy as np\ndef mine(x):\n    return Surrogate(np.asarray(-x.ratio * x.advantages))\n"
-    )
+    code = mine("Surrogate(np.asarray(-x.ratio * x.advantages))", before="import numpy as np\n")
+    (folder / "mine.py").write_text(HEAD + code)
     objective = make_objective("mine.py:mine")
     with pytest.raises(ConfigError, match=r"(?s)loss 'mine.py:mine' .* raised .* at .*mine.py:4, in mine; .*x\.xp"):
         gradient_of(random_case(seed=5), lambda c: loss_of(c, objective).loss)
 
 
-def test_memory_that_runs_out_in_a_loss_stays_what_it_is(folder: Path) -> None:
+def test_errors_in_training_are_named_and_memory_that_runs_out_stays_what_it_is() -> None:
     def greedy(x: LossInputs) -> Surrogate:
         raise RuntimeError("CUDA out of memory")  # the learner halves its micro-batch
 
-    with pytest.raises(RuntimeError, match=r"^CUDA out of memory$"):
-        find_loss(greedy).surrogate(LossInputs(*[np.ones((1, 1))] * 4), {})
-
-
-def test_a_parameter_that_is_a_setting_of_another_name() -> None:
-    with pytest.raises(ConfigError, match=r"set algorithm\.adaptive_entropy"):
-        GRPOConfig(loss_parameters={"adaptive_entropy": True})
-
-
-def test_a_missing_file_is_an_error(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"loss_type='mine.py:mine': mine.py: no such file; give its path from the w"):
-        GRPOConfig(loss_type="mine.py:mine").algorithm.objective()
-
-
-def test_unknown_parameters_of_a_file_s_loss_are_errors(folder: Path) -> None:
-    shutil.copy(RECIPE, folder / "mine.py")
-    with pytest.raises(ConfigError, match="loss_parameters='clap': no such name; did you mean 'clip'"):
-        GRPOConfig(loss_type="mine.py:gmpo", loss_parameters={"clap": 1.0}).algorithm.objective()
-
-
-def test_a_wrong_shape_in_training_is_an_error_too() -> None:
     def shrinks(x: LossInputs) -> Surrogate:
         found = -x.advantages * x.logp
         return Surrogate(found if x.logp.shape == (4, 5) else found[:1])
 
-    case = random_case(seed=8)
+    with pytest.raises(RuntimeError, match=r"^CUDA out of memory$"):
+        find_loss(greedy).surrogate(LossInputs(*[np.ones((1, 1))] * 4), {})
     with pytest.raises(ConfigError, match=r"returned loss of shape \(1, 6\); return \[N, T\], here \(5, 6\)"):
-        loss_of(case, make_objective(shrinks))
+        loss_of(random_case(seed=8), make_objective(shrinks))
 
 
-def test_every_loss_of_the_shelf_names_its_source() -> None:
-    for name, one in LOSSES.items():
-        assert one.function.__doc__, name
-        assert one.name == name
+def test_every_loss_of_the_shelf_names_its_source_and_every_function_says_what_it_does() -> None:
+    assert all(one.function.__doc__ and one.name == name for name, one in LOSSES.items())
+    exported = {name: getattr(covey.algorithms, name) for name in covey.algorithms.__all__}
+    assert [name for name, what in exported.items() if callable(what) and not what.__doc__] == []
 
 
 def group_free(step: Any) -> Any:
@@ -221,3 +198,82 @@ def test_functions_themselves_are_named_where_they_are_found_again() -> None:
         find_loss("__main__:no_such_function")
     with pytest.raises(ConfigError, match=r"takes no options after its name; .*loss_parameters"):
         find_loss("mine.py:gmpo:clip=0.3")
+
+
+SHARED = {"gspo", "luspo", "gmpo"}
+BY_TOKEN: list[dict[str, Any]] = [
+    {"adv_estimator": "optimal_token_baseline"},
+    {"adv_estimator": "reinforce_plus_plus", "adv_parameters": {"gamma": 0.9}},
+]
+OWN = """
+import numpy as np
+from covey.algorithms import LossInputs, Surrogate
+from covey.algorithms.losses import sequence_ratio
+def shared(x: LossInputs) -> Surrogate: return Surrogate(-sequence_ratio(x.logp, x.old, x.mask) * x.advantages)
+def single(x: LossInputs) -> Surrogate: return Surrogate(-x.ratio * x.advantages)
+def falling(step): return step.rewards[:, None] * 0.5 ** np.arange(step.tokens.shape[1])
+def level(step): return step.rewards - step.rewards.mean()
+"""
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_which_losses_share_their_credit(name: str) -> None:
+    by_torch = (torch.func.grad, torch.asarray)
+    objective = make_objective(name)
+    assert objective.shares_credit(*by_torch) == (name in SHARED)
+    assert objective.shares_credit(jax.grad, jnp.asarray) == (name in SHARED)
+    if "importance_sampling_level" in objective.loss.parameters:
+        levels = [make_objective(name, importance_sampling_level=level) for level in ("sequence", "gspo_token")]
+        # cispo's ratio is a constant, so the gradient stays the token's
+        assert [each.shares_credit(*by_torch) for each in levels] == [name != "cispo", False]
+
+
+def check(loss: str, world: object = None, **more: Any) -> None:
+    check_estimator(GRPOConfig(loss_type=loss, **more), world)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("more", BY_TOKEN, ids=str)
+def test_credit_of_tokens_needs_a_ratio_of_tokens(more: dict[str, Any]) -> None:
+    for name in sorted(SHARED):
+        with pytest.raises(ConfigError, match=rf"{more['adv_estimator']}.*{name}.*gspo_token"):
+            check(name, **more)
+    with pytest.raises(ConfigError, match="gspo_token"):
+        check("dapo", loss_parameters={"importance_sampling_level": "sequence"}, **more)
+    for fine in ("gspo_token", "grpo", "vespo", "cispo"):
+        check(fine, **more)
+    check("luspo", loss_parameters={"importance_sampling_level": "gspo_token"}, **more)
+
+
+def test_credit_of_completions_goes_with_every_loss() -> None:
+    for estimator in ("grpo", "rloo", "opo", "reinforce_plus_plus", "remax"):
+        for name in LOSSES:
+            check(name, adv_estimator=estimator)
+
+
+def test_turns_of_agents_have_a_credit_of_their_own() -> None:
+    """`grpo` compares the turns by `step_score`; with `history_length` a row is one turn."""
+    agents = {"loss": "gspo", "world": object()}
+    for more in ({"adv_estimator": "gigpo"}, {"adv_parameters": {"step_score": "return"}}):
+        with pytest.raises(ConfigError, match="gspo_token"):
+            check(**agents, **more)
+        check(**agents, **more, history_length=2)
+        check(**agents | {"loss": "gspo_token"}, **more)
+    check(**agents)
+    check(**agents, adv_estimator="naive_grpo")
+    check(**agents, adv_estimator="gigpo", adv_parameters={"step_advantage_weight": 0.0})
+
+
+def test_losses_and_estimators_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(OWN)
+
+    with pytest.raises(ConfigError, match=r"mine.py:falling.*mine.py:shared"):
+        check("mine.py:shared", adv_estimator="mine.py:falling")
+    check("mine.py:shared", adv_estimator="mine.py:level")
+    check("mine.py:single", adv_estimator="mine.py:falling")
+
+
+def test_the_trainer_for_flax_modules_says_so_too() -> None:
+    with pytest.raises(ConfigError, match="gspo_token"):
+        JaxConfig(loss_type="gspo", **BY_TOKEN[1])
+    JaxConfig(loss_type="gspo_token", **BY_TOKEN[1])

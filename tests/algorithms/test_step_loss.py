@@ -71,24 +71,17 @@ def by_covey(sequences: list[Completed], options: dict[str, Any]) -> tuple[torch
         keep["drift"] = reference_drift_mask(now, ref, base, options["drift"], reduction)
     mask, _ = combine_masks(base, keep)
     advantages, _ = without_surrogate(advantages, base, acting)
-    names = ("beta", "kl_estimator", "entropy_coef")
-    objective = make_objective(
-        options["loss_type"],
-        importance_sampling_level=options.get("level"),
-        **SMALL.get(options["loss_type"], {}),
-        **{name: options[name] for name in names if name in options},
-    )
+    given = {name: options.get(name) for name in ("beta", "kl_estimator", "entropy_coef")}
+    given |= SMALL.get(options["loss_type"], {}) | {"importance_sampling_level": options.get("level")}
+    objective = make_objective(options["loss_type"], **given)
     factor = None
     if "correction" in options:
         counted = base if objective.kl_aggregation else mask
         factor, old = mismatch_correction(trainer_old, old, counted, options["correction"], options["cap"]), trainer_old
     weights = token_weights(mask, count_step(mask), objective.aggregation, options["max_length"], dtype=torch.float64)
-    apart = objective.kl_aggregation and token_weights(
-        base, count_step(base), objective.kl_aggregation, dtype=torch.float64
-    )
-    selected = None
-    if objective.loss.select is not None:
-        selected = objective.select(logp, old, advantages, mask)
+    how, wide = objective.kl_aggregation, torch.float64
+    apart = how and token_weights(base, count_step(base), how, dtype=wide)
+    selected = None if objective.loss.select is None else objective.select(logp, old, advantages, mask)
     given = {"ref": ref, "entropy": entropy, "correction": factor, "kl_weights": apart, "selected": selected}
     terms = policy_loss(logp, old, advantages, mask, weights, objective, **given)
     sums = {name: float(terms.metrics[f"{name}_sum"] / terms.metrics["active_tokens"]) for name in ("kl", "entropy")}
@@ -111,7 +104,5 @@ def test_value_and_gradient(loss_type: str, others: dict[str, Any], masks: dict[
     expected.backward()
     for mine, other in zip(ours, theirs, strict=True):
         for one, two in ((mine.logp.grad, other.logp.grad), (mine.entropy.grad, other.entropy.grad)):
-            zeros = torch.zeros(len(mine.logp), dtype=torch.float64)
-            torch.testing.assert_close(
-                zeros if one is None else one, zeros if two is None else two, rtol=1e-9, atol=1e-12
-            )
+            found = (torch.zeros_like(mine.logp) if each is None else each for each in (one, two))
+            torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)

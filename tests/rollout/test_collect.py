@@ -12,61 +12,37 @@ from covey.algorithms import find_estimator
 from covey.config.algorithm import AlgorithmConfig
 from covey.config.environment import EnvironmentConfig
 from covey.config.rewards import RewardConfig
-from covey.rollout.batching import make_batch
+from covey.rollout.batching import has_text, make_batch
 from covey.rollout.collect import Rollout, collect_groups, collect_informative_groups, grow_groups, table_order
 from covey.rollout.scoring import Scorer
-from covey.types import Batch, Completion, Episode, Group, Progress, Prompt, Request, SamplingSettings
+from covey.types import Batch, Completion, Episode, FinishReason, Group, Prompt, Request, SamplingSettings
 
-
-class EchoGenerator:
-    """Completes with as many tokens as the last entry of the request's stream, plus one."""
-
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-
-    def __call__(
-        self,
-        requests: Sequence[Request],
-        settings: SamplingSettings,
-        *,
-        policy_version: int,
-        progress: Progress | None = None,
-    ) -> list[Completion]:
-        self.requests.extend(requests)
-        lengths = [request.stream[-1] + 1 for request in requests]
-        return [
-            Completion(np.full(n, 7), np.full(n, -0.5, np.float32), "stop" if n < 3 else "length", policy_version)
-            for n in lengths
-        ]
+TEACHES = find_estimator("grpo").teaches
 
 
 def prompt(*ids: int) -> Prompt:
     return Prompt(np.array(ids), "?", {"answer": str(ids[0])}, uid=str(ids[0]))
 
 
-def length(completions: list[str], **columns: Any) -> list[float]:
-    return [float(len(text)) for text in completions]
-
-
-def collect(prompts: list[Prompt], generator: EchoGenerator, reward: Any = length, n: int = 3) -> Rollout:
-    return collect_groups(
-        prompts,
-        SamplingSettings(),
-        generator=generator,
-        scorer=Scorer(reward),
-        decode=lambda ids: "x" * len(ids),
-        num_generations=n,
-        streams=[(5, 0, index) for index in range(len(prompts))],
-        policy_version=4,
-    )
+def completion(tokens: int) -> Completion:
+    reason: FinishReason = "stop" if tokens < 3 else "length"
+    return Completion(np.full(tokens, 7), np.full(tokens, -0.5, np.float32), reason, 4)
 
 
 def test_a_group_for_each_prompt_in_order() -> None:
-    generator = EchoGenerator()
-    rollout = collect([prompt(1, 2), prompt(3)], generator)
-    assert [request.stream for request in generator.requests] == [
-        (5, 0, 0, 0), (5, 0, 0, 1), (5, 0, 0, 2), (5, 0, 1, 0), (5, 0, 1, 1), (5, 0, 1, 2),
-    ]  # fmt: skip
+    asked: list[tuple[int, ...]] = []
+
+    def echo(requests: Sequence[Request], settings: SamplingSettings, **options: Any) -> list[Completion]:
+        """As many tokens as the last entry of the request's stream, plus one."""
+        assert options["policy_version"] == 4
+        asked.extend(request.stream for request in requests)
+        return [completion(request.stream[-1] + 1) for request in requests]
+
+    scorer = Scorer(lambda completions: [float(len(text)) for text in completions])
+    how = {"generator": echo, "scorer": scorer, "decode": lambda ids: "x" * len(ids), "num_generations": 3}
+    seeds = {"streams": [(5, 0, 0), (5, 0, 1)], "policy_version": 4}
+    rollout = collect_groups([prompt(1, 2), prompt(3)], SamplingSettings(), **how, **seeds)
+    assert asked == [(5, 0, row, sample) for row in range(2) for sample in range(3)]
     first, second = rollout.groups
     assert first.rewards.tolist() == [1.0, 2.0, 3.0]
     assert second.episodes[1].token_ids.tolist() == [3, 7, 7]
@@ -76,28 +52,18 @@ def test_a_group_for_each_prompt_in_order() -> None:
 
 
 def group(rewards: list[float], lengths: list[int] | None = None) -> Group:
-    lengths = lengths or [2] * len(rewards)
-    episodes = [
-        Episode.from_completion(
-            prompt(1, 2),
-            Completion(np.full(n, 7), np.full(n, -0.5, np.float32), "stop" if n < 3 else "length", 1),
-            "x" * n,
-        )
-        for n in lengths
-    ]
+    sizes = lengths or [2] * len(rewards)
+    episodes = tuple(Episode.from_completion(prompt(1, 2), completion(n), "x" * n) for n in sizes)
     values = np.array(rewards)
-    return Group(prompt(1, 2), tuple(episodes), values, {"reward": values})
+    return Group(prompt(1, 2), episodes, values, {"reward": values})
 
 
-def batch_of(groups: list[Group], soft_overlong_cache: int = 0, **changes: Any) -> Batch:
-    given = {name: changes.pop(name) for name in ("has_answer", "max_completion_length") if name in changes}
-    return make_batch(
-        groups,
-        AlgorithmConfig(**changes),
-        RewardConfig(soft_overlong_cache=soft_overlong_cache),
-        EnvironmentConfig(),
-        **({"reward_weights": (1.0,), "max_completion_length": 256} | given),
-    )
+def batch_of(
+    groups: list[Group], has_answer: Any = has_text, limit: int = 256, cache: int = 0, **changes: Any
+) -> Batch:
+    section, rewards = AlgorithmConfig(**changes), RewardConfig(soft_overlong_cache=cache)
+    more = {"reward_weights": (1.0,), "max_completion_length": limit, "has_answer": has_answer}
+    return make_batch(groups, section, rewards, EnvironmentConfig(), **more)
 
 
 def test_batch_by_hand() -> None:
@@ -120,17 +86,10 @@ def test_masks_leave_their_reason_and_the_group_mean() -> None:
 
 
 def test_validity_uses_the_tasks_own_notion_of_an_answer() -> None:
-    batch = batch_of(
-        [group([0, 1], [2, 3])],
-        validity_min_length=1,
-        has_answer=lambda prompt, text: len(text) == 2,
-    )
+    batch = batch_of([group([0, 1], [2, 3])], validity_min_length=1, has_answer=lambda prompt, text: len(text) == 2)
     assert batch.mask.any(axis=1).tolist() == [True, False]
-
-
-def test_overlong_punishment_counts_tokens() -> None:
     # Limit 4, cache 2: lengths 2 and 3 are punished by 0 and -0.5, so equal rewards are no longer equal.
-    batch = batch_of([group([1, 1], [2, 3])], soft_overlong_cache=2, max_completion_length=4, scale_rewards="none")
+    batch = batch_of([group([1, 1], [2, 3])], cache=2, limit=4, scale_rewards="none")
     np.testing.assert_allclose(batch.advantages[:, 0], [0.25, -0.25])
 
 
@@ -143,23 +102,22 @@ def test_dynamic_sampling_refills_tied_groups() -> None:
         asked.append(count)
         return Rollout(tuple(next(draws)), 1.0, 0.5, 10)
 
-    rollout = collect_informative_groups(draw, 3, 3, find_estimator("grpo").teaches)
+    rollout = collect_informative_groups(draw, 3, 3, TEACHES)
     assert asked == [3, 2, 1]
-    assert len(rollout.groups) == 3
-    assert not any(entry.is_tied for entry in rollout.groups)
+    assert rollout.groups == (mixed, mixed, mixed)
     assert rollout.discarded == (tied, tied, tied)
     assert rollout.whole.groups == (mixed, mixed, mixed, tied, tied, tied)
     assert (rollout.sampling_seconds, rollout.scoring_seconds, rollout.sampled_tokens) == (3.0, 1.5, 30)
 
 
-@pytest.mark.parametrize(("first", "kept"), [([0, 1], 1), ([1, 1], 1)])
-def test_dynamic_sampling_is_bounded(first: list[float], kept: int) -> None:
-    draws = [[group(first)], [group([1, 1])]]
-    rollout = collect_informative_groups(
-        lambda count: Rollout(tuple(draws.pop(0)), 0.0, 0.0, 0), 4, 2, find_estimator("grpo").teaches
-    )
-    assert len(rollout.groups) == kept  # a partial batch; if all are tied, the last try's, for its rewards
-    assert len(rollout.whole.groups) == 2
+def test_dynamic_sampling_is_bounded() -> None:
+    for first in ([0, 1], [1, 1]):
+        draws = [[group(first)], [group([1, 1])]]
+        rollout = collect_informative_groups(
+            lambda count, d=draws: Rollout(tuple(d.pop(0)), 0.0, 0.0, 0), 4, 2, TEACHES
+        )
+        # a partial batch; if all are tied, the last try's, for its rewards
+        assert (len(rollout.groups), len(rollout.whole.groups)) == (1, 2)
 
 
 def grown(first: list[Group], answers: list[list[Group]], most: int | None) -> tuple[Rollout, list[Any]]:
@@ -170,7 +128,7 @@ def grown(first: list[Group], answers: list[list[Group]], most: int | None) -> t
         asked.append((list(groups), count, attempt))
         return Rollout(tuple(answers.pop(0)), 1.0, 0.5, 10)
 
-    return grow_groups(Rollout(tuple(first), 1.0, 0.5, 10), more, most, find_estimator("grpo").teaches), asked
+    return grow_groups(Rollout(tuple(first), 1.0, 0.5, 10), more, most, TEACHES), asked
 
 
 def test_groups_grow_where_the_question_is_hard() -> None:
@@ -195,7 +153,7 @@ def test_groups_grow_where_the_question_is_hard() -> None:
         ([[0, 1], [0, 0]], 2),
         ([[0, 0], [0, 0]], 8),  # nothing in the step is better
         ([[1, 1], [0, 1]], 8),  # nothing is worse
-        ([[0, 1], [float("nan"), float("nan")]], 8),  # nothing is known
+        ([[0, 1], [np.nan, np.nan]], 8),  # nothing is known
     ],
 )
 def test_other_groups_stay_as_they_are(first: list[list[float]], most: int | None) -> None:
@@ -207,7 +165,5 @@ def test_other_groups_stay_as_they_are(first: list[list[float]], most: int | Non
 
 
 def test_unscorable_completions_do_not_count_as_tied() -> None:
-    nan = float("nan")
-    assert group([nan, nan]).is_tied
-    assert group([1, nan]).is_tied
-    assert not group([1, nan, 0]).is_tied
+    lists = ([np.nan, np.nan], [1, np.nan], [1, np.nan, 0])
+    assert [group(rewards).is_tied for rewards in lists] == [True, True, False]

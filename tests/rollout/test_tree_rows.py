@@ -15,32 +15,21 @@ from tree_rows import NAMES, Play, Row, count_prefill, count_tokens, first, fork
 PLAY = Play(opening=[1, 2], said=[[], [5]], answers=[[3, 4], [6]], ask=[9], group=0)
 
 
-def test_a_growing_row_has_all_turns_and_no_asks() -> None:
-    row = PLAY.growing()
-    assert row.token_ids == [1, 2, 3, 4, 5, 6]
+def test_a_growing_row_has_all_turns_and_each_turn_repeats_the_history_without_the_asks() -> None:
+    row, (one, two) = PLAY.growing(), PLAY.turns()
+    assert (row.token_ids, row.inputs) == ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5])
     assert row.sampled == [False, False, True, True, False, True]
-    assert row.inputs == [1, 2, 3, 4, 5]
-
-
-def test_each_turn_repeats_the_history_without_the_asks() -> None:
-    one, two = PLAY.turns()
     assert (one.token_ids, one.inputs) == ([1, 2, 9, 3, 4], [1, 2, 9, 3])
     assert (two.token_ids, two.inputs) == ([1, 2, 3, 4, 5, 9, 6], [1, 2, 3, 4, 5, 9])
 
 
-def test_inputs_are_counted_raw_and_once() -> None:
+def test_inputs_are_counted_raw_and_once_and_prefill_but_for_what_has_been_decoded() -> None:
     # inputs 1 2 9 3 and 1 2 3 4 5 9: the second adds 3 4 5 9; the last row's are a beginning of the first's
-    rows = [*PLAY.turns(), Row([1, 2, 7], [False, False, True], 1)]
-    assert count_tokens(rows) == (4 + 6 + 2, 4 + 4)
-
-
-def test_what_has_been_decoded_needs_no_prefill_but_for_the_last_token_of_a_turn() -> None:
-    assert count_prefill([PLAY.growing()]) == 4  # 1 2 4 5
-    assert count_prefill([PLAY.growing(), PLAY.growing()]) == 4
+    assert count_tokens([*PLAY.turns(), Row([1, 2, 7], [False, False, True], 1)]) == (4 + 6 + 2, 4 + 4)
+    # the last token of a turn has been sampled and not computed: 1 2 4 5
+    assert count_prefill([PLAY.growing()]) == count_prefill([PLAY.growing(), PLAY.growing()]) == 4
     assert count_prefill(PLAY.turns()) == 3 + 4  # 1 2 9, then 3 4 5 9
-
-
-def test_first_rows_within_a_budget_and_at_least_one() -> None:
+    # first rows within a budget, and at least one
     assert [first(PLAY.turns(), tokens) for tokens in (1, 4, 9, 10)] == [1, 1, 1, 2]
 
 

@@ -3,12 +3,9 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-
-import pytest
 
 from covey.tasks import get_task
 
@@ -22,44 +19,28 @@ def reward(text: str) -> float:
     return float(score[0])
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
+def test_a_field_is_a_fifth_and_a_time_has_parts() -> None:
+    for changes, expected in (
         ({}, 1.0),
         ({"who": "Paul"}, 0.8),
         ({"time": "5:15 pm"}, 0.94),
         ({"time": "4:45 pm"}, 0.94),
         ({"time": "5:45 am"}, 0.96),
         ({"time": "6:15 am"}, 0.84),
-        ({"time": "5:45"}, 0.8),
-        ({"time": "17:45"}, 0.8),
-        ({"time": "05:45 pm"}, 0.8),
-        ({"time": "13:45 pm"}, 0.8),
-        ({"time": "5:45 pm "}, 0.8),
+        *(({"time": wrong}, 0.8) for wrong in ("5:45", "17:45", "05:45 pm", "13:45 pm", "5:45 pm ")),
         ({"what": "", "who": "", "day": "", "time": ""}, 0.2),
-    ],
-)
-def test_a_field_is_a_fifth_and_a_time_has_parts(changes: dict[str, str], expected: float) -> None:
-    assert reward(json.dumps(WANTED | changes)) == expected
+        ({"more": "x"}, 0.0),
+        ({"time": 1745}, 0.0),
+    ):
+        assert reward(json.dumps(WANTED | changes)) == expected
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "tea with Quinn",
-        json.dumps([WANTED]),
-        json.dumps(WANTED) + " That is it.",
-        json.dumps(WANTED | {"more": "x"}),
-        json.dumps({"what": "tea"}),
-        json.dumps(WANTED | {"time": 1745}),
-        '{"what": "tea", ' + json.dumps(WANTED)[1:],  # a key twice
-        "{" * 300,
-        '{"what": {"a": "b"}, "who": "Quinn", "day": "Friday", "time": "5:45 pm"}',
-    ],
-)
-def test_what_is_no_entry_earns_nothing(text: str) -> None:
-    assert reward(text) == 0.0
+def test_what_is_no_entry_earns_nothing() -> None:
+    twice = '{"what": "tea", ' + json.dumps(WANTED)[1:]  # a key
+    nested = json.dumps(WANTED | {"what": {"a": "b"}})
+    for text in ("", "tea with Quinn", json.dumps([WANTED]), json.dumps(WANTED) + " That is it.", twice, nested):
+        assert reward(text) == 0.0, text
+    assert reward(json.dumps({"what": "tea"})) == reward("{" * 300) == 0.0
 
 
 def test_every_row_has_an_answer_that_is_right_and_nothing_held_out_was_seen() -> None:
@@ -97,24 +78,19 @@ class _Served(BaseHTTPRequestHandler):
     def log_message(self, *arguments: object) -> None: ...
 
 
-@pytest.fixture
-def served() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Served) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-def test_asking_a_served_model(served: str, tmp_path: Path) -> None:
+def test_asking_a_served_model(tmp_path: Path) -> None:
     def ask(url: str, *sentences: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(ROOT / "recipes/appointments/ask.py"), "--url", url, *sentences]
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
 
-    first, second = ask(served, "Tea with Quinn.", "Hello.").stdout.splitlines()
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Served) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        served = f"http://127.0.0.1:{server.server_port}"
+        first, second = ask(served, "Tea with Quinn.", "Hello.").stdout.splitlines()
+        failures = {url: ask(url, "Tea with Quinn.") for url in ("http://127.0.0.1:1", served + "/v2", "nowhere")}
+        server.shutdown()
     assert json.loads(first) == WANTED | {"what": "Tea with Quinn."}
     assert second == "no entry: 'Hello.'"
-    for url in ("http://127.0.0.1:1", served + "/v2", "nowhere"):
-        failed = ask(url, "Tea with Quinn.")
-        assert failed.returncode == 1
+    for url, failed in failures.items():
+        assert (failed.returncode, len(failed.stderr.splitlines())) == (1, 1)
         assert failed.stderr.startswith(f"{url}: ")
-        assert len(failed.stderr.splitlines()) == 1

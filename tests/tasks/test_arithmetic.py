@@ -45,8 +45,7 @@ def test_answers_are_right_and_the_split_is_disjoint(kind: str, digits: int) -> 
     task = Arithmetic(kinds=kind, digits=digits, num_train=300, num_eval=60)
     train, held_out = task.train_rows(seed=0), task.eval_rows()
     for row in train + held_out:
-        assert row["answer"] == str(recompute(kind, question(row))), row
-        assert row["kind"] == kind
+        assert (row["answer"], row["kind"]) == (str(recompute(kind, question(row))), kind), row
         assert task.is_correct(f"The answer is {row['answer']}.", row)
         assert not task.is_correct(f"The answer is {row['answer']}1.", row)
     assert len(train) > 30
@@ -63,28 +62,20 @@ def test_no_numbers_of_one_kind_are_held_out_of_another() -> None:
     assert not {content(row) for row in held_out} & {content(row) for row in train}
 
 
-def test_sizes_and_seeds() -> None:
+def test_sizes_seeds_and_shares_of_rows_that_datasets_are_made_of() -> None:
     task = Arithmetic(kinds="chain", num_train=50, num_eval=10)
-    assert task.train_rows(1) == task.train_rows(1)
-    assert task.train_rows(1) != task.train_rows(2)
-    assert len(task.train_rows(1)) == 50
+    assert task.train_rows(1) == task.train_rows(1) != task.train_rows(2)
     assert task.eval_rows() == Arithmetic(kinds="chain", num_eval=10).eval_rows()
-    assert len(task.eval_rows()) == 10
+    assert (len(task.train_rows(1)), len(task.eval_rows())) == (50, 10)
     # 100 one-digit sums exist: every one is either for training or held out.
     small = Arithmetic(kinds="sum", num_train=1_000, num_eval=1_000)
     assert len(small.train_rows(0)) + len(small.eval_rows()) == 100
-
-
-def test_rows_are_what_datasets_are_made_of() -> None:
     rows = Arithmetic(kinds=["sum", "gcd"], num_train=20).train_rows(0)
     assert load_rows(rows) == rows
     assert {row["kind"] for row in rows} == {"sum", "gcd"}
     assert set(rows[0]) == {"prompt", "answer", "kind", "uid"}
     assert rows[0]["prompt"][0]["role"] == "user"
     assert len({row["uid"] for row in rows}) == len(rows)
-
-
-def test_several_kinds_have_similar_shares() -> None:
     rows = Arithmetic(kinds="chain+minimum+compare", digits=2, num_train=600).train_rows(0)
     shares = [sum(row["kind"] == kind for row in rows) for kind in ("chain", "minimum", "larger", "smaller")]
     assert sum(shares) == 600
@@ -112,83 +103,56 @@ def test_reward() -> None:
     assert lenient(completions=["-2"], answer=["-2"], kind=["chain"]) == [1]
 
 
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [
-        ("87", True),
-        ("The answer is 87.", True),
-        ("87 is larger than 40.", True),
-        ("87 is the greater number of 40 and 87", True),
-        ("The larger number is 87, not 40.", True),
-        ("The bigger of the two is: 87 and 40 is not", True),
-        ("40 is smaller than 87, so 87 is larger", True),
-        ("40 is larger than 87.", False),  # what paying for the last number teaches
-        ("To determine the larger of 87 or 40, we need to find", False),  # what paying for the first number teaches
-        ("The larger number is 40. 87", False),
-        ("87 40", False),
-        ("87 or 40 or 87", False),
-        ("40", False),
-        ("none", False),
-        ("", False),
-        ("8" * 100_000, False),
-        ("87 is larger. " * 20_000, True),
-        ("The number 87 is a much larger number than the number 40.", True),
-        ("87 is larger than 40. 40 is a bit larger than 87.", False),
-        ("87 is larger than 40. 87 is the smaller number.", False),
-        ("87 is not larger than 40.", False),
-        ("87 is larger, 40 is smaller.", False),  # the last sentence answers another question
-        ("87 is the smaller number.", False),  # the only number, in a false sentence
-        ("It is not 87.", False),
-        ("-87 is larger than -90.", False),
-        ("-87", False),
+RIGHT = {
+    "larger": [
+        "87",
+        "The answer is 87.",
+        "87 is larger than 40.",
+        "87 is the greater number of 40 and 87",
+        "The larger number is 87, not 40.",
+        "The bigger of the two is: 87 and 40 is not",
+        "40 is smaller than 87, so 87 is larger",
+        "87 is larger. " * 20_000,
+        "The number 87 is a much larger number than the number 40.",
     ],
-)
-def test_a_choice_must_be_made(text: str, right: bool) -> None:
-    task = Arithmetic(kinds="compare", digits=2)
-    assert task.reward_funcs[0](completions=[text], answer=["87"], kind=["larger"]) == [float(right)]
-    assert task.is_correct(text, {"answer": "87", "kind": "larger"}) is right
-
-
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [
-        ("40 is smaller than 87.", True),
-        ("The lower of the two is: 40", True),
-        ("87 is larger, so 40 is smaller.", True),
-        ("40", True),
-        ("40 is the larger number.", False),  # what paying for the only number would teach
-        ("87 is larger than 40.", False),  # true, and no answer to what was asked
-        ("87 is smaller than 40.", False),
+    "smaller": ["40 is smaller than 87.", "The lower of the two is: 40", "87 is larger, so 40 is smaller.", "40"],
+    "minimum": ["12", "The smallest number is 12.", "12 is the lowest of 30, 12, 45"],
+}
+WRONG = {
+    "larger": [
+        "40 is larger than 87.",  # what paying for the last number teaches
+        "To determine the larger of 87 or 40, we need to find",  # what paying for the first number teaches
+        "The larger number is 40. 87",
+        *("87 40", "87 or 40 or 87", "40", "none", "", "8" * 100_000, "-87"),
+        "87 is larger than 40. 40 is a bit larger than 87.",
+        "87 is larger than 40. 87 is the smaller number.",
+        "87 is not larger than 40.",
+        "87 is larger, 40 is smaller.",  # the last sentence answers another question
+        "87 is the smaller number.",  # the only number, in a false sentence
+        "It is not 87.",
+        "-87 is larger than -90.",
     ],
-)
-def test_the_question_must_be_read(text: str, right: bool) -> None:
-    assert Arithmetic().is_correct(text, {"answer": "40", "kind": "smaller"}) is right
-
-
-def test_the_smallest_is_chosen_likewise() -> None:
-    task = Arithmetic(kinds="minimum", digits=2)
-    row = {"answer": "12", "kind": "minimum"}
-    texts = [
-        "12",
-        "The smallest number is 12.",
-        "12 is the lowest of 30, 12, 45",
-        "30, 12, 45, 60: 12",
-        "45 is the smallest",
-    ]
-    assert [task.is_correct(text, row) for text in texts] == [True, True, True, False, False]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kinds": "sums"}, "kinds='sums': no such kind"),
-        ({"kinds": []}, "kinds=''"),
-        ({"digits": 0}, "digits=0"),
-        ({"digits": 13}, "digits=13"),
-        ({"num_train": 0}, "num_train=0"),
-        ({"num_eval": 0}, "num_eval=0"),
+    "smaller": [
+        "40 is the larger number.",  # what paying for the only number would teach
+        "87 is larger than 40.",  # true, and no answer to what was asked
+        "87 is smaller than 40.",
     ],
-)
-def test_options_that_cannot_work(options: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Arithmetic(**options)
+    "minimum": ["30, 12, 45, 60: 12", "45 is the smallest"],
+}
+
+
+@pytest.mark.parametrize(("kind", "answer"), [("larger", "87"), ("smaller", "40"), ("minimum", "12")])
+def test_the_question_must_be_read_and_a_choice_made(kind: str, answer: str) -> None:
+    task = Arithmetic(digits=2)
+    texts = [*RIGHT[kind], *WRONG[kind]]
+    scores = task.reward_funcs[0](completions=texts, answer=[answer] * len(texts), kind=[kind] * len(texts))
+    for text, score in zip(texts, scores, strict=True):
+        assert score == task.is_correct(text, {"answer": answer, "kind": kind}) == (text in RIGHT[kind]), text[:80]
+
+
+def test_options_that_cannot_work() -> None:
+    cases = {"kinds='sums': no such kind": {"kinds": "sums"}, "kinds=''": {"kinds": []}, "digits=13": {"digits": 13}}
+    cases |= {f"{name}=0": {name: 0} for name in ("digits", "num_train", "num_eval")}
+    for words, options in cases.items():
+        with pytest.raises(ConfigError, match=words):
+            Arithmetic(**options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -40,24 +41,22 @@ MBPP = {
 def reward() -> Iterator[CodeReward]:
     if missing():
         pytest.skip(missing())
-    reward = CodeReward(limits=Limits(seconds=3))
-    yield reward
-    reward.close()
+    with closing(CodeReward(limits=Limits(seconds=3))) as reward:
+        yield reward
 
 
 def passed(reward: CodeReward, code: str, tests: Any) -> float | None:
     return reward([code], tests=[tests])[0]
 
 
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
 def test_a_text_is_run_once(reward: CodeReward, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[int] = []
-    run_all = reward.harness.run_all
-
-    def counting(jobs: Any) -> Any:
-        ran.append(len(jobs))
-        return run_all(jobs)
-
-    monkeypatch.setattr(reward.harness, "run_all", counting)
+    ran, run_all = [], reward.harness.run_all
+    monkeypatch.setattr(reward.harness, "run_all", lambda jobs: ran.append(len(jobs)) or run_all(jobs))
     tests = ["assert once() == 1"]
     right, wrong = "def once():\n    return 1", "def once():\n    return 2"
     assert reward([right, wrong, right], tests=[tests] * 3) == [1.0, 0.0, 1.0]
@@ -72,18 +71,16 @@ def test_a_text_is_run_once(reward: CodeReward, monkeypatch: pytest.MonkeyPatch)
 def test_humaneval_rows(reward: CodeReward) -> None:
     question, tests = read_problem(HUMANEVAL)
     assert "def total" in question
-    assert passed(reward, HUMANEVAL["prompt"] + HUMANEVAL["canonical_solution"], tests) == 1.0
-    assert (
-        passed(reward, "def total(xs: List[int]):\n    return sum(xs)", tests) == 1.0
-    )  # the prompt's imports are there
-    assert passed(reward, "def total(xs):\n    return twice(sum(xs)) // 2", tests) == 1.0  # and its helpers
-    assert passed(reward, "def total(xs):\n    return 3", tests) == 0.0
-    cheat = "def twice(x): return 1\ndef total(xs): return {2: 3, 1: xs[0]}[len(xs)]"
-    assert passed(reward, cheat, tests) == 1.0  # replacing the helper changes nothing for the tests
-    assert passed(reward, "def twice(x): return 3\ndef total(xs): return 3", tests) == 0.0
-
-
-STUBS = ("return None", "raise ValueError", "raise NotImplementedError", "return object()", "return ''")
+    for code, score in {
+        HUMANEVAL["prompt"] + HUMANEVAL["canonical_solution"]: 1.0,
+        "def total(xs: List[int]):\n    return sum(xs)": 1.0,  # the prompt's imports are there
+        "def total(xs):\n    return twice(sum(xs)) // 2": 1.0,  # and its helpers
+        "def total(xs):\n    return 3": 0.0,
+        # replacing the helper changes nothing for the tests
+        "def twice(x): return 1\ndef total(xs): return {2: 3, 1: xs[0]}[len(xs)]": 1.0,
+        "def twice(x): return 3\ndef total(xs): return 3": 0.0,
+    }.items():
+        assert passed(reward, code, tests) == score, code
 
 
 @needs_jail
@@ -93,17 +90,15 @@ def test_stubs_earn_nothing_of_humanevals_check() -> None:
     )
     body += "assert candidate([]) == 0\nassert tuple([candidate([3])]) == tuple([total([3])])\nassert True"
     row = HUMANEVAL | {"test": "def check(candidate):\n" + "".join(f"    {line}\n" for line in body.split("\n"))}
-    partial = CodeReward(partial_credit=True)
-    try:
-        _, tests = read_problem(row)
-        for stub in STUBS:
+    _, tests = read_problem(row)
+    with closing(CodeReward(partial_credit=True)) as partial:
+        for stub in ("return None", "raise ValueError", "raise NotImplementedError", "return object()", "return ''"):
             assert passed(partial, f"def total(xs): {stub}", tests) == 0.0, stub
         # a call by the function's own name is the reference's: a program is not compared with itself
         assert passed(partial, "def total(xs): return len(xs) and 1", tests) == pytest.approx(1 / 3)
         assert passed(partial, row["prompt"] + row["canonical_solution"], tests) == 1.0
-        assert "sum(xs)" not in tests["prefix"]
-    finally:
-        partial.close()
+        assert passed(partial, "def f(x): return x", ["assert f(1) == 1", "assert f(2) == 3"]) == 0.5
+    assert "sum(xs)" not in tests["prefix"]
 
 
 def test_mbpp_rows(reward: CodeReward) -> None:
@@ -115,12 +110,8 @@ def test_mbpp_rows(reward: CodeReward) -> None:
 
 
 def test_rows_of_a_file(tmp_path: Path, reward: CodeReward) -> None:
-    rows = [
-        {"prompt": f"Write f(x) that adds {i}.", "tests": [f"assert f(1) == {1 + i}"], "uid": f"p{i}"} for i in range(6)
-    ]
-    path = tmp_path / "problems.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = get_task(f"code:path={path},num_eval=2")
+    rows = [{"prompt": f"Write f(x) that adds {i}.", "tests": [f"assert f(1) == {1 + i}"]} for i in range(6)]
+    task = get_task(f"code:path={write(tmp_path / 'problems.jsonl', rows)},num_eval=2")
     train, held_out = task.train_rows(0), task.eval_rows()
     assert (len(train), len(held_out)) == (4, 2)
     assert not {row["question"] for row in train} & {row["question"] for row in held_out}
@@ -128,15 +119,13 @@ def test_rows_of_a_file(tmp_path: Path, reward: CodeReward) -> None:
     number = int(row["question"].split()[-1].rstrip("."))
     assert task.is_correct(f"```python\ndef f(x):\n    return x + {number}\n```", row)
     assert not task.is_correct("def f(x): return 0", row)
-    assert task.has_answer("def f(x)", {})
-    assert not task.has_answer("I do not know", {})
+    assert [task.has_answer(text, {}) for text in ("def f(x)", "I do not know")] == [True, False]
     (function,) = task.reward_funcs
     assert function(["def f(x): return 0"], tests=[row["tests"]]) == [0.0]
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
+def test_a_problem_that_is_none_is_named(tmp_path: Path) -> None:
+    for row, message in (
         ({"prompt": "x"}, "a problem has a prompt"),
         ({"prompt": "x", "tests": []}, "there is no test"),
         ({"prompt": "x", "tests": {"kind": "exam"}}, "kind"),
@@ -149,16 +138,16 @@ def test_rows_of_a_file(tmp_path: Path, reward: CodeReward) -> None:
         ({"prompt": "x", "tests": ["assert Counter(f(1)) == Counter([1])"]}, "the tests use Counter"),
         ({"prompt": "x", "tests": ["assert f(:"]}, "the test code is no Python"),
         (MBPP | {"code": "def f(:"}, "invalid syntax"),
-    ],
-)
-def test_a_problem_that_is_none_is_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
-    path = tmp_path / "problems.jsonl"
-    path.write_text(json.dumps({"prompt": "ok", "tests": ["assert True"]}) + "\n" + json.dumps(row) + "\n")
-    with pytest.raises(DataError, match=f"problems.jsonl: problem 2: .*{message}"):
-        Code(str(path), num_eval=1).train_rows(0)
+    ):
+        path = write(tmp_path / "problems.jsonl", [{"prompt": "ok", "tests": ["assert True"]}, row])
+        with pytest.raises(DataError, match=f"problems.jsonl: problem 2: .*{message}"):
+            Code(path, num_eval=1).train_rows(0)
 
 
-def test_settings_are_checked() -> None:
+def test_kinds_of_tests_and_settings() -> None:
+    assert isinstance(read_tests({"kind": "call", "entry_point": "f", "cases": [[[1], 2]]}), CallTests)
+    assert isinstance(read_tests(["assert True"]), AssertTests)
+    assert read_tests({"kind": "program", "cases": [["1", "2"]], "tolerance": 0.1}) == ProgramTests((("1", "2"),), 0.1)
     for wrong in ({"num_eval": 0}, {"seconds": 0}, {"memory_mb": 1}):
         with pytest.raises(ConfigError, match="at least"):
             Code(**wrong)
@@ -171,26 +160,8 @@ def test_the_reward_wants_its_column(reward: CodeReward) -> None:
         reward(["x", "y"], tests=[["assert True"], []])
     assert caught.value.sample == 1
     assert reward(["x = 1", "def f(): return 1"], tests=[None, ["assert f() == 1"]]) == [None, 1.0]
-
-
-@needs_jail
-def test_partial_credit() -> None:
-    reward = CodeReward(partial_credit=True)
-    try:
-        assert reward(["def f(x): return x"], tests=[["assert f(1) == 1", "assert f(2) == 3"]]) == [0.5]
-    finally:
-        reward.close()
-
-
-def test_as_a_verifier(reward: CodeReward) -> None:
     verifier = verifier_from_reward(reward, {"Write f.": {"tests": ["assert f() == 1"]}})
     assert verifier.batch_verify([("Write f.", "def f(): return 1"), ("Write f.", "def f(): return 2")]) == [1.0, 0.0]
-
-
-def test_kinds_of_tests() -> None:
-    assert isinstance(read_tests({"kind": "call", "entry_point": "f", "cases": [[[1], 2]]}), CallTests)
-    assert isinstance(read_tests(["assert True"]), AssertTests)
-    assert read_tests({"kind": "program", "cases": [["1", "2"]], "tolerance": 0.1}) == ProgramTests((("1", "2"),), 0.1)
 
 
 def test_tiny_functions_are_solvable_and_not_trivial(reward: CodeReward) -> None:
@@ -204,14 +175,3 @@ def test_tiny_functions_are_solvable_and_not_trivial(reward: CodeReward) -> None
     wrong = [row["solution"].replace("return", "return not") for row in problems]
     assert sum(filter(None, reward(wrong, tests=[row["tests"] for row in problems]))) == 0.0
     assert len(Code().eval_rows()) == 100
-
-
-def test_a_problem_in_both_files_is_an_error(tmp_path: Path) -> None:
-    rows = [{"prompt": f"Write f{i}.", "tests": ["assert f() == 1"]} for i in range(3)]
-    for name, some in (("train", rows), ("eval", rows[1:2])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
-    task = get_task("code", path=str(tmp_path / "train.jsonl"), eval_path=str(tmp_path / "eval.jsonl"))
-    with pytest.raises(
-        DataError, match=r"train.jsonl: code-2 is the question of .*eval.jsonl: code-1 \(1 are in both\), 'Write f1"
-    ):
-        task.train_rows(0)

@@ -12,77 +12,51 @@ from covey.tasks import GSM8K
 from covey.tasks.gsm8k import is_correct_answer, reference_answer
 
 PROBLEMS = [
-    {
-        "question": f"Ann has {n} jars of {n} beads. How many beads?",
-        "answer": f"{n}*{n}=<<{n}*{n}={n * n}>>{n * n}\n#### {n * n:,}",
-    }
+    {"question": f"Ann has {n} jars of {n} beads. How many beads?", "answer": f"{n}*{n}=<<{n * n}>>\n#### {n * n:,}"}
     for n in range(20, 60)
 ]
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    file = tmp_path / "train.jsonl"
-    file.write_text("\n".join(map(json.dumps, PROBLEMS)))
-    return str(file)
+def test_reference_answer() -> None:
+    for solution, answer in {
+        "so 72\n#### 72": "72",
+        "#### 1,080": "1080",
+        "#### $12.50 ": "12.50",
+        "#### -3": "-3",
+        "#### 1 #### 2": "2",
+        **dict.fromkeys(("72", "#### ", "#### seven", "#### " + "9" * 10_000)),
+    }.items():
+        assert reference_answer(solution) == answer
 
 
-@pytest.mark.parametrize(
-    ("solution", "answer"),
-    [
-        ("so 72\n#### 72", "72"),
-        ("#### 1,080", "1080"),
-        ("#### $12.50 ", "12.50"),
-        ("#### -3", "-3"),
-        ("#### 1 #### 2", "2"),
-        ("72", None),
-        ("#### ", None),
-        ("#### seven", None),
-        ("#### " + "9" * 10_000, None),
-    ],
-)
-def test_reference_answer(solution: str, answer: str | None) -> None:
-    assert reference_answer(solution) == answer
+def test_is_correct() -> None:
+    right = ["#### 1080", "#### $1,080.00", r"It is \boxed{1{,}080}", r"It is \boxed{1,080}", "1000 + 80 = 1080"]
+    right.append("The final answer is **1080**, after 3 steps.")
+    wrong = ["1080 is wrong, it is 1081", "#### 1080e3", "#### " + "1080" * 250_000, "١٠٨٠", ""]
+    for text in [*right, *wrong]:
+        assert is_correct_answer(text, "1080") is (text in right), text[:80]
 
 
-@pytest.mark.parametrize(
-    ("text", "correct"),
-    [
-        ("#### 1080", True),
-        ("#### $1,080.00", True),
-        (r"It is \boxed{1{,}080}", True),
-        (r"It is \boxed{1,080}", True),
-        ("The final answer is **1080**, after 3 steps.", True),
-        ("1000 + 80 = 1080", True),
-        ("1080 is wrong, it is 1081", False),
-        ("#### 1080e3", False),
-        ("#### " + "1080" * 250_000, False),
-        ("١٠٨٠", False),
-        ("", False),
-    ],
-)
-def test_is_correct(text: str, correct: bool) -> None:
-    assert is_correct_answer(text, "1080") is correct
-
-
-def test_rows_and_split(path: str) -> None:
-    task = GSM8K(path=path, num_eval=10)
+def test_rows_and_split(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text("\n".join(map(json.dumps, PROBLEMS)))
+    task = GSM8K(path=str(path), num_eval=10)
     train, held_out = task.train_rows(0), task.eval_rows()
     assert (len(train), len(held_out)) == (30, 10)
     assert not {row["question"] for row in train} & {row["question"] for row in held_out}
-    first = next(row for row in train + held_out if row["uid"] == "gsm8k-train-20")
-    assert first == {
-        "prompt": [{"role": "user", "content": "Ann has 40 jars of 40 beads. How many beads?"}],
-        "answer": "1600",
-        "question": "Ann has 40 jars of 40 beads. How many beads?",
-        "uid": "gsm8k-train-20",
-    }
+    question, uid = "Ann has 40 jars of 40 beads. How many beads?", "gsm8k-train-20"
+    wanted = {"prompt": [{"role": "user", "content": question}], "answer": "1600", "question": question, "uid": uid}
+    assert [row for row in train + held_out if row["uid"] == uid] == [wanted]
     assert task.train_rows(1) == train
     assert all(task.is_correct(f"#### {row['answer']}", row) for row in train)
     assert task.reward_funcs[0](completions=["1,600", "no"], answer=["1600", "1600"]) == [1.0, 0.0]
+    # a part of the training set depends on the seed
+    task = GSM8K(path=PROBLEMS, num_train=5, num_eval=10)
+    assert len(task.train_rows(0)) == 5
+    assert task.train_rows(0) == task.train_rows(0) != task.train_rows(1)
 
 
-def test_the_same_question_twice_stays_on_one_side(path: str) -> None:
+def test_the_same_question_twice_stays_on_one_side() -> None:
     for num_eval in (1, 20, 39):
         task = GSM8K(path=PROBLEMS + PROBLEMS, num_eval=num_eval)
         held_out = {row["question"] for row in task.eval_rows()}
@@ -95,36 +69,21 @@ def test_a_separate_evaluation_file_is_never_trained_on(tmp_path: Path) -> None:
     file.write_text("\n".join(map(json.dumps, PROBLEMS[:5])))
     task = GSM8K(path=PROBLEMS, eval_path=str(file))
     assert [row["question"] for row in task.eval_rows()] == [row["question"] for row in PROBLEMS[:5]]
-    with pytest.raises(DataError, match=r"dataset: gsm8k-train-0 is the question of .*gsm8k-test-0 \(5 are in both\)"):
+    words = r"dataset: gsm8k-train-0 is the question of .*gsm8k-test-0 \(5 are in both\), 'Ann has 20 jars"
+    with pytest.raises(DataError, match=words):
         task.train_rows(0)
     assert len(GSM8K(path=PROBLEMS[5:], eval_path=str(file)).train_rows(0)) == 35
 
 
-def test_a_part_of_the_training_set_depends_on_the_seed() -> None:
-    task = GSM8K(path=PROBLEMS, num_train=5, num_eval=10)
-    assert len(task.train_rows(0)) == 5
-    assert task.train_rows(0) == task.train_rows(0)
-    assert task.train_rows(0) != task.train_rows(1)
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
+def test_data_that_cannot_work() -> None:
+    for rows, message in (
         ([{"question": "q"}], "row 0 has no text in the column 'answer'"),
-        (
-            [{"prompt": "q", "answer": "#### 1"}],
-            "no text in the column 'question' \\(columns: prompt, answer",
-        ),
+        ([{"prompt": "q", "answer": "#### 1"}], "no text in the column 'question' \\(columns: prompt, answer"),
         ([{"question": "q", "answer": 1}], "no text in the column 'answer'"),
-        (
-            [PROBLEMS[0], {"question": "q", "answer": "so it is 1"}],
-            "row 1: the answer 'so it is 1' does not end in",
-        ),
+        ([PROBLEMS[0], {"question": "q", "answer": "so it is 1"}], "row 1: the answer 'so it is 1' does not end in"),
         (PROBLEMS[:3], "all 3 questions are held out; lower num_eval=200"),
-    ],
-)
-def test_data_that_cannot_work(rows: list, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        GSM8K(path=rows).train_rows(0)
-    with pytest.raises(ConfigError, match="num_eval=0"):
-        GSM8K(path=rows, num_eval=0)
+    ):
+        with pytest.raises(DataError, match=message):
+            GSM8K(path=rows).train_rows(0)
+        with pytest.raises(ConfigError, match="num_eval=0"):
+            GSM8K(path=rows, num_eval=0)

@@ -35,9 +35,7 @@ SCALES = ("group", "batch", "none")
 
 
 class GroupStatistics(NamedTuple):
-    """Statistics of each row's group, `[N]` each; `tied` is True where the group carries no relative
-    information.
-    """
+    """Statistics of each row's group, `[N]` each; `tied` is True where the group carries no relative information."""
 
     count: Array
     mean: Array
@@ -68,8 +66,7 @@ def group_statistics(rewards: Array, groups: Array, member: Array, *, correction
 def group_advantages(
     rewards: Any, groups: Any, *, scale: str = "group", correction: int = 1, epsilon: float = 1e-6
 ) -> Array:
-    """GRPO: `(r - mean_g) / (std + epsilon)`, for example rewards [0, 0, 1, 1] in one group give ±0.5 /
-    (0.577 + eps).
+    """GRPO: `(r - mean_g) / (std + epsilon)`, for example rewards [0, 0, 1, 1] in one group give ±0.5 / (0.577 + eps).
 
     Args:
         rewards: `[N]` floats, NaN or None where a completion could not be scored.
@@ -104,13 +101,7 @@ def rloo_advantages(rewards: Any, groups: Any) -> Array:
 
 
 def episode_advantages(
-    rewards: Any,
-    groups: Any,
-    episodes: Any,
-    *,
-    scale: str = "group",
-    correction: int = 1,
-    epsilon: float = 1e-6,
+    rewards: Any, groups: Any, episodes: Any, *, scale: str = "group", correction: int = 1, epsilon: float = 1e-6
 ) -> Array:
     """Naive GRPO for agents (naive-grpo-agents.md): rows are *steps*, each episode counts once in its group.
 
@@ -241,13 +232,7 @@ def _same_length(rewards: Array, other: Array, name: str) -> None:
 
 
 def _normalise(
-    rewards: Array,
-    groups: Array,
-    scorable: Array,
-    counted: Array,
-    scale: str,
-    correction: int,
-    epsilon: float,
+    rewards: Array, groups: Array, scorable: Array, counted: Array, scale: str, correction: int, epsilon: float
 ) -> Array:
     """Centre `rewards` in their groups and scale them; statistics are taken over the `counted` rows only."""
     if scale not in SCALES:

@@ -1,15 +1,14 @@
 """From per-token losses to one number, for any split of an optimiser step.
 
 Every aggregation is linear in the per-token losses, so it is a weight for each token: `loss = sum(weights ·
-per_token)`. The weights hold the denominators of the *whole* step, so the losses (and gradients) of
-micro-batches and ranks simply add up to those of the undivided step. A split may cut between rows, not within
-one.
+per_token)`. The weights hold the denominators of the *whole* step, so the losses (and gradients) of micro-batches and
+ranks simply add up to those of the undivided step. A split may cut between rows, not within one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from array_api_compat import array_namespace
@@ -33,28 +32,28 @@ class StepCounts:
     kept: Any = 0
 
     def __add__(self, other: StepCounts) -> StepCounts:
-        return StepCounts(
-            self.completions + other.completions, self.active_tokens + other.active_tokens, self.kept + other.kept
-        )
+        return StepCounts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
 def count_step(mask: Array) -> StepCounts:
-    """Counts of the rows and active tokens of a mask `[N, T]`: of the whole step, or of a part to be added
-    up.
-    """
+    """Counts of the rows and active tokens of a mask `[N, T]`: of the whole step, or of a part to be added up."""
     xp = array_namespace(mask)
     active = as_mask(mask)
     kept = xp.sum(xp.astype(xp.any(active, axis=-1), xp.int32))
     return StepCounts(mask.shape[0], xp.sum(xp.astype(active, xp.int32)), kept)
 
 
+Aggregator = Callable[[Array, StepCounts, int | None], Array]
+"""`f(active [N, T] as 0/1 floats, counts, max_completion_length) -> weights [N, T]`."""
+
+
+def _sum_over(count: str) -> Aggregator:
+    return lambda active, counts, max_completion_length: active / _positive(getattr(counts, count))
+
+
 def _sequence_mean(active: Array, counts: StepCounts, max_completion_length: int | None) -> Array:
     xp = array_namespace(active)
     return active / _positive(xp.sum(active, axis=-1, keepdims=True)) / _positive(counts.completions)
-
-
-def _token_mean(active: Array, counts: StepCounts, max_completion_length: int | None) -> Array:
-    return active / _positive(counts.active_tokens)
 
 
 def _constant_length(active: Array, counts: StepCounts, max_completion_length: int | None) -> Array:
@@ -66,31 +65,17 @@ def _constant_length(active: Array, counts: StepCounts, max_completion_length: i
     return active / (_positive(counts.completions) * max_completion_length)
 
 
-def _sequence_sum_mean(active: Array, counts: StepCounts, max_completion_length: int | None) -> Array:
-    return active / _positive(counts.completions)
-
-
-def _sequence_sum_kept(active: Array, counts: StepCounts, max_completion_length: int | None) -> Array:
-    return active / _positive(counts.kept)
-
-
-AGGREGATORS: dict[str, Callable[[Array, StepCounts, int | None], Array]] = {
+AGGREGATORS: dict[str, Aggregator] = {
     "sequence_mean": _sequence_mean,
-    "token_mean": _token_mean,
+    "token_mean": _sum_over("active_tokens"),
     "constant_length": _constant_length,
-    "sequence_sum_mean": _sequence_sum_mean,
-    "sequence_sum_kept": _sequence_sum_kept,
+    "sequence_sum_mean": _sum_over("completions"),
+    "sequence_sum_kept": _sum_over("kept"),
 }
-"""`aggregation` -> `f(active [N, T] as 0/1 floats, counts, max_completion_length) -> weights [N, T]`."""
 
 
 def token_weights(
-    mask: Array,
-    counts: StepCounts,
-    aggregation: str,
-    max_completion_length: int | None = None,
-    *,
-    dtype: Any = None,
+    mask: Array, counts: StepCounts, aggregation: str, max_completion_length: int | None = None, *, dtype: Any = None
 ) -> Array:
     """The weight of each token in the loss of the step.
 

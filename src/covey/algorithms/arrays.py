@@ -1,8 +1,7 @@
 """Small helpers that let one function run on NumPy, torch (under autograd) and JAX (under `jit` and `grad`).
 
-Rules that every function of this room keeps: no in-place mutation, no shape that depends on values, no Python
-branch on a value. `import covey.algorithms` imports NumPy only; torch and JAX are recognised by the arrays
-that come in.
+Rules that every function of this room keeps: no in-place mutation, no shape that depends on values, no Python branch on
+a value. `import covey.algorithms` imports NumPy only; torch and JAX are recognised by the arrays that come in.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ LOG_RATIO_LIMIT = 20.0
 """Log-ratios are capped here before `exp`: ratios up to e^20 = 4.9e8 are exact, larger ones are held there
 with gradient 0.
 
-A ratio beyond it carries no usable information (every clip is long active), while `exp(89)` is infinite in
-float32, and a product of two such ratios is from 45 on. Small ratios need no limit: they underflow to 0
-harmlessly.
+A ratio beyond it carries no usable information (every clip is long active), while `exp(89)` is infinite in float32, and
+a product of two such ratios is from 45 on. Small ratios need no limit: they underflow to 0 harmlessly.
 """
 
 T = TypeVar("T")
@@ -68,8 +66,7 @@ def magnitude(x: Array) -> Array:
 
 
 def masked(x: Array, mask: Array, fill: float = 0.0) -> Array:
-    """`x` where `mask`, else `fill`: inf and NaN at masked positions reach neither the value nor the
-    gradient.
+    """`x` where `mask`, else `fill`: inf and NaN at masked positions reach neither the value nor the gradient.
 
     `x` may be `[N]` (one value per row), `[N, 1]` or `[N, T]`; `mask` is a boolean `[N, T]`.
     """
@@ -141,8 +138,7 @@ def to_library_of(reference: Array, values: Any) -> Array:
 def group_numbers(ids: Any, reference: Array) -> Array:
     """Group ids as an integer array in the library of `reference`.
 
-    Integer arrays pass through. Anything else hashable (uid strings, object arrays) is numbered by first
-    appearance.
+    Integer arrays pass through. Anything else hashable (uid strings, object arrays) is numbered by first appearance.
     """
     if is_array_api_obj(ids) and not (isinstance(ids, np.ndarray) and ids.dtype.kind in "OUSfb"):
         return to_library_of(reference, ids)
@@ -152,6 +148,8 @@ def group_numbers(ids: Any, reference: Array) -> Array:
 
 def locked(value: Any) -> Any:
     """A dataclass with its NumPy arrays read-only, for code of somebody else's: what it changed would be trained on."""
+    if isinstance(value, dict):
+        return {name: locked(each) for name, each in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{each.name: locked(getattr(value, each.name)) for each in fields(value)})
     if isinstance(value, np.ndarray):

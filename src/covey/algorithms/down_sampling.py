@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from covey.algorithms.arrays import locked
 from covey.errors import ConfigError, naming
 from covey.functions import load_function
 from covey.types import BoolArray, Group
@@ -111,12 +112,10 @@ class DownSampling:
         """
         count = len(group.rewards)
         kept = np.ones(count, np.bool_)
-        if count <= self.size:
+        if count <= self.size or np.isnan(group.rewards).all():  # of which nothing is known: the estimator gives all 0
             return kept
-        if np.isnan(group.rewards).all():
-            return kept  # nothing is known of any, and the estimator gives all of them 0
         with naming(f"down_sampling={self.name!r}: it"):
-            found = np.asarray(self.rule(_to_look_at(group), self.size))
+            found = np.asarray(self.rule(locked(group), self.size))
         whole = found.ndim == 1 and (np.issubdtype(found.dtype, np.integer) or not found.size)
         if not whole or len(set(found.tolist())) < found.size or not all(0 <= n < count for n in found.tolist()):
             raise ConfigError(
@@ -127,21 +126,7 @@ class DownSampling:
             raise ConfigError(
                 f"down_sampling={self.name!r}: it returned {found.size} indices and was asked for {self.size}"
             )
-        kept[:] = False
-        kept[found.astype(np.int64)] = True
-        return kept
-
-
-def _to_look_at(group: Group) -> Group:
-    """The group with rewards that a rule cannot change."""
-
-    def locked(values: NDArray[np.float64]) -> NDArray[np.float64]:
-        seen = values.view()
-        seen.flags.writeable = False
-        return seen
-
-    parts = {name: locked(values) for name, values in group.reward_parts.items()}
-    return replace(group, rewards=locked(group.rewards), reward_parts=parts)
+        return np.isin(np.arange(count), found)
 
 
 def read_down_sampling(text: str) -> tuple[str, int, Statistics | None]:

@@ -110,11 +110,7 @@ class Estimator:
         return None if part is None else replace(self, name=f"{self.name}: its attribute episode_part", function=part)
 
     def group_problem(self, sizes: Mapping[str, int]) -> str | None:
-        """Why groups are too small for it, if one is.
-
-        Args:
-            sizes: setting -> number of completions.
-        """
+        """Why groups are too small for it, if one is; `sizes` is setting -> number of completions."""
         for setting, size in sizes.items():
             if self.group_relative and size < 2:
                 return f"{setting}={size}: a group needs at least 2 completions to compare; set {setting} to 2 or more"
@@ -231,16 +227,8 @@ def gigpo(
     """GiGPO: `gigpo_advantages`, turn by turn; `discount` is that of returns, and the weight the paper's omega."""
     step, turns = _scaled(step, std_correction), step.turns
     assert turns is not None, "the run has checked needs_turns"
-    values = gigpo_advantages(
-        turns.rewards,
-        turns.returns(discount),
-        turns.groups,
-        turns.completion,
-        turns.anchors,
-        omega=step_advantage_weight,
-        **step.scaling,
-    )
-    return turns.spread(values)
+    given = (turns.rewards, turns.returns(discount), turns.groups, turns.completion, turns.anchors)
+    return turns.spread(gigpo_advantages(*given, omega=step_advantage_weight, **step.scaling))
 
 
 @states(scaled=False)
@@ -424,21 +412,9 @@ def grpo_passk(step: Outcomes, *, std_correction: int | None = None) -> Array:
     return lead / (batch_std(rewards, scorable, step.correction) + step.epsilon) if step.scale == "batch" else lead
 
 
-ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Array]] = {
-    "grpo": grpo,
-    "naive_grpo": naive_grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "gigpo": gigpo,
-    "gdpo": gdpo,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "remax": remax,
-    "opo": opo,
-    "optimal_token_baseline": optimal_token_baseline,
-    "gpg": gpg,
-    "grpo_passk": grpo_passk,
-}
+_OF_GROUPS = (grpo, naive_grpo, dr_grpo, rloo, gigpo, gdpo)
+_OTHERS = (reinforce_plus_plus, reinforce_plus_plus_baseline, remax, opo, optimal_token_baseline, gpg, grpo_passk)
+ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Array]] = {each.__name__: each for each in (*_OF_GROUPS, *_OTHERS)}
 """`adv_estimator` -> function."""
 
 

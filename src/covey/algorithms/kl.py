@@ -63,9 +63,8 @@ def straight_through(estimate: Callable[[Array, Array], Array]) -> Callable[...,
 def k3_unbiased(logp: Array, ref: Array, old: Array | None = None) -> Array:
     """`w · k3` with the differentiable importance ratio `w = exp(logp - old)`, shapes as given.
 
-    The expectation under the policy that sampled (`old`) is `KL(policy || reference)`, and the expectation of
-    the gradient is its gradient. Without `old` the ratio has value 1, and its gradient is kept: on-policy
-    sampling.
+    The expectation under the policy that sampled (`old`) is `KL(policy || reference)`, and the expectation of the
+    gradient is its gradient. Without `old` the ratio has value 1, and its gradient is kept: on-policy sampling.
     """
     return bounded_exp(logp - (stop_gradient(logp) if old is None else old)) * k3(logp, ref)
 
@@ -104,8 +103,7 @@ def exact_kl(policy: Array, reference: Array) -> Array:
 
 
 def exact_weighted_kl(policy: Array, reference: Array) -> Array:
-    """`exact_kl · mean_v(p_v / (q_v + 1e-8))`: what usmle-qa.md prints as its "unbiased" KL. It is not
-    unbiased.
+    """`exact_kl · mean_v(p_v / (q_v + 1e-8))`: what usmle-qa.md prints as its "unbiased" KL. It is not unbiased.
 
     The mean over the vocabulary is no importance weight: it is not the ratio of the sampled token, and its
     expectation is not 1. Kept to reproduce that recipe. Arguments and result are as in `exact_kl`.
@@ -115,10 +113,7 @@ def exact_weighted_kl(policy: Array, reference: Array) -> Array:
     return exact_kl(policy, reference) * weight
 
 
-VOCABULARY_KL: dict[str, Callable[[Array, Array], Array]] = {
-    "exact": exact_kl,
-    "exact_weighted": exact_weighted_kl,
-}
+VOCABULARY_KL: dict[str, Callable[[Array, Array], Array]] = {"exact": exact_kl, "exact_weighted": exact_weighted_kl}
 """`kl_estimator` -> `f(policy, reference)` on log-probabilities `[..., V]` over the vocabulary."""
 
 

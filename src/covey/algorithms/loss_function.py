@@ -139,8 +139,8 @@ class Loss:
         low, high = (never if limited is None else limited for limited in (low, high))
         ratio = x.ratio if ratio is None else ratio
         for what, array in (("loss", loss), ("low", low), ("high", high), ("ratio", ratio)):
-            if getattr(array, "shape", None) != x.logp.shape:
-                shape = getattr(array, "shape", None)
+            shape = getattr(array, "shape", None)
+            if shape != x.logp.shape:
                 given = type(array).__name__ if shape is None else f"shape {tuple(shape)}"
                 raise self.fault(f"returned {what} of {given}", f"return [N, T], here {tuple(x.logp.shape)}")
         if not all(x.xp.isdtype(limited.dtype, "bool") for limited in (low, high)):

@@ -3,9 +3,8 @@
 A mask function returns True where a token (or row) is *kept*. `combine_masks` applies several and records for
 each reason the tokens that it excluded; the reason of a mask is its name in `MASK_REASONS`.
 
-Beware of dropping *every* invalid completion: an invalid completion has a low reward, and that negative
-advantage is the signal that would teach the model to answer in a valid form. Watch the share of tokens that
-is kept.
+Beware of dropping *every* invalid completion: an invalid completion has a low reward, and that negative advantage is
+the signal that would teach the model to answer in a valid form. Watch the share of tokens that is kept.
 """
 
 from __future__ import annotations
@@ -64,13 +63,11 @@ def combine_masks(base_mask: Array, keep: Mapping[str, Array]) -> tuple[Array, d
         The combined mask `[N, T]`, and for each reason the tokens of `base_mask` that it excludes, `[N, T]`.
         A token excluded by several masks carries each reason.
     """
-    base_mask = as_mask(base_mask)
-    combined = base_mask
+    combined = base_mask = as_mask(base_mask)
     excluded = {}
     for reason, kept in keep.items():
-        drop = base_mask & ~expand_rows(as_mask(to_library_of(base_mask, kept)))
-        excluded[reason] = drop
-        combined = combined & ~drop
+        excluded[reason] = base_mask & ~expand_rows(as_mask(to_library_of(base_mask, kept)))
+        combined = combined & ~excluded[reason]
     return combined, excluded
 
 
@@ -87,10 +84,7 @@ def without_surrogate(advantages: Array, base_mask: Array, keep: Mapping[str, Ar
 
 
 def completion_masks(
-    algorithm: MaskSettings,
-    finish_reasons: Sequence[str],
-    texts: Sequence[str],
-    answered: Callable[[], Sequence[bool]],
+    algorithm: MaskSettings, finish_reasons: Sequence[str], texts: Sequence[str], answered: Callable[[], Sequence[bool]]
 ) -> dict[str, NDArray[np.bool_]]:
     """The masks that can be known before the policy is run: reason -> `[N]`, True where a completion is kept.
 
@@ -231,17 +225,12 @@ def compute_off_policy_mask(current_log_probs: Array, reference_log_probs: Array
 
 
 def truncated_mask(finish_reasons: Sequence[str]) -> NDArray[np.bool_]:
-    """`mask_truncated_completions`: `[N]` True where the completion ended by itself, False where `length` cut
-    it off.
-    """
+    """`mask_truncated_completions`: `[N]` True where a completion ended by itself, False where `length` cut it off."""
     return np.asarray([reason != "length" for reason in finish_reasons], dtype=np.bool_)
 
 
 def top_entropy_mask(entropy: Array, mask: Array, quantile: float) -> Array:
-    """Keep the surrogate of the most uncertain share of the step's tokens (arXiv 2506.01939).
-
-    See `SURROGATE_MASKS`: the paper multiplies the surrogate by the indicator, and divides by the number of all tokens,
-    `1 / sum_i |o_i|`.
+    """Keep the surrogate of the most uncertain share of the step's tokens (arXiv 2506.01939); see `SURROGATE_MASKS`.
 
     Args:
         entropy: `[N, T]` entropy of the policy at each token, in nats, of the *whole* step: the quantile is
@@ -275,8 +264,7 @@ def top_entropy_mask(entropy: Array, mask: Array, quantile: float) -> Array:
 
 
 def restrict_to_support(logprobs: Array, support: Array) -> Array:
-    """`keep_sampling_mask` (DeepSeek-V3.2): renormalise log-probabilities over the ids that sampling could
-    have drawn.
+    """`keep_sampling_mask` (DeepSeek-V3.2): renormalise log-probabilities over the ids that sampling could have drawn.
 
     Args:
         logprobs: `[..., V]` log-probabilities or logits.
@@ -285,9 +273,7 @@ def restrict_to_support(logprobs: Array, support: Array) -> Array:
     Returns:
         `[..., V]`, -inf outside the support.
     """
-    xp = array_namespace(logprobs)
-    kept = xp.where(support, logprobs, xp.full_like(logprobs, -float("inf")))
-    return log_softmax(kept)
+    return log_softmax(masked(logprobs, support, -float("inf")))
 
 
 # A bare "A" before a lower-case word or a number is an article ("A 45-year-old man"), not an answer.
@@ -307,8 +293,8 @@ _LOOP = re.compile(r"([^\W\d_].{0,19}?)\1{9,}", re.DOTALL)
 def is_repetitive(text: str) -> bool:
     """True when a completion has degenerated into repetition.
 
-    That is: the same word six times in a row; or, from 16 words on, fewer than half of its three-word
-    sequences are distinct; or a block of up to 20 characters ten times in a row.
+    The same word six times in a row; or, from 16 words on, fewer than half of its three-word sequences are distinct; or
+    a block of up to 20 characters ten times in a row.
     """
     words = text.lower().split()
     run = 1
@@ -328,8 +314,7 @@ def create_sampling_mask(
     has_valid_answer: Callable[[str], Any] = has_choice_letter,
     is_repetitive: Callable[[str], Any] = is_repetitive,
 ) -> NDArray[np.bool_]:
-    """`validity_mask` ("Keep Sampling Mask" of usmle-qa.md): `[N]` True where a completion is worth learning
-    from.
+    """`validity_mask` ("Keep Sampling Mask" of usmle-qa.md): `[N]` True where a completion is worth learning from.
 
     A dropped completion still counts in its group's mean. See the warning at the top of this module.
 

@@ -50,9 +50,7 @@ MISMATCH_MODES: dict[str, tuple[Callable[[Array, Array], Array], Callable[[Array
     "sequence_truncate": (row_sum, _truncate),
     "sequence_mask": (row_sum, _drop),
 }
-"""`importance_sampling_correction` -> (log-ratio of a token or of the sequence, what happens outside
-its bounds).
-"""
+"""`importance_sampling_correction` -> (log-ratio of a token or of the sequence, what happens outside its bounds)."""
 
 
 def mismatch_correction(

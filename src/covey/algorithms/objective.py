@@ -49,11 +49,7 @@ class Objective:
     entropy_by_token: bool = False
 
     def __post_init__(self) -> None:
-        """Check names and ranges.
-
-        Raises:
-            ConfigError: an unknown name, or a number out of range.
-        """
+        """Raise `ConfigError` for an unknown name, or a number out of range."""
         lookup({**KL_ESTIMATORS, **VOCABULARY_KL}, self.kl_estimator, "kl_estimator")
         lookup(RATIOS, self.kl_ratio or "token", "kl_ratio")
         if not self.beta >= 0:

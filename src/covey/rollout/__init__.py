@@ -5,12 +5,4 @@ from covey.rollout.collect import Rollout, collect_groups, collect_informative_g
 from covey.rollout.packing import Pack, pack_episodes
 from covey.rollout.scoring import Scorer
 
-__all__ = [
-    "Pack",
-    "Rollout",
-    "Scorer",
-    "collect_groups",
-    "collect_informative_groups",
-    "make_batch",
-    "pack_episodes",
-]
+__all__ = ["Pack", "Rollout", "Scorer", "collect_groups", "collect_informative_groups", "make_batch", "pack_episodes"]

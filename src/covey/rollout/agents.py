@@ -163,8 +163,7 @@ class Player:
         self.longest_turn = sampling.max_tokens
         episodes = _episodes(tasks, num_generations, streams)
         self._settle(len(episodes))
-        game = _EpisodeLoop(self, episodes, generator, sampling, policy_version, num_generations)
-        finished = game.run(progress)
+        finished = _EpisodeLoop(self, episodes, generator, sampling, policy_version, num_generations).run(progress)
         self.stats.seconds = time.perf_counter() - began
         return [finished[start : start + num_generations] for start in range(0, len(finished), num_generations)]
 
@@ -267,8 +266,7 @@ class _EpisodeLoop:
     ) -> None:
         self._player, self._settings, self._stats = player, player.settings, player.stats
         self._pool, self._decode = player._pool, player._decode
-        self._waiting = deque(episodes)
-        self._total = len(episodes)
+        self._waiting, self._total = deque(episodes), len(episodes)
         self._at: dict[int, LiveEpisode] = {}  # by place
         self._of: dict[int, LiveEpisode] = {}  # by row
         self._done: dict[int, Trajectory] = {}
@@ -451,17 +449,10 @@ class _EpisodeLoop:
             sizes = np.concatenate([np.diff(part.offsets) for part in live.supports])
             ids = np.concatenate([part.ids for part in live.supports])
             support = Support(ids, np.concatenate([[0], np.cumsum(sizes)]))
-        live.episodes.append(
-            Episode(
-                token_ids=np.array(live.ids[:last], dtype=np.int64),
-                sampled=np.array(live.sampled[:last], dtype=np.bool_),
-                logprobs=np.array(live.logprobs[:last], dtype=np.float32),
-                text=live.said if not self._conversing else "\n".join([*(t.said for t in live.turns)]),
-                finish_reason=live.finish_reason,
-                policy_version=self._version,
-                support=support,
-            )
-        )
+        tokens, sampled = np.array(live.ids[:last], dtype=np.int64), np.array(live.sampled[:last], dtype=np.bool_)
+        logprobs = np.array(live.logprobs[:last], dtype=np.float32)
+        text = "\n".join(turn.said for turn in live.turns) if self._conversing else live.said
+        live.episodes.append(Episode(tokens, sampled, logprobs, text, live.finish_reason, self._version, support))
         live.ids, live.sampled, live.logprobs, live.supports = [], [], [], []
 
 
@@ -496,15 +487,7 @@ class Dictation:
     def __init__(self, context_length: int) -> None:
         self._context_length = context_length
 
-    def session(
-        self,
-        settings: SamplingSettings,
-        *,
-        policy_version: int,
-        rows: int,
-        own_tokens: int,
-        prompt_lengths: Sequence[int],
-    ) -> Session[Any]:
+    def session(self, settings: SamplingSettings, *, policy_version: int, own_tokens: int, **more: Any) -> Session[Any]:
         """See `covey.rollout.turns.TurnGenerator`."""
         return Session(_Dictating(self._context_length, own_tokens), settings, policy_version=policy_version)
 
@@ -513,21 +496,18 @@ class _Dictating(Device):
     """Says what is to be said, all of it at once, with probability 1."""
 
     def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
-        rows = list(queue)
-        queue.clear()
-        yield _said(rows)
+        yield _said(queue)
 
     def extend(self, resuming: list[Row]) -> Iterator[Drawn]:
-        rows = resuming[:]
-        resuming.clear()
-        yield _said(rows)
+        yield _said(resuming)
 
     def decode(self, waiting: int) -> Iterator[Drawn]:
         return iter(())
 
 
-def _said(rows: Sequence[Row]) -> Drawn:
-    turns = []
+def _said(waiting: deque[Row] | list[Row]) -> Drawn:
+    rows, turns = list(waiting), []
+    waiting.clear()
     for row in rows:
         assert row.choices is not None
         turns.append(row.choices[0])

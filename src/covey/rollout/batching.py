@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -37,12 +37,8 @@ HasAnswer = Callable[[Prompt, str], bool]
 
 
 class Score(Protocol):
-    """`[N, T]` log-probabilities of a batch's sampled tokens, 0 beyond a row's end.
-
-    Args of the call:
-        batch: the rows, without advantages yet.
-        reference: under the reference policy in place of the policy.
-        sharper: the temperature is divided by it.
+    """`[N, T]` log-probabilities of a batch's sampled tokens, 0 beyond a row's end; under the reference policy in place
+    of the policy, or with the temperature divided by `sharper`.
     """
 
     def __call__(self, batch: Batch, *, reference: bool = False, sharper: float = 1.0) -> NDArray[np.float32]: ...
@@ -54,10 +50,7 @@ def has_text(prompt: Prompt, text: str) -> bool:
 
 
 def estimator_of(algorithm: AlgorithmConfig) -> Estimator:
-    """The estimator that the section names.
-
-    Raises `ConfigError`: there is none, or it does not take these parameters.
-    """
+    """The estimator that the section names. Raises `ConfigError`: there is none, or it takes other parameters."""
     return find_estimator(algorithm.adv_estimator, algorithm.adv_parameters)
 
 
@@ -84,29 +77,25 @@ def make_batch(
 
     Args:
         groups: of the step.
-        algorithm: section of the config, as are `rewards` and `environment`.
-        rewards: see `algorithm`.
-        environment: see `algorithm`.
+        algorithm: section of the config.
+        rewards: likewise.
+        environment: likewise.
         reward_weights: one for each reward function, in the order of `Group.reward_parts`.
         max_completion_length: sampling limit in tokens, for the overlong punishment.
         has_answer: for the validity mask.
         score: asked where the estimator states `needs_reference` or `needs_sum_pi_squared`.
 
-    Raises:
-        ConfigError: The estimator is somebody's own and raised, or returned what are no advantages.
+    Raises `ConfigError`: The estimator is somebody's own and raised, or returned what are no advantages.
     """
+    how: dict[str, Any] = {"reward_weights": reward_weights, "max_completion_length": max_completion_length}
     if algorithm.selection is not None:
         rows, compared = chosen(groups, algorithm.selection)
-        all_of = partial(
-            make_batch,
-            algorithm=algorithm.model_copy(update={"down_sampling": "none"}),
-            rewards=rewards,
-            environment=environment,
-            reward_weights=reward_weights,
-            max_completion_length=max_completion_length,
-            has_answer=has_answer,
-            score=score,
-        )
+        every = algorithm.model_copy(update={"down_sampling": "none"})
+        more: dict[str, Any] = {"has_answer": has_answer, "score": score}
+
+        def all_of(some: Sequence[Group]) -> Batch:
+            return make_batch(some, every, rewards, environment, **how, **more)
+
         if compared is groups:
             return _without(all_of(groups), rows)
         batch = _without_advantages(groups, algorithm, environment, has_answer)
@@ -115,7 +104,7 @@ def make_batch(
         return _without(replace(batch, advantages=advantages, group_relative=some.group_relative), rows)
     estimator = estimator_of(algorithm)
     batch = _without_advantages(groups, algorithm, environment, has_answer)
-    tokens = {"logprobs": batch.old_logprobs}
+    tokens: dict[str, Any] = {"logprobs": batch.old_logprobs}
     if score is not None and estimator.needs_reference:
         tokens["reference"] = score(batch, reference=True)
     if score is not None and estimator.needs_sum_pi_squared:
@@ -125,15 +114,8 @@ def make_batch(
     if any(group.trajectories for group in groups):
         advantages = agent_advantages(groups, estimator, algorithm, environment, tokens)
     else:
-        advantages = completion_advantages(
-            groups,
-            estimator,
-            algorithm,
-            rewards,
-            reward_weights=reward_weights,
-            max_completion_length=max_completion_length,
-            tokens=tokens | {"mask": batch.sampled},
-        )
+        tokens["mask"] = batch.sampled
+        advantages = completion_advantages(groups, estimator, algorithm, rewards, tokens=tokens, **how)
     on_tokens = np.where(batch.sampled, advantages, 0.0).astype(np.float32)
     return replace(batch, advantages=on_tokens, group_relative=estimator.group_relative)
 
@@ -176,15 +158,10 @@ def _episodes_of(group: Group, kept: BoolArray) -> BoolArray:
 
 def _some(group: Group, kept: BoolArray) -> Group:
     """The group as if only these had been sampled."""
-    episodes = _episodes_of(group, kept)
-    return replace(
-        group,
-        episodes=tuple(episode for episode, own in zip(group.episodes, episodes, strict=True) if own),
-        rewards=group.rewards[kept],
-        reward_parts={name: values[kept] for name, values in group.reward_parts.items()},
-        # none of single answers
-        trajectories=tuple(t for t, own in zip(group.trajectories, kept, strict=False) if own),
-    )
+    episodes = tuple(compress(group.episodes, _episodes_of(group, kept)))
+    parts = {name: values[kept] for name, values in group.reward_parts.items()}
+    trajectories = tuple(compress(group.trajectories, kept))  # none of single answers
+    return replace(group, episodes=episodes, rewards=group.rewards[kept], reward_parts=parts, trajectories=trajectories)
 
 
 def _without_advantages(
@@ -193,14 +170,10 @@ def _without_advantages(
     """The episodes with their masks."""
     episodes = tuple(episode for group in groups for episode in group.episodes)
     exists = np.arange(max(e.num_sampled for e in episodes))[None, :] < np.array([[e.num_sampled] for e in episodes])
-    keep = completion_masks(
-        algorithm,
-        [episode.finish_reason for episode in episodes],
-        [episode.text for episode in episodes],
-        lambda: [has_answer(group.prompt, e.text) for group in groups for e in group.episodes],
-    )
-    failed = of_failed(groups, environment)
-    if failed.any():
+    ends, texts = [episode.finish_reason for episode in episodes], [episode.text for episode in episodes]
+    owners = [group.prompt for group in groups for _ in group.episodes]
+    keep = completion_masks(algorithm, ends, texts, lambda: list(map(has_answer, owners, texts)))
+    if (failed := of_failed(groups, environment)).any():
         keep["failed_episodes"] = ~failed
     mask, excluded = combine_masks(exists, keep)
     old = np.zeros(exists.shape, np.float32)
@@ -350,11 +323,5 @@ class _TurnTable:
         trajectory, anchors, own = zip(*self._turns, strict=True)
         of = np.array(trajectory)
         reward = self.reward[of]
-        return Turns(
-            completion=of,
-            groups=np.array(self.group)[of],
-            rewards=reward,
-            earned=np.where(np.isnan(reward), np.nan, own),
-            anchors=list(anchors),
-            of_token=of_token,
-        )
+        earned = np.where(np.isnan(reward), np.nan, own)
+        return Turns(of, np.array(self.group)[of], reward, earned, list(anchors), of_token)

@@ -44,9 +44,7 @@ def is_async(function: Any) -> bool:
     """True for `async def` functions, partials of them, and objects whose `__call__` is one."""
     while isinstance(function, functools.partial):
         function = function.func
-    if inspect.iscoroutinefunction(function):
-        return True
-    return inspect.iscoroutinefunction(getattr(type(function), "__call__", None))  # noqa: B004
+    return any(map(inspect.iscoroutinefunction, (function, getattr(type(function), "__call__", None))))  # noqa: B004
 
 
 def call_with_timeout(work: Callable[[], Any], timeout: float | None, name: str) -> Any:
@@ -169,10 +167,7 @@ async def _gather(awaitables: Sequence[Awaitable[Any]], outcomes: list[Any], tim
         except BaseException as error:
             outcomes[index] = Failure(error)
 
-    tasks = [
-        asyncio.create_task(one(index, awaitable), name=f"covey-reward-{index}")
-        for index, awaitable in enumerate(awaitables)
-    ]
+    tasks = [asyncio.create_task(one(*each), name=f"covey-reward-{each[0]}") for each in enumerate(awaitables)]
     # Not wait_for: it waits for a cancelled task to agree, and one that swallows the cancellation never does.
     _, late = await asyncio.wait(tasks, timeout=timeout)
     result = list(outcomes)  # now: a task that swallows the cancellation must not slip in a result later
@@ -191,7 +186,6 @@ def _waits_at(awaitable: Any) -> str:
     return place_of(frames[::-1])
 
 
-_MAX_SHOWN = 500
 MAX_REWARD = 1e30
 """The largest magnitude of a reward: the variance of a group, and an advantage in single precision, are then finite."""
 
@@ -201,11 +195,8 @@ def as_list(returned: Any, count: int) -> Any:
 
     It runs where the function ran, under its time limit: reading a generator runs the function's code.
     """
-    if isinstance(returned, list | tuple) or inspect.isawaitable(returned):
-        return returned
-    if isinstance(returned, str | bytes | Mapping | set | frozenset) or getattr(returned, "ndim", 1) == 0:
-        return returned
-    if not hasattr(returned, "__iter__"):
+    none = isinstance(returned, str | bytes | Mapping | set | frozenset) or getattr(returned, "ndim", 1) == 0
+    if none or isinstance(returned, list | tuple) or inspect.isawaitable(returned) or not hasattr(returned, "__iter__"):
         return returned
     values: list[Any] = []
     try:
@@ -285,14 +276,13 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}{raised_at(error)}"
 
 
-def shorten(text: str) -> str:
+def shorten(text: str, most: int = 500) -> str:
     """The beginning of a text that may be very long."""
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
 def _shown(value: Any) -> str:
     try:
-        text = repr(value)
-        return text if len(text) <= 60 else f"{text[:60]}... ({len(text)} characters)"
+        return shorten(repr(value), 60)
     except Exception:
         return f"<{type(value).__name__}>"

@@ -32,23 +32,14 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
-    """Scored groups with what it cost to get them.
+    """Scored groups with what it cost to get them."""
 
-    Attributes:
-        groups: one for each prompt, in order.
-        sampling_seconds: wall time in the generator.
-        scoring_seconds: wall time in the reward functions.
-        sampled_tokens: tokens that the policy sampled, those of groups later discarded included.
-        discarded: groups that were sampled but are not trained on (dynamic sampling only).
-        played: what playing cost (agents only).
-    """
-
-    groups: tuple[Group, ...]
-    sampling_seconds: float
-    scoring_seconds: float
-    sampled_tokens: int
-    discarded: tuple[Group, ...] = ()
-    played: PlayStats | None = None
+    groups: tuple[Group, ...]  # one for each prompt, in order
+    sampling_seconds: float  # wall time in the generator
+    scoring_seconds: float  # wall time in the reward functions
+    sampled_tokens: int  # tokens that the policy sampled, those of groups later discarded included
+    discarded: tuple[Group, ...] = ()  # groups that were sampled but are not trained on (dynamic sampling only)
+    played: PlayStats | None = None  # what playing cost (agents only)
 
     @property
     def whole(self) -> Rollout:
@@ -69,10 +60,8 @@ class Rollout:
         from covey.rollout.agents import play_metrics, same_action_ratio
 
         groups = self.counted.groups
-        alike = same_action_ratio(groups)
-        return play_metrics([t for group in groups for t in group.trajectories], self.played) | (
-            {} if alike is None else {"agent/same_action_ratio": alike}
-        )
+        found, alike = play_metrics([t for g in groups for t in g.trajectories], self.played), same_action_ratio(groups)
+        return found if alike is None else found | {"agent/same_action_ratio": alike}
 
 
 class Collector(Protocol):
@@ -93,11 +82,9 @@ class Collector(Protocol):
 
     def prepare(self, prompts: Sequence[Prompt], *, num_generations: int, streams: Sequence[tuple[int, ...]]) -> None:
         """Begin what the next call needs, while something else goes on."""
-        ...
 
     def close(self) -> None:
         """End what runs beside this process; what is needed again starts anew."""
-        ...
 
 
 class Scoring:
@@ -123,9 +110,8 @@ class AnswerCollector(Scoring):
 
     def __call__(self, prompts: Sequence[Prompt], settings: SamplingSettings, **what: Any) -> Rollout:
         """See `collect_groups`."""
-        return collect_groups(
-            prompts, settings, generator=self.generator, scorer=self.scorer, decode=self.decode, **what
-        )
+        mine: dict[str, Any] = {"generator": self.generator, "scorer": self.scorer, "decode": self.decode}
+        return collect_groups(prompts, settings, **mine, **what)
 
 
 def collect_groups(
@@ -165,19 +151,13 @@ def collect_groups(
     ]
     completions = generator(requests, settings, policy_version=policy_version, progress=progress)
     owners = [prompt for prompt in prompts for _ in range(num_generations)]
-    episodes = [
-        Episode.from_completion(prompt, completion, decode(completion.token_ids.tolist()))
-        for prompt, completion in zip(owners, completions, strict=True)
-    ]
+    texts = [decode(completion.token_ids.tolist()) for completion in completions]
+    episodes = [Episode.from_completion(*each) for each in zip(owners, completions, texts, strict=True)]
     sampled = time.perf_counter()
     rewards, parts = scorer.score(owners, episodes)
     scored = time.perf_counter()
-    return Rollout(
-        groups=grouped(prompts, episodes, rewards, parts),
-        sampling_seconds=sampled - begin,
-        scoring_seconds=scored - sampled,
-        sampled_tokens=sum(len(completion.token_ids) for completion in completions),
-    )
+    tokens = sum(len(completion.token_ids) for completion in completions)
+    return Rollout(grouped(prompts, episodes, rewards, parts), sampled - begin, scored - sampled, tokens)
 
 
 def grouped(
@@ -185,12 +165,8 @@ def grouped(
 ) -> tuple[Group, ...]:
     """A group for each prompt, all of one size, of `N` episodes that follow one another; all arrays are `[N]`."""
     size = len(episodes) // max(len(prompts), 1)
-    groups = []
-    for index, prompt in enumerate(prompts):
-        rows = slice(index * size, (index + 1) * size)
-        of_group = {name: values[rows] for name, values in parts.items()}
-        groups.append(Group(prompt, tuple(episodes[rows]), rewards[rows], of_group))
-    return tuple(groups)
+    each = [(prompt, slice(index * size, (index + 1) * size)) for index, prompt in enumerate(prompts)]
+    return tuple(Group(p, tuple(episodes[own]), rewards[own], {n: x[own] for n, x in parts.items()}) for p, own in each)
 
 
 def with_greedy_rewards(
@@ -204,17 +180,9 @@ def with_greedy_rewards(
     """The rollout with `Group.greedy_reward`: one greedy completion, or episode, is scored for each group's prompt."""
     prompts = [group.prompt for group in rollout.groups]
     found = collect(prompts, settings, num_generations=1, streams=streams, policy_version=policy_version)
-    groups = tuple(
-        replace(group, greedy_reward=float(greedy.rewards[0]))
-        for group, greedy in zip(rollout.groups, found.groups, strict=True)
-    )
-    return replace(
-        rollout,
-        groups=groups,
-        sampling_seconds=rollout.sampling_seconds + found.sampling_seconds,
-        scoring_seconds=rollout.scoring_seconds + found.scoring_seconds,
-        sampled_tokens=rollout.sampled_tokens + found.sampled_tokens,
-    )
+    both = zip(rollout.groups, found.groups, strict=True)
+    groups = [replace(group, greedy_reward=float(greedy.rewards[0])) for group, greedy in both]
+    return replace(_together([rollout, found], groups, rollout.discarded), played=rollout.played)
 
 
 def collect_informative_groups(
@@ -223,13 +191,8 @@ def collect_informative_groups(
     """Sample until `wanted` groups teach something, or the tries are used up (DAPO, arXiv 2503.14476).
 
     A step that stays short trains on the partial batch: the other groups would add nothing to the gradient. When no
-    group at all teaches, the last try's groups are returned so that the step still has rewards to report.
-
-    Args:
-        collect: draws the next k prompts of the data order and returns their scored groups.
-        wanted: number of groups that the step should train on.
-        max_tries: how many times the step may sample in all.
-        teaches: asks the advantage estimator, see `covey.algorithms.Estimator.teaches`.
+    group at all teaches, the last try's groups are returned so that the step still has rewards to report. `collect`
+    draws the next k prompts and returns their scored groups; `teaches` asks the advantage estimator.
     """
     kept: list[Group] = []
     tries: list[Rollout] = []
@@ -300,8 +263,7 @@ class AgentCollector:
     """Plays each task in its world; a `covey.rollout.collect.Collector`."""
 
     def __init__(self, generator: TurnGenerator, player: Player) -> None:
-        self._generator, self.player = generator, player
-        self.worlds = player.pool
+        self._generator, self.player, self.worlds = generator, player, player.pool
 
     def __call__(self, prompts: Sequence[Prompt], settings: SamplingSettings, **what: Any) -> Rollout:
         """Play `num_generations` episodes of each task; the arguments are those of `collect_groups`.
@@ -310,22 +272,16 @@ class AgentCollector:
         turn.
         """
         played = self.player.play(prompts, self._generator, settings, **what)
-        groups = tuple(
-            Group(
-                prompt=prompt,
-                episodes=tuple(chain.from_iterable(t.episodes for t in trajectories)),
-                rewards=trajectory_rewards(trajectories, self.player.settings),
-                trajectories=tuple(trajectories),
-            )
-            for prompt, trajectories in zip(prompts, played, strict=True)
-        )
-        everything = list(chain.from_iterable(played))
-        if not any(trajectory.episodes for trajectory in everything):
-            error = next(t.error for t in everything)
-            raise EpisodeError(f"no episode got as far as a turn; the first one: {error}")
+        groups = []
+        for prompt, trajectories in zip(prompts, played, strict=True):
+            episodes = tuple(chain.from_iterable(t.episodes for t in trajectories))
+            rewards = trajectory_rewards(trajectories, self.player.settings)
+            groups.append(Group(prompt, episodes, rewards, trajectories=tuple(trajectories)))
+        if not any(group.episodes for group in groups):
+            raise EpisodeError(f"no episode got as far as a turn; the first one: {played[0][0].error}")
         sampled = sum(episode.num_sampled for group in groups for episode in group.episodes)
         stats = self.player.stats
-        return Rollout(groups, stats.seconds, 0.0, sampled, played=stats)
+        return Rollout(tuple(groups), stats.seconds, 0.0, sampled, played=stats)
 
     def prepare(self, prompts: Sequence[Prompt], *, num_generations: int, streams: Sequence[tuple[int, ...]]) -> None:
         """Reset the worlds of the next call now, while something else goes on."""

@@ -19,7 +19,6 @@ from covey.errors import ConfigError
 from covey.types import IntArray, Message
 
 _OBSERVED, _SAID = "\u2402observed\u2402", "\u2402said\u2402"
-_MARKS = (_OBSERVED, _SAID)
 
 
 class ConversationTemplate:
@@ -61,15 +60,14 @@ class ConversationTemplate:
 
     def opening(self, observation: str) -> IntArray:
         """Token ids of everything before the policy's first turn."""
-        before, after = self._opening
-        return self._pieces(before, observation, after, first=True)
+        return self._pieces(*self._opening, observation, first=True)
 
     def reply(self, observation: str, *, ended: bool) -> IntArray:
         """Token ids between a turn of the policy and its next one."""
         before, after = self._between
-        return self._pieces(before.removeprefix(self._ending) if ended else before, observation, after)
+        return self._pieces(before.removeprefix(self._ending) if ended else before, after, observation)
 
-    def _pieces(self, before: str, observation: str, after: str, *, first: bool = False) -> IntArray:
+    def _pieces(self, before: str, after: str, observation: str, *, first: bool = False) -> IntArray:
         # a template writes its own begin-of-sequence token; a plain tokenizer adds it to the first piece
         with_start = first and not self.has_template
         ids = [*self._encode(before, special=True, start=with_start), *self._encode(observation, special=False)]
@@ -82,10 +80,8 @@ class ConversationTemplate:
         return [int(token) for token in encoded["input_ids"]]
 
     def _render(self, messages: list[Message], prompt: bool) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=prompt, tokenize=False, **self._kwargs
-        )
-        return text
+        how = {"add_generation_prompt": prompt, "tokenize": False, **self._kwargs}
+        return str(self._tokenizer.apply_chat_template(messages, **how))
 
     @staticmethod
     def _cut(text: str, mark: str) -> tuple[str, str]:

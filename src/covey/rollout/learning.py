@@ -53,8 +53,7 @@ class Weights:
     @cached_property
     def sha256(self) -> str:
         """Of the adapter (`Adapter.sha256`), or else of all names, shapes and values in float32."""
-        adapter = self.adapter
-        if adapter is not None:
+        if (adapter := self.adapter) is not None:
             return adapter.sha256
         held = self.tensors()
         return fingerprint((f"{name} {tuple(held[name].shape)}", [_wide(held[name])]) for name in sorted(held))

@@ -75,29 +75,17 @@ class TokenCounts:
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """One micro-batch: M packed tokens, U things to score, S sampled tokens of n rows (drawn in the module docstring).
+    """One micro-batch: M packed tokens, U things to score, S sampled tokens of n rows; see the module docstring."""
 
-    Attributes:
-        token_ids: `[M]`.
-        position_ids: `[M]` position of each token in its own sequence.
-        branches: the layout of the M tokens; a parent comes before what leaves it.
-        score_at: `[U]` packed index whose hidden state predicts the u-th target, ascending.
-        targets: `[U]` the sampled token ids.
-        pair: `[S]` which of the U each sampled token is.
-        row: `[S]` row in this pack, 0..n-1.
-        column: `[S]` index among that row's sampled tokens: the column in the batch's `[N, T]` arrays.
-        rows: `[n]` row number in the batch of each row in this pack.
-    """
-
-    token_ids: IntArray
-    position_ids: IntArray
-    branches: tuple[Branch, ...]
-    score_at: IntArray
-    targets: IntArray
-    pair: IntArray
-    row: IntArray
-    column: IntArray
-    rows: IntArray
+    token_ids: IntArray  # `[M]`
+    position_ids: IntArray  # `[M]` position of each token in its own sequence
+    branches: tuple[Branch, ...]  # the layout of the M tokens; a parent comes before what leaves it
+    score_at: IntArray  # `[U]` packed index whose hidden state predicts the u-th target, ascending
+    targets: IntArray  # `[U]` the sampled token ids
+    pair: IntArray  # `[S]` which of the U each sampled token is
+    row: IntArray  # `[S]` row in this pack, 0..n-1
+    column: IntArray  # `[S]` index among that row's sampled tokens: the column in the batch's `[N, T]` arrays
+    rows: IntArray  # `[n]` row number in the batch of each row in this pack
 
     @property
     def num_tokens(self) -> int:
@@ -150,23 +138,17 @@ class Pack:
         return [self.token_ids[self.path(int(index))] for index in last]
 
     def support(self, episodes: Sequence[Episode]) -> Support | None:
-        """The kept ids of the pack's U targets, or None when no row of the pack recorded them.
+        """The kept ids of the pack's U targets, or None when no row of the pack recorded them; of all N episodes.
 
-        Args:
-            episodes: all N episodes of the batch.
-
-        Raises:
-            ValueError: some rows recorded their support and others did not.
+        Raises `ValueError`: some rows recorded their support and others did not.
         """
-        kept = [episodes[row].support for row in self.rows]
-        if all(support is None for support in kept):
+        present = [support for support in (episodes[row].support for row in self.rows) if support is not None]
+        if not present:
             return None
-        missing = [int(row) for row, support in zip(self.rows, kept, strict=True) if support is None]
-        if missing:
+        if missing := [row for row in self.rows if episodes[row].support is None]:
             raise ValueError(
                 f"row {missing[0]} recorded no kept ids while others did; sample the whole batch with keep_support on"
             )
-        present = [support for support in kept if support is not None]
         places = zip(self.row[self.first], self.column[self.first], strict=True)
         parts = [present[row].of(column) for row, column in places]
         counts = np.cumsum([0, *(len(part) for part in parts)])
@@ -210,7 +192,8 @@ def pack_episodes(
 
     What rows share is found by their token ids, whatever group they belong to. A tree that is larger than the budget is
     cut where that repeats least (`covey.rollout.tries.partition`); a sequence is never cut, so one that exceeds the
-    budget gets a pack of its own. Rows without a sampled token are left out: there is nothing to score.
+    budget gets a pack of its own. Rows without a sampled token are left out: there is nothing to score. What comes out
+    is deterministic in the arguments.
 
     Args:
         episodes: all N episodes of the batch.
@@ -220,12 +203,7 @@ def pack_episodes(
         shared: False gives each row a tree of its own, for models that run rows as a padded rectangle; the budget is
             then of `Pack.num_padded`.
 
-    Returns:
-        The packs, deterministic in the arguments. Together they hold each given row that has sampled tokens
-        once.
-
-    Raises:
-        ValueError: `tokens_per_pack` is not positive, or the first token of an episode is marked as sampled.
+    Raises `ValueError`: `tokens_per_pack` is not positive, or the first token of an episode is marked as sampled.
     """
     if tokens_per_pack < 1:
         raise ValueError(f"tokens_per_pack={tokens_per_pack}: a pack needs room for at least one token; raise it")
@@ -291,8 +269,6 @@ def _build(episodes: Sequence[Episode], inputs: Mapping[int, IntArray], *, share
         order = [Node(0, len(ids), row, [row]) for row, ids in inputs.items()]
         starts = accumulate([0, *(node.length for node in order)])
         branches = [Branch(start, node.length, -1, 0) for start, node in zip(starts, order, strict=False)]
-    token_ids = [inputs[node.source][node.begin : node.end] for node in order]
-    position_ids = [np.arange(node.begin, node.end) for node in order]
     where = _paths(order)
     sampled_at = [np.flatnonzero(episodes[row].sampled) for row in rows]
     both = list(zip(rows, sampled_at, strict=True))
@@ -304,8 +280,8 @@ def _build(episodes: Sequence[Episode], inputs: Mapping[int, IntArray], *, share
     key = (at * (target.max() + 1) + target) * (kinds.max() + 1) + kinds
     _, first, pair = np.unique(key, return_index=True, return_inverse=True)
     return Pack(
-        token_ids=_join(token_ids),
-        position_ids=_join(position_ids),
+        token_ids=_join([inputs[node.source][node.begin : node.end] for node in order]),
+        position_ids=_join([np.arange(node.begin, node.end) for node in order]),
         branches=tuple(branches),
         score_at=at[first],
         targets=target[first],
@@ -320,7 +296,6 @@ def _lay_out(root: Node) -> tuple[list[Branch], list[Node]]:
     """Branches, and the nodes in the order in which their tokens lie in the pack."""
     branches: list[Branch] = []
     order: list[Node] = []
-    start = 0
     waiting = [(tree, -1, 0) for tree in reversed(root.children)]
     while waiting:
         node, parent, at = waiting.pop()
@@ -334,30 +309,23 @@ def _lay_out(root: Node) -> tuple[list[Branch], list[Node]]:
             leaving += [(child, number, node.end - begin) for child in reversed(node.children) if child is not heavy]
             node = heavy
         waiting += leaving  # the last to leave is taken first
-        branches.append(Branch(start, node.end - begin, parent, at))
-        start += node.end - begin
+        branches.append(Branch(branches[-1].stop if branches else 0, node.end - begin, parent, at))
     return branches, order
 
 
 def _paths(order: Sequence[Node]) -> dict[int, IntArray]:
     """Row -> `[L]` packed index of each of its input tokens."""
-    places: dict[int, IntArray] = {}
     parents = {id(child): node for node in order for child in node.children}
-    start = 0
+    starts = accumulate((node.length for node in order), initial=0)
+    places = {id(node): np.arange(start, start + node.length) for node, start in zip(order, starts, strict=False)}
     found: dict[int, IntArray] = {}
     for node in order:
-        places[id(node)] = np.arange(start, start + node.length)
-        start += node.length
-    for node in order:
         if node.ending:
-            chain, at = [], node
-            while True:
-                chain.append(places[id(at)])
-                if id(at) not in parents:
-                    break
-                at = parents[id(at)]
-            path = np.concatenate(chain[::-1])
-            found |= dict.fromkeys(node.ending, path)
+            chain, at = [places[id(node)]], id(node)
+            while at in parents:
+                at = id(parents[at])
+                chain.append(places[at])
+            found |= dict.fromkeys(node.ending, np.concatenate(chain[::-1]))
     return found
 
 

@@ -1,9 +1,8 @@
 """Call reward functions on completions: numbers come out, or an error that names the culprit.
 
-Functions have TRL's signature, `f(prompts, completions, **dataset_columns) -> list[float | None]`, sync or
-async, or are verifiers (`batch_verify`). Synchronous functions run one after the other in the order given,
-asynchronous ones concurrently after them; results are read in that order too, so they do not depend on what
-finishes first.
+Functions have TRL's signature, `f(prompts, completions, **dataset_columns) -> list[float | None]`, sync or async, or
+are verifiers (`batch_verify`). Synchronous functions run one after the other in the order given, asynchronous ones
+concurrently after them; results are read in that order too, so they do not depend on what finishes first.
 
 Limits: a time-out abandons the thread that a hung function runs in (a daemon: the process can still exit), it
 cannot end it. Where C code holds the interpreter lock, such as a regular expression that backtracks for ever, the
@@ -20,6 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ from covey.types import Episode, Message, Prompt
 
 _log = logging.getLogger(__name__)
 
+Rewards = NDArray[np.float64]
 RewardLike = Any
 """A reward function or an object with `batch_verify`."""
 
@@ -65,7 +66,7 @@ class RewardSpec:
 class Scored:
     """What rewards found in some rows, and what they reported meanwhile."""
 
-    parts: dict[str, NDArray[np.float64]]  # for each function's name its unweighted `[N]` rewards, NaN for None
+    parts: dict[str, Rewards]  # for each function's name its unweighted `[N]` rewards, NaN for None
     metrics: dict[str, list[float]]  # name -> values given to `log_metric`, in order
     columns: dict[str, list[Any]]  # name -> values given to `log_extra`, in order
 
@@ -113,8 +114,7 @@ class Scorer:
         runner: the event loop of asynchronous functions.
         elsewhere: who scores in place of this process, but for functions that need the whole batch; None = nobody.
 
-    Raises:
-        ConfigError: no reward, something that cannot be called, or weights that do not fit.
+    Raises `ConfigError`: no reward, something that cannot be called, or weights that do not fit.
     """
 
     def __init__(
@@ -134,16 +134,13 @@ class Scorer:
                 f"reward_weights={list(weights)}: {len(weights)} weights for {len(functions)} reward "
                 "functions; give one weight for each function, in the same order"
             )
-        for weight in weights:
-            if not math.isfinite(weight):
-                raise ConfigError(f"reward_weights={list(weights)}: {weight} is not a finite number; use one")
+        if bad := [weight for weight in weights if not math.isfinite(weight)]:
+            raise ConfigError(f"reward_weights={list(weights)}: {bad[0]} is not a finite number; use one")
         if timeout is not None and not timeout > 0:
             raise ConfigError(f"reward_timeout={timeout}: must be above 0 seconds; leave it out to wait for ever")
         names = _unique_names([reward_name(function) for function in functions])
-        self.specs: tuple[RewardSpec, ...] = tuple(
-            _describe(function, name, float(weight))
-            for function, name, weight in zip(functions, names, weights, strict=True)
-        )
+        every = zip(functions, names, map(float, weights), strict=True)
+        self.specs: tuple[RewardSpec, ...] = tuple(_describe(*each) for each in every)
         self.timeout = timeout
         self.trainer_state: Any = None
         self.runner = AsyncRunner()
@@ -171,8 +168,7 @@ class Scorer:
         Args:
             columns: names of the dataset columns besides the prompt; where rows differ, of all of them.
 
-        Raises:
-            ConfigError: a function requires an argument that is neither a column nor one that Covey passes.
+        Raises `ConfigError`: a function requires an argument that is neither a column nor one that Covey passes.
         """
         self._columns |= dict.fromkeys(name for name in columns if name not in _NO_COLUMNS)
         present = self._columns
@@ -190,19 +186,16 @@ class Scorer:
         prompts: Sequence[Prompt],
         episodes: Sequence[Episode],
         completions: Sequence[Sequence[Message]] | None = None,
-    ) -> tuple[NDArray[np.float64], dict[str, NDArray[np.float64]]]:
+    ) -> tuple[Rewards, dict[str, Rewards]]:
         """Score N episodes, each with the prompt it belongs to.
 
-        Functions see `episode.text`: for a conversational prompt as `[{"role": "assistant", "content":
-        text}]`, for a plain one as a string; every dataset column as a list of N (None where a row lacks it);
-        `completion_ids` (the sampled token ids), `trainer_state`, `log_metric` and `log_extra` as in TRL. A
-        function without `**kwargs` gets only what it names. Lists and messages are fresh for each function;
-        column values are shared.
+        Functions see `episode.text`: for a conversational prompt as `[{"role": "assistant", "content": text}]`, for a
+        plain one as a string; every dataset column as a list of N (None where a row lacks it); `completion_ids` (the
+        sampled token ids), `trainer_state`, `log_metric` and `log_extra` as in TRL. A function without `**kwargs` gets
+        only what it names. Lists and messages are fresh for each function; column values are shared.
 
-        Args:
-            prompts: N prompts, repeated within a group.
-            episodes: N episodes.
-            completions: what functions see in place of `episode.text`: the messages of each episode.
+        Prompts are repeated within a group. Where there are `completions`, functions see them, the messages of each
+        episode, in place of its text.
 
         Returns:
             `[N]` float64 weighted sums over the functions that scored the sample (NaN where none did), and
@@ -225,7 +218,7 @@ class Scorer:
             for name, values in there.metrics.items():
                 self._metrics.setdefault(name, []).extend(values)
             for name, values in there.columns.items():
-                self._extras.setdefault(name, []).extend(values)
+                self._log_extra(name, values)
         parts = {name: found[name] for name in self.names}
         if opened := sum(map(bool, opened_tags({"prompt_ends": [prompt.end for prompt in prompts]}))):
             self._log_metric("prompts/opened_tag", opened / len(prompts))
@@ -250,7 +243,7 @@ class Scorer:
         finally:
             self._metrics, self._extras = metrics, extras
 
-    def _score(self, asked: Asked, specs: Sequence[RewardSpec]) -> dict[str, NDArray[np.float64]]:
+    def _score(self, asked: Asked, specs: Sequence[RewardSpec]) -> dict[str, Rewards]:
         """Rewards of some of the functions, by name."""
         count, rows = len(asked.episodes), [prompt.uid for prompt in asked.prompts]
         shared: dict[str, Any] = {
@@ -260,12 +253,12 @@ class Scorer:
             "log_metric": self._log_metric,
             "log_extra": self._log_extra,
         }
-        results: dict[str, NDArray[np.float64]] = {}
+        results: dict[str, Rewards] = {}
         pending: list[tuple[RewardSpec, Awaitable[Any]]] = []
         try:
             # Asynchronous functions last: none is under way while a synchronous one may still fail.
             for spec in sorted(specs, key=lambda spec: is_async(spec.function)):
-                positional, named = _arguments(spec, asked.prompts, asked.episodes, asked.completions, shared)
+                positional, named = _arguments(spec, asked, shared)
                 returned = self._listed(spec, count, partial(spec.function, *positional, **named))
                 if inspect.isawaitable(returned):
                     pending.append((spec, returned))
@@ -276,11 +269,8 @@ class Scorer:
                 if inspect.iscoroutine(awaitable):
                     awaitable.close()
             raise
-        outcomes = self.runner.run(
-            [awaitable for _, awaitable in pending],
-            self.timeout,
-            [f"reward function {spec.name!r}" for spec, _ in pending],
-        )
+        called = [f"reward function {spec.name!r}" for spec, _ in pending]
+        outcomes = self.runner.run([awaitable for _, awaitable in pending], self.timeout, called)
         late = [bool(getattr(outcome, "at", "")) for outcome in outcomes]  # what blocks the others is told first
         for _, (spec, _), outcome in sorted(zip(late, pending, outcomes, strict=True), key=lambda each: not each[0]):
             values = partial(lambda found: found, self._unwrap(spec, outcome))
@@ -307,9 +297,7 @@ class Scorer:
     def close(self) -> None:
         """Stop the event loop of asynchronous rewards and who scores elsewhere. A later `score` starts them anew."""
         self.runner.close()
-        close = getattr(self.elsewhere, "close", None)
-        if close is not None:
-            close()
+        getattr(self.elsewhere, "close", lambda: None)()
 
     def _listed(self, spec: RewardSpec, count: int, values: Callable[[], Any]) -> Any:
         name = f"reward function {spec.name!r}"
@@ -329,28 +317,20 @@ class Scorer:
         sample = error.sample if isinstance(error, RewardError) else None
         where = "" if sample is None else f" for sample {sample}"
         message = str(error) if isinstance(error, RewardError) else describe_error(error)
-        raise RewardError(
-            f"reward function {spec.name!r} failed{where}: {message}; {_advice(error)}",
-            function=spec.name,
-            sample=sample,
-        ) from error
+        said = f"reward function {spec.name!r} failed{where}: {message}; {_advice(error)}"
+        raise RewardError(said, function=spec.name, sample=sample) from error
 
-    def _warn_unscored(
-        self, rewards: NDArray[np.float64], prompts: Sequence[Prompt], episodes: Sequence[Episode]
-    ) -> None:
-        unscored = np.flatnonzero(np.isnan(rewards))
-        if self._warned or not len(unscored):
+    def _warn_unscored(self, rewards: Rewards, prompts: Sequence[Prompt], episodes: Sequence[Episode]) -> None:
+        unscored = np.flatnonzero(np.isnan(rewards)).tolist()
+        if self._warned or not unscored:
             return
         self._warned = True
-        first = int(unscored[0])
+        first = unscored[0]
+        which = (first, prompts[first].uid, shorten(episodes[first].text), len(unscored), len(rewards))
         _log.warning(
             "All reward functions returned None for the following kwargs: sample %d (row %s), completion %r. It "
             "teaches nothing (%d of %d in this call); at least one function should score every row",
-            first,
-            prompts[first].uid,
-            shorten(episodes[first].text),
-            len(unscored),
-            len(rewards),
+            *which,
         )
 
     def _log_metric(self, name: str, value: float) -> None:
@@ -410,44 +390,30 @@ def _describe(function: RewardLike, name: str, weight: float) -> RewardSpec:
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     required = tuple(parameter.name for parameter in named if parameter.default is parameter.empty)
+    accepts = None if takes_any else frozenset(parameter.name for parameter in named)
+    positional = tuple(parameter.name for parameter in named if parameter.kind is parameter.POSITIONAL_ONLY)
     return RewardSpec(
-        function,
-        name,
-        weight,
-        None if takes_any else frozenset(parameter.name for parameter in named),
-        tuple(dict.fromkeys(required + declared)),
-        tuple(parameter.name for parameter in named if parameter.kind is parameter.POSITIONAL_ONLY),
-        whole_batch,
+        function, name, weight, accepts, tuple(dict.fromkeys(required + declared)), positional, whole_batch
     )
 
 
-def _arguments(
-    spec: RewardSpec,
-    prompts: Sequence[Prompt],
-    episodes: Sequence[Episode],
-    messages: Sequence[Sequence[Message]] | None,
-    shared: Mapping[str, Any],
-) -> tuple[list[Any], dict[str, Any]]:
+def _arguments(spec: RewardSpec, asked: Asked, shared: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """What this function is called with. Fresh lists: no function changes what the next one sees."""
-    contents = [_copied(prompt.content) for prompt in prompts]
+    contents = [_copied(prompt.content) for prompt in asked.prompts]
     completions: list[str | list[Message]] = [
         episode.text if isinstance(prompt.content, str) else [{"role": "assistant", "content": episode.text}]
-        for prompt, episode in zip(prompts, episodes, strict=True)
+        for prompt, episode in zip(asked.prompts, asked.episodes, strict=True)
     ]
-    if messages is not None:
-        completions = [_copied(list(each)) for each in messages]
+    if asked.completions is not None:
+        completions = [_copied(list(each)) for each in asked.completions]
     named = {name: list(value) if isinstance(value, list) else value for name, value in shared.items()}
     named |= {"prompts": contents, "completions": completions}
     if spec.accepts is None or "completion_ids" in spec.accepts:
-        named["completion_ids"] = [episode.token_ids[episode.sampled].tolist() for episode in episodes]
+        named["completion_ids"] = [episode.token_ids[episode.sampled].tolist() for episode in asked.episodes]
     if spec.accepts is not None:
         named = {name: value for name, value in named.items() if name in spec.accepts}
-    positional = []
-    for name in spec.positional:
-        if name not in named:
-            break
-        positional.append(named.pop(name))
-    return positional, named
+    given = takewhile(named.__contains__, spec.positional)
+    return [named.pop(name) for name in given], named
 
 
 def _copied(content: str | list[Message]) -> str | list[Message]:

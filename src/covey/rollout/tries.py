@@ -48,13 +48,8 @@ class Node:
 
 
 def build_trie(sequences: Mapping[int, IntArray]) -> Node:
-    """The trie of some rows' token ids.
-
-    Args:
-        sequences: row -> `[L]` ids; the order of the rows is that of the mapping.
-
-    Returns:
-        The root, a node without tokens whose children are the trees of the forest.
+    """The trie of row -> `[L]` token ids, in the order of the rows: the root, a node without tokens whose children are
+    the trees of the forest.
     """
     order = {row: place for place, row in enumerate(sequences)}
     keys = {row: ids.astype(">u4").tobytes() for row, ids in sequences.items()}  # bytes in the order of the numbers
@@ -101,13 +96,6 @@ def partition(root: Node, budget: int) -> list[list[int]]:
     From the leaves up: at each node the parts found below it are put together, the largest first, wherever they fit
     with the path to the node, which they then have once. What cannot be put together repeats the path. So parts share
     the deepest nodes that the budget lets them share. A row that is longer than the budget is a part of its own.
-
-    Args:
-        root: of `build_trie`.
-        budget: most tokens of a part.
-
-    Returns:
-        The rows of each part.
     """
     found: dict[int, list[tuple[int, list[int]]]] = {}  # node -> parts: tokens below the node, and rows
     for node in reversed(list(root.nodes())):

@@ -205,8 +205,7 @@ class Session(Generic[D]):
             keep: it may be continued: it stays parked when its turn is over, until `drop`.
             settings: how its tokens are drawn; None = as the session's.
 
-        Raises:
-            GenerationError: the prompt is empty, or leaves no room in the context.
+        Raises `GenerationError`: the prompt is empty, or leaves no room in the context.
         """
         number, length = self._started, len(request.token_ids)
         if length == 0:
@@ -242,8 +241,7 @@ class Session(Generic[D]):
             stream: random stream of the answer.
             choices: the only sequences that the answer may be; None = any.
 
-        Raises:
-            GenerationError: it is not parked, nothing is said, or the answer has no room (`room_for_turn`).
+        Raises `GenerationError`: it is not parked, nothing is said, or the answer has no room (`room_for_turn`).
         """
         limit = self.room_for_turn(row, len(token_ids))
         if not row.keep or id(row) in self._open or len(token_ids) == 0 or limit == 0:
@@ -283,8 +281,7 @@ class Session(Generic[D]):
     def advance(self) -> list[Row]:
         """Admit what waits and sample on; returns the rows whose turn is over by now, none or some.
 
-        Raises:
-            GenerationError: the logits are not finite, or the device has no memory for what waits.
+        Raises `GenerationError`: the logits are not finite, or the device has no memory for what waits.
         """
         if self._queue:
             for drawn in self.device.begin(self._queue):

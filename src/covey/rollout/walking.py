@@ -59,12 +59,8 @@ State = TypeVar("State")
 
 
 def walk(pieces: Sequence[Piece], enter: Callable[[Piece], State], leave: Callable[[Piece, State], None]) -> None:
-    """Visit pieces depth first.
-
-    Args:
-        pieces: that follow nothing.
-        enter: is called with a piece before those that follow it.
-        leave: is called with a piece after these, and with what `enter` has returned.
+    """Visit pieces that follow nothing, and what follows them, depth first: `enter` is called with a piece before its
+    followers, and `leave` after these with the piece and what `enter` has returned.
     """
     waiting: list[tuple[Piece, tuple[State] | None]] = [(piece, None) for piece in reversed(pieces)]
     while waiting:
@@ -77,13 +73,11 @@ def walk(pieces: Sequence[Piece], enter: Callable[[Piece], State], leave: Callab
 
 
 def pieces_of(pack: Pack, budget: int) -> list[Piece]:
-    """The pieces of a pack's trees, each with what follows it.
-
-    Args:
-        pack: to be walked.
-        budget: most tokens of a piece together with the path above it, where the path leaves room.
+    """The pieces of a pack's trees, each with what follows it; `budget` is the most tokens of a piece together with the
+    path above it, where the path leaves room.
     """
-    return _Cutter(pack, budget).pieces()
+    roots = [number for number, branch in enumerate(pack.branches) if branch.parent < 0]
+    return _Cutter(pack, budget).hanging(roots, 0)
 
 
 class _Cutter:
@@ -99,11 +93,7 @@ class _Cutter:
         self._rows = np.argsort(last, kind="stable")
         self._last = last[self._rows]
 
-    def pieces(self) -> list[Piece]:
-        roots = [number for number, branch in enumerate(self._pack.branches) if branch.parent < 0]
-        return self._hanging(roots, 0)
-
-    def _hanging(self, numbers: Sequence[int], above: int) -> list[Piece]:
+    def hanging(self, numbers: Sequence[int], above: int) -> list[Piece]:
         """Pieces of branches that leave the path of `above` tokens: large ones by themselves, small ones together."""
         found: list[Piece] = []
         together: list[tuple[int, int]] = []
@@ -141,7 +131,7 @@ class _Cutter:
             trunks.append(((first, branch.start + cut), above, here))
             begin = cut
         for (first, stop), above, here in reversed(trunks):
-            followers = self._hanging(here, above + stop - first)
+            followers = self.hanging(here, above + stop - first)
             last = self._piece([(first, stop)], above, followers if last is None else [*followers, last])
         assert last is not None
         return last

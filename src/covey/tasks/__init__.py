@@ -12,21 +12,9 @@ if TYPE_CHECKING:
     from covey.tasks.usmle import USMLE
 
 __all__ = [
-    "GSM8K",
-    "USMLE",
-    "Code",
-    "DataOrder",
-    "Row",
-    "Task",
-    "WeightedOrder",
-    "build_prompts",
-    "configured_task",
-    "get_task",
-    "load_rows",
-    "register_task",
-    "task_names",
-    "task_options",
-]
+    "GSM8K", "USMLE", "Code", "DataOrder", "Row", "Task", "WeightedOrder", "build_prompts", "configured_task",
+    "get_task", "load_rows", "register_task", "task_names", "task_options",
+]  # fmt: skip
 
 __getattr__ = when_used(
     __name__,

@@ -49,28 +49,18 @@ class Task(ABC):
 
     @abstractmethod
     def train_rows(self, seed: int) -> list[Row]:
-        """Training rows; the same seed gives the same rows.
-
-        Raises:
-            DataError: the data cannot be read.
-        """
+        """Training rows; the same seed gives the same rows. Raises `DataError`: the data cannot be read."""
 
     @abstractmethod
     def eval_rows(self) -> list[Row]:
-        """Held-out rows, always the same ones.
-
-        Raises:
-            DataError: the data cannot be read.
-        """
+        """Held-out rows, always the same ones. Raises as `train_rows`."""
 
     @abstractmethod
     def is_correct(self, text: str, row: Mapping[str, Any]) -> bool:
         """Does this completion solve this row? Defines `eval/accuracy`; hostile text is just wrong."""
 
     def has_answer(self, text: str, row: Mapping[str, Any]) -> bool:
-        """Does this completion hold an answer at all, right or wrong? Used by `algorithm.validity_min_length` and for
-        `completions/no_answer_ratio`.
-        """
+        """Does this completion hold an answer at all? For `validity_min_length` and `completions/no_answer_ratio`."""
         return bool(text.strip())
 
 
@@ -105,14 +95,8 @@ def problems_of(rows: Sequence[Row]) -> list[str]:
     texts = [_NUMBER.sub("#", key) for key in keys]
     often = Counter(_NUMBER.sub("#", key) for key in set(keys))
     limit = max(1, len(set(keys)) // _FORMAT)
-    return [
-        f"family {row['family']}"
-        if "family" in row
-        else text
-        if often[text] <= limit
-        else f"{text} {sorted_numbers(key)}"
-        for row, key, text in zip(rows, keys, texts, strict=True)
-    ]
+    told = [t if often[t] <= limit else f"{t} {sorted_numbers(key)}" for key, t in zip(keys, texts, strict=True)]
+    return [f"family {row['family']}" if "family" in row else name for row, name in zip(rows, told, strict=True)]
 
 
 def hold_out(rows: Sequence[Row], number: int) -> list[Row]:
@@ -174,10 +158,7 @@ class FileTask(Task):
 
     @abstractmethod
     def read(self, source: Any, split: str) -> list[Row]:
-        """All problems of a source, `split` being "train" or "test".
-
-        Raises `DataError`: it cannot be read, or an entry is no problem.
-        """
+        """All problems of a source's split, "train" or "test". Raises `DataError`: it cannot be read, or is wrong."""
 
     def train_rows(self, seed: int) -> list[Row]:
         """The problems that are not held out, in the order of the file, or `num_train` of them.
@@ -185,10 +166,8 @@ class FileTask(Task):
         Raises:
             DataError: nothing is left, or a question stands in the training file and in a held-out file of its own.
         """
-        rows = without_held_out(
-            self._problems, self._held_out, path=self.path, eval_path=self.eval_path, num_eval=self.num_eval
-        )
-        return some_rows(rows, self.num_train, seed)
+        where = {"path": self.path, "eval_path": self.eval_path, "num_eval": self.num_eval}
+        return some_rows(without_held_out(self._problems, self._held_out, **where), self.num_train, seed)
 
     def eval_rows(self) -> list[Row]:
         """The held-out problems."""
@@ -215,10 +194,7 @@ _TASKS: dict[str, Callable[..., Task] | str] = {
 
 
 def register_task(name: str, factory: Callable[..., Task] | str) -> None:
-    """Make `factory(**options)` available as `get_task(name, **options)`, in place of an earlier one.
-
-    A factory that is imported only when it is asked for is named, `MODULE:NAME`.
-    """
+    """Make `factory(**options)`, or `MODULE:NAME` that is imported when it is asked for, known to `get_task`."""
     _TASKS[name] = factory
 
 
@@ -228,11 +204,7 @@ def task_names() -> tuple[str, ...]:
 
 
 def task_options(name: str) -> tuple[str, ...]:
-    """What the task of a name, with or without options in it, can be given.
-
-    Raises:
-        ConfigError: no such task.
-    """
+    """What the task of a name, with or without options in it, can be given. Raises `ConfigError`: no such task."""
     factory = find_factory("task", name, _TASKS)[1]
     return tuple(inspect.signature(factory).parameters) if callable(factory) else ()
 
@@ -246,8 +218,7 @@ def get_task(name: str, **options: Any) -> Task:
             a `Task` class, a function that makes one, or one that is made already.
         **options: arguments of the task, e.g. `path` for `gsm8k`; they win over those in `name`.
 
-    Raises:
-        ConfigError: no such task, no such option, or a value that the task refuses.
+    Raises `ConfigError`: no such task, no such option, or a value that the task refuses.
     """
     return make_named("task", name, _TASKS, Task, **options)
 
@@ -255,8 +226,7 @@ def get_task(name: str, **options: Any) -> Task:
 def configured_task(name: str | None, dataset: str | None, eval_dataset: str | None) -> Task | None:
     """The task that `data.task` names, or None. `data.dataset` and `data.eval_dataset` are the files that it reads.
 
-    Raises:
-        ConfigError: as `get_task`, or the task reads no files.
+    Raises `ConfigError`: as `get_task`, or the task reads no files.
     """
     if name is None:
         return None

@@ -80,28 +80,21 @@ _FAMILIES = [
 
 def make_problems() -> list[Row]:
     """All of them, always the same: `{"prompt": ..., "tests": {...}, "solution": ..., "uid": ..., "family": ...}`."""
-    rows = []
-    for family in _FAMILIES:
-        for value in family.values:
-            expression = family.expression.replace("{n}", str(value))
-            inputs = [_value(given, value) for given in family.inputs]
-            cases = [[[given], eval(expression, {family.argument: given})] for given in inputs]
-            signature = f"{family.name}({family.argument})"
-            description = family.description.replace("{n}", str(value))
-            rows.append(
-                {
-                    "prompt": f"Write a Python function {signature} that {description}.",
-                    "tests": {"kind": "call", "entry_point": family.name, "cases": cases},
-                    "solution": f"def {signature}:\n    return {expression}\n",
-                    "uid": f"{family.name}-{value}",
-                    "family": family.name,
-                }
-            )
-    return rows
+    return [_problem(family, str(value)) for family in _FAMILIES for value in family.values]
 
 
-def _value(given: Any, value: Any) -> Any:
-    return eval(given.replace("{n}", str(value))) if isinstance(given, str) and "{n}" in given else given
+def _problem(family: _Family, value: str) -> Row:
+    expression, description = (text.replace("{n}", value) for text in (family.expression, family.description))
+    inputs = [eval(x.replace("{n}", value)) if isinstance(x, str) and "{n}" in x else x for x in family.inputs]
+    cases = [[[given], eval(expression, {family.argument: given})] for given in inputs]
+    signature = f"{family.name}({family.argument})"
+    return {
+        "prompt": f"Write a Python function {signature} that {description}.",
+        "tests": {"kind": "call", "entry_point": family.name, "cases": cases},
+        "solution": f"def {signature}:\n    return {expression}\n",
+        "uid": f"{family.name}-{value}",
+        "family": family.name,
+    }
 
 
 class Code(FileTask):
@@ -118,8 +111,7 @@ class Code(FileTask):
         packages: installed distributions that programs may import, with spaces between them, such as "numpy scipy".
         system_prompt: put before each problem; None = none.
 
-    Raises:
-        ConfigError: a number out of range.
+    Raises `ConfigError`: a number out of range.
     """
 
     name: ClassVar[str] = "code"
@@ -141,11 +133,9 @@ class Code(FileTask):
                 f"num_eval={num_eval}, seconds={seconds}, memory_mb={memory_mb}: at least 1, above 0, at least 64"
             )
         self.path, self.eval_path, self.num_eval, self.system_prompt = path, eval_path, num_eval, system_prompt
-        self.max_completion_length = 256
+        how: dict[str, Any] = {"partial_credit": partial_credit, "unprotected": unprotected}
         limits = Limits(seconds=float(seconds), memory_mb=memory_mb)
-        self._reward = CodeReward(
-            partial_credit=partial_credit, limits=limits, unprotected=unprotected, packages=packages.split()
-        )
+        self._reward = CodeReward(limits=limits, packages=packages.split(), **how)
 
     @property
     def reward_funcs(self) -> list[RewardFunction]:

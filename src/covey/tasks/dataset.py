@@ -1,5 +1,4 @@
-"""From what users pass as a dataset to rows, prompts and an order: everything that can be wrong is found
-here.
+"""From what users pass as a dataset to rows, prompts and an order: everything that can be wrong is found here.
 
 Reading fails before training, with the row, the reason and the fix, never in the middle of a run. A prompt that does
 not fit is an error unless `long_prompts` says otherwise: a truncated question may have another answer.
@@ -43,7 +42,7 @@ _USUAL_PROMPT_COLUMNS = ("question", "problem", "instruction", "input", "query",
 
 
 def load_rows(source: Any, *, split: str = "train", what: str = "training") -> list[Row]:
-    """Read a dataset into a list of rows.
+    """Read a dataset into a list of rows, at least one.
 
     Args:
         source: a list of dicts; a Hugging Face `Dataset`, or a dict of splits; the path of a .jsonl, .json,
@@ -52,11 +51,7 @@ def load_rows(source: Any, *, split: str = "train", what: str = "training") -> l
         split: which split to take where there are several.
         what: needs the rows, for the message when there are none.
 
-    Returns:
-        The rows, at least one.
-
-    Raises:
-        DataError: the source is empty, cannot be read, or holds something that is no row.
+    Raises `DataError`: the source is empty, cannot be read, or holds something that is no row.
     """
     if isinstance(source, str | os.PathLike):
         name = os.fspath(source)
@@ -122,9 +117,8 @@ def build_prompts(
         One prompt for each row, in order. `columns` holds the row without `prompt_column`; `uid` is the row's
         `uid` or `id` as text where every row has one and no two share it, otherwise the row's index.
 
-    Raises:
-        DataError: a row has no prompt, or one that is malformed, empty, too long or without the user's text; or every
-            row is dropped.
+    Raises `DataError`: a row has no prompt, or one that is malformed, empty, too long or without the user's text; or
+    every row is dropped.
     """
     _check_column(rows, prompt_column)
     uids = _uids(rows)
@@ -158,8 +152,7 @@ def build_prompts(
 
 def _shorten(prompts: list[Prompt], limit: int | None, long_prompts: str) -> list[Prompt]:
     """Cut or leave out prompts of more than `limit` tokens, and say how many."""
-    long = sum(len(prompt.token_ids) > limit for prompt in prompts) if limit is not None else 0
-    if limit is None or not long:
+    if limit is None or not (long := sum(len(prompt.token_ids) > limit for prompt in prompts)):
         return prompts
     what = "only their last tokens are kept" if long_prompts == "truncate" else "they are left out"
     log.warning("%d of %d prompts have more than %d tokens: %s", long, len(prompts), limit, what)
@@ -176,9 +169,8 @@ def _shorten(prompts: list[Prompt], limit: int | None, long_prompts: str) -> lis
 class DataOrder:
     """The infinite order in which rows are visited, as a pure function of (seed, position).
 
-    Epoch e is a permutation of the n rows keyed by (seed, e), so a resumed run needs only its position. It
-    sorts Philox's raw 64-bit output, which NumPy keeps stable between versions (its `permutation` it does
-    not).
+    Epoch e is a permutation of the n rows keyed by (seed, e), so a resumed run needs only its position. It sorts
+    Philox's raw 64-bit output, which NumPy keeps stable between versions (its `permutation` it does not).
 
     Args:
         n: number of rows, at least 1.
@@ -189,9 +181,7 @@ class DataOrder:
     def __init__(self, n: int, seed: int, shuffle: bool = True) -> None:
         if n < 1:
             raise DataError(f"n={n}: an order needs at least one row; give a dataset that has some")
-        self.n = n
-        self.seed = seed
-        self.shuffle = shuffle
+        self.n, self.seed, self.shuffle = n, seed, shuffle
         self._epoch = -1
         self._permutation: IntArray = np.arange(n)
 
@@ -222,8 +212,7 @@ class WeightedOrder:
     """
 
     def __init__(self, n: int, seed: int, weights: Callable[[], NDArray[np.float64]]) -> None:
-        self.n, self.seed = n, seed
-        self._weights = weights
+        self.n, self.seed, self._weights = n, seed, weights
 
     def take(self, position: int, k: int) -> list[int]:
         """`k` row indices; more than there are rows begin again with all of them."""
@@ -243,9 +232,8 @@ def _check_column(rows: Sequence[Mapping[str, Any]], column: str) -> None:
         if column in row:
             continue
         present = [str(name) for name in row]
-        near = difflib.get_close_matches(column, present, n=1) or [
-            name for name in _USUAL_PROMPT_COLUMNS if name in present
-        ]
+        usual = [name for name in _USUAL_PROMPT_COLUMNS if name in present]
+        near = difflib.get_close_matches(column, present, n=1) or usual
         hint = f"did you mean prompt_column={near[0]!r}? " if near else ""
         raise DataError(
             f"row {index} has no column {column!r} (columns: {', '.join(present) or 'none'}); "
@@ -346,7 +334,7 @@ def _text_of(content: Any) -> Any:
     """A list of text parts as the text that they make; anything else as it is."""
     parts = list(content) if isinstance(content, list | tuple | np.ndarray) else []
     texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
-    whole = bool(texts) and len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
+    whole = 0 < len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
     return "".join(map(str, texts)) if whole else content
 
 
@@ -371,8 +359,7 @@ def _tokenize(content: str | list[Message], index: int, tokenizer: Any, kwargs: 
             f"row {index}: the prompt {shown(content)} cannot be tokenised ({type(error).__name__}: "
             f"{error}); correct the row, or data.chat_template_kwargs"
         ) from error
-    # Depending on its version, the template returns ids or an encoding that holds them, with a batch axis or
-    # without.
+    # Depending on its version, the template returns ids or an encoding that holds them, with a batch axis or without.
     ids = encoded["input_ids"] if isinstance(encoded, Mapping) or hasattr(encoded, "input_ids") else encoded
     token_ids = np.asarray(ids, dtype=np.int64).reshape(-1)
     if not len(token_ids):
@@ -410,16 +397,14 @@ def _check_lengths(
     """Raise for the first prompt that is too long, and say how many are."""
     limits = []
     if max_prompt_length is not None:
-        limits.append(
-            (max_prompt_length, f"data.max_prompt_length={max_prompt_length}", "raise data.max_prompt_length")
-        )
+        name = "data.max_prompt_length"
+        limits.append((max_prompt_length, f"{name}={max_prompt_length}", f"raise {name}"))
     if context_length is not None:
         room = f"the model's context of {context_length} less {reserve} for the completion"
         limits.append((context_length - reserve, room, "lower sampling.max_completion_length"))
     lengths = [len(prompt.token_ids) for prompt in prompts]
     for limit, name, remedy in limits:
-        long = [index for index, length in enumerate(lengths) if length > limit]
-        if long:
+        if long := [index for index, length in enumerate(lengths) if length > limit]:
             first = long[0]
             uid = "" if prompts[first].uid == str(first) else f" (id {prompts[first].uid})"
             raise DataError(
@@ -431,7 +416,6 @@ def _check_lengths(
 
 _FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
-_MAX_SHOWN = 120
 
 
 def data_format(path: Path) -> str:
@@ -477,10 +461,8 @@ def _read_json(path: Path) -> Iterator[Any]:
         text = file.read().decode("utf-8-sig")
     if not text.strip():
         return
-    if not text.lstrip().startswith("["):  # one object on each line is often called .json too
-        yield from _read_jsonl(path)
-        return
-    yield from _parse(text, str(path))
+    one = text.lstrip().startswith("[")  # one object on each line is often called .json too
+    yield from _parse(text, str(path)) if one else _read_jsonl(path)
 
 
 def _parse(text: str, where: str) -> Any:
@@ -504,9 +486,7 @@ def _read_csv(path: Path) -> Iterator[Any]:
             raise DataError(f"{path}: its header has {shown(twice[0])} twice; rename or remove one of the columns")
         for row in reader:
             if None in row or None in row.values():
-                raise DataError(
-                    f"{path}, line {reader.line_num}: not as many fields as the header has; correct or remove it"
-                )
+                raise csv.Error("not as many fields as the header has")
             yield row
     except csv.Error as error:
         raise DataError(f"{path}, line {reader.line_num}: {error}; correct or remove it") from None
@@ -565,11 +545,10 @@ def as_entries(source: Any) -> Sequence[Any]:
             f"dataset={shown(source)}: a {type(source).__name__} is no list of rows; "
             "pass a list of dicts, a Dataset, or a path (of a stream, a finite part: list(stream.take(1000)))"
         )
-    entries: Sequence[Any] = source
-    return entries
+    return source  # type: ignore[no-any-return]
 
 
 def shown(value: Any) -> str:
     """A value for an error message, shortened."""
     text = repr(value)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+    return text if len(text) <= 120 else f"{text[:120]}..."

@@ -34,16 +34,14 @@ class GSM8K(FileTask):
     """Word problems: `{"prompt": [...], "answer": "72", "question": "...", "uid": ...}`.
 
     Args:
-        path: what `load_rows` takes, with the columns `question` and `answer` (a solution that ends in `####
-            n`).
+        path: what `load_rows` takes, with the columns `question` and `answer` (a solution that ends in `#### n`).
         eval_path: held-out problems (split `test` on the hub). None: `num_eval` problems of `path` are held
             out, those with the lowest hash of the question. Problems held out are never trained on.
         num_train: use so many training problems, drawn with the seed; None = all.
         num_eval: number of held-out problems; with `eval_path`, at most so many.
         system_prompt: put before each problem; None = none.
 
-    Raises:
-        ConfigError: a number out of range.
+    Raises `ConfigError`: a number out of range.
     """
 
     name: ClassVar[str] = "gsm8k"
@@ -60,7 +58,6 @@ class GSM8K(FileTask):
             raise ConfigError(f"num_train={num_train}, num_eval={num_eval}: both must be 1 or more")
         self.path, self.eval_path, self.num_train, self.num_eval = path, eval_path, num_train, num_eval
         self.system_prompt = system_prompt
-        self.max_completion_length = 256
         self._reward = numeric_match("answer")
 
     @property
@@ -74,31 +71,21 @@ class GSM8K(FileTask):
 
     def read(self, source: Any, split: str) -> list[Row]:
         """The rows of a GSM8K file, their answers as numbers."""
-        return _problems(source, split)
-
-
-def _problems(path: Any, split: str) -> list[Row]:
-    where = path if isinstance(path, str) else "dataset"
-    problems = []
-    for index, row in enumerate(load_rows(path, split=split)):
-        for column in ("question", "answer"):
-            if not isinstance(row.get(column), str):
+        where = source if isinstance(source, str) else "dataset"
+        problems = []
+        for index, row in enumerate(load_rows(source, split=split)):
+            for column in ("question", "answer"):
+                if not isinstance(row.get(column), str):
+                    raise DataError(
+                        f"{where}: row {index} has no text in the column {column!r} (columns: {', '.join(row)}); "
+                        "GSM8K rows have question and answer"
+                    )
+            question, answer = row["question"], reference_answer(row["answer"])
+            if answer is None:
                 raise DataError(
-                    f"{where}: row {index} has no text in the column {column!r} (columns: {', '.join(row)}); "
-                    "GSM8K rows have question and answer"
+                    f"{where}: row {index}: the answer {row['answer'][-60:]!r} does not end in #### and a "
+                    "number; correct or remove the row"
                 )
-        answer = reference_answer(row["answer"])
-        if answer is None:
-            raise DataError(
-                f"{where}: row {index}: the answer {row['answer'][-60:]!r} does not end in #### and a "
-                "number; correct or remove the row"
-            )
-        problems.append(
-            {
-                "prompt": as_prompt(row["question"]),
-                "answer": answer,
-                "question": row["question"],
-                "uid": f"gsm8k-{split}-{index}",
-            }
-        )
-    return problems
+            uid = f"gsm8k-{split}-{index}"
+            problems.append({"prompt": as_prompt(question), "answer": answer, "question": question, "uid": uid})
+        return problems

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
@@ -23,6 +23,9 @@ from covey.tasks.dataset import Row, load_rows
 from covey.types import Message
 
 Wording = Literal["document", "brief"]
+Completions = Sequence[str | list[Message]]
+Answers = Sequence[str]
+Options = Sequence[Mapping[str, str]]
 _ENDS = {
     "document": "\nAnalyze the case and provide the correct answer ({letters}): ",
     "brief": "\nGive the letter of the correct answer first, then one sentence of explanation.",
@@ -55,8 +58,7 @@ def extract_answer_literal(generated_text: str) -> str | None:
     """
     text = _without_prompt(generated_text)
     for pattern in _LITERAL:
-        match = re.search(pattern, text)
-        if match:
+        if match := re.search(pattern, text):
             return match[1].upper()
     for line in text.split("\n"):  # `([A-D])\..*correct`, without reading the line's rest again for every letter
         if match := re.search(r"([A-D])\.", line[: max(line.rfind("correct"), 0)]):
@@ -111,17 +113,9 @@ class USMLERewardModel:
             total -= self.short_penalty
         return min(max(total, 0.0), 1.0)
 
-    def __call__(
-        self,
-        completions: Sequence[str | list[Message]],
-        answer: Sequence[str],
-        options: Sequence[Mapping[str, str]],
-        **columns: Any,
-    ) -> list[float]:
+    def __call__(self, completions: Completions, answer: Answers, options: Options, **columns: Any) -> list[float]:
         """Score as a reward function does."""
-        questions = ({"answer": right, "options": given} for right, given in zip(answer, options, strict=True))
-        _say_letters(columns, self.__name__, completions, options)
-        return [self.compute_reward(q, completion_text(c)) for q, c in zip(questions, completions, strict=True)]
+        return _scores(self.compute_reward, self.__name__, completions, answer, options, columns)
 
 
 def load_medical_vocabulary(source: Iterable[str] | str | Path | None = None) -> frozenset[str]:
@@ -131,30 +125,29 @@ def load_medical_vocabulary(source: Iterable[str] | str | Path | None = None) ->
         try:
             source = Path(source).read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"vocabulary={str(source)!r}: {error}; give a text file with one word on each line"
-            ) from None
+            raise ConfigError(f"vocabulary={str(source)!r}: {error}; give a text file with one word a line") from None
     words = frozenset(word.strip().lower() for word in source if word.strip())
     if not words:
         raise ConfigError("vocabulary holds no words; give a text file with one word on each line")
     return words
 
 
-def _correct_letter(
-    completions: Sequence[str | list[Message]],
-    answer: Sequence[str],
-    options: Sequence[Mapping[str, str]],
-    **columns: Any,
+def _scores(
+    judge: Callable[[Row, str], float], name: str, said: Completions, answer: Answers, options: Options, columns: Row
 ) -> list[float]:
-    questions = ({"answer": right, "options": given} for right, given in zip(answer, options, strict=True))
-    _say_letters(columns, "correct_letter", completions, options)
-    return [compute_reward(q, completion_text(c))[0] for q, c in zip(questions, completions, strict=True)]
-
-
-def _say_letters(columns: Mapping[str, Any], name: str, completions: Sequence[Any], options: Sequence[Any]) -> None:
-    """Record which letter each completion chooses."""
-    chosen = [extract_answer(completion_text(c), sorted(given)) for c, given in zip(completions, options, strict=True)]
+    """Judge each completion, and record which letter it chooses."""
+    texts = [completion_text(each) for each in said]
+    chosen = [extract_answer(text, sorted(given)) for text, given in zip(texts, options, strict=True)]
     say(columns, name, [found_word(letter) for letter in chosen])
+    rows = zip(texts, answer, options, strict=True)
+    return [judge({"answer": right, "options": given}, text) for text, right, given in rows]
+
+
+def _correct_letter(completions: Completions, answer: Answers, options: Options, **columns: Any) -> list[float]:
+    def judge(row: Row, text: str) -> float:
+        return compute_reward(row, text)[0]
+
+    return _scores(judge, "correct_letter", completions, answer, options, columns)
 
 
 _correct_letter.__name__ = "correct_letter"
@@ -174,8 +167,7 @@ class USMLE(FileTask):
         vocabulary: file of medical words for "model".
         system_prompt: put before each question; None = none.
 
-    Raises:
-        ConfigError: an option has a value that it cannot have.
+    Raises `ConfigError`: an option has a value that it cannot have.
     """
 
     name: ClassVar[str] = "usmle"
@@ -203,9 +195,7 @@ class USMLE(FileTask):
         if (num_eval is not None and num_eval < 1) or (num_train is not None and num_train < 1):
             raise ConfigError(f"num_train={num_train}, num_eval={num_eval}: both must be 1 or more")
         self.path, self.eval_path, self.num_train, self.num_eval = path, eval_path, num_train, num_eval
-        self.wording = cast(Wording, wording)
-        self.system_prompt = system_prompt
-        self.max_completion_length = 512
+        self.wording, self.system_prompt, self.max_completion_length = cast(Wording, wording), system_prompt, 512
         self._reward: RewardFunction = USMLERewardModel(vocabulary) if reward == "model" else _correct_letter
 
     @property
@@ -219,7 +209,7 @@ class USMLE(FileTask):
 
     def has_answer(self, text: str, row: Mapping[str, Any]) -> bool:
         """Does the text choose one of the letters?"""
-        return extract_answer(text, sorted(row["options"])) is not None
+        return self.chosen(text, row) is not None
 
     def chosen(self, text: str, row: Mapping[str, Any]) -> str | None:
         """The letter that the text chooses."""
@@ -235,11 +225,8 @@ class USMLE(FileTask):
 
     def read(self, source: Any, split: str) -> list[Row]:
         """The questions with their prompts."""
-        rows = []
-        for row in load_questions(source, split):
-            prompt = as_prompt(format_usmle_prompt(row, self.wording))
-            rows.append({"prompt": prompt, **row, "uid": f"usmle-{split}-{row['line']}"})
-        return rows
+        rows = [row | {"uid": f"usmle-{split}-{row['line']}"} for row in load_questions(source, split)]
+        return [{"prompt": as_prompt(format_usmle_prompt(row, self.wording)), **row} for row in rows]
 
 
 def load_questions(source: Any, split: str = "train") -> list[Row]:
@@ -282,9 +269,7 @@ def _read_lines(path: Path) -> Iterable[tuple[int, Any]]:
             try:
                 yield line, json.loads(raw.decode("utf-8"))
             except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path}: line {line}: byte {error.start} is not UTF-8; convert the file to UTF-8"
-                ) from None
+                raise DataError(f"{path}: line {line}: byte {error.start} is not UTF-8; convert the file") from None
             except ValueError as error:
                 raise DataError(f"{path}: line {line}: {error}; each line must be one JSON object") from None
 
@@ -314,15 +299,3 @@ def _question(entry: Any) -> Row:
 def _without_prompt(text: str) -> str:
     ends = list(_AFTER_PROMPT.finditer(text))
     return text[ends[-1].end() :] if ends else text
-
-
-__all__ = [
-    "USMLE",
-    "USMLERewardModel",
-    "compute_reward",
-    "extract_answer",
-    "extract_answer_literal",
-    "format_usmle_prompt",
-    "load_medical_vocabulary",
-    "load_questions",
-]
