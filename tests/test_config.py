@@ -308,6 +308,8 @@ WRONG = [
     ({"use_unbiased_kl": "yes"}, " true or false"),
     ({"use_off_policy_masking": True, "reference_drift_threshold": 0.3}, "both set algorithm.reference_drift_thresh"),
     ({"use_unbiased_kls": True}, "did you mean use_unbiased_kl"),
+    ({"loss_parameters": {"delta": "x"}}, "algorithm.delta='x' is str, and must be a number"),
+    ({"adv_parameters": {"std_correction": 0.5}}, "algorithm.adv_parameters: std_correction=0.5 is float, and must be"),
     ({"loss_type": "dap"}, "algorithm.loss_type='dap': must be grpo | bnpo | "),
     ({"loss_type": "dap"}, "did you mean 'dapo'?"),
     ({"top_p": 1.5}, "sampling.top_p=1.5: must be float, > 0, <= 1 (Draw from"),

@@ -178,6 +178,14 @@ def test_episodes_are_counted_in_narrow_types_too(dtype: torch.dtype) -> None:
     np.testing.assert_array_equal(found.float().numpy(), np.where(episodes.numpy() == 1, 0.5, -0.5))
 
 
+def test_a_wide_reward_does_not_drown_the_others_when_each_is_normalised_first() -> None:
+    parts = np.array([[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1000.0, 1000.0]])
+    together = group_advantages(combine_rewards(parts, [1.0, 1.0]), [0] * 4)
+    apart = estimate_by("gdpo", None, [0] * 4, parts=parts, weights=[1.0, 1.0])
+    assert together[2] - together[3] < 0.01
+    assert apart[2] - apart[3] > 1.0
+
+
 def test_several_rewards_by_hand() -> None:
     parts = [[1.0, 0.0, None, None], [10.0, 30.0, 20.0, None]]
     np.testing.assert_array_equal(combine_rewards(parts, [2.0, 0.1]), [3.0, 3.0, 2.0, NAN])

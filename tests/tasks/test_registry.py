@@ -44,8 +44,9 @@ def test_one_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (type(task), task.digits) == (Arithmetic, 2)
 
 
-def test_the_room_loads_no_backend() -> None:
-    program = "import sys, covey.tasks, covey.rewards; sys.exit('torch' in sys.modules or 'jax' in sys.modules)"
+def test_the_rooms_load_no_backend() -> None:
+    rooms = "covey.algorithms, covey.tasks, covey.rewards"
+    program = f"import sys, {rooms}; sys.exit('torch' in sys.modules or 'jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
 
 

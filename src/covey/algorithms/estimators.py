@@ -40,7 +40,7 @@ from covey.algorithms.grouping import Grouping
 from covey.algorithms.objective import Objective
 from covey.algorithms.outcomes import Outcomes, Turns
 from covey.errors import ConfigError, naming
-from covey.functions import load_function
+from covey.functions import load_function, number_problem
 from covey.types import Group, equal_rewards
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -434,6 +434,8 @@ def find_estimator(name: str, parameters: Mapping[str, Any] | None = None) -> Es
             f"algorithm.adv_parameters={parameters!r}: adv_estimator {name!r} is called with one value and these "
             f"({error}); it takes {', '.join(known) or 'none'}"
         ) from error
+    if problem := number_problem(function, parameters):
+        raise ConfigError(f"algorithm.adv_parameters: {problem}")
     statements = [each.name for each in fields(Estimator) if isinstance(each.default, bool)]
     said = {each: bool(getattr(function, each)) for each in statements if hasattr(function, each)}
     return Estimator(name, function, parameters, **said)

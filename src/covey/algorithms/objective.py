@@ -22,6 +22,7 @@ from covey.algorithms.kl import KL_ESTIMATORS, OFF_POLICY_KL, VOCABULARY_KL
 from covey.algorithms.loss_function import Loss, LossInputs, try_out
 from covey.algorithms.losses import RATIOS, find_loss, grpo
 from covey.errors import ConfigError
+from covey.functions import number_problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,8 @@ def make_objective(loss_type: str | Loss | Callable[..., Any] = "grpo", **settin
     for name in given:
         if name not in (*loss.parameters, *averages, *terms):
             raise unknown_name(name, [*loss.parameters, *averages, *terms], "loss_parameters")
+    if problem := number_problem(loss.function, given):
+        raise ConfigError(problem)
     own = tuple(sorted((name, given[name]) for name in loss.parameters if name in given))
     missing = [name for name, default in loss.parameters.items() if default is inspect.Parameter.empty]
     if absent := [name for name in missing if name not in given]:
