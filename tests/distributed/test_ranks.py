@@ -20,18 +20,7 @@ import rank_cases
 import sharded_cases
 import slice_cases
 import torch
-from runs import (
-    HERE,
-    assert_near,
-    covey,
-    ended_well,
-    events,
-    finished,
-    kill_one,
-    learned,
-    torchrun,
-    train,
-)
+from runs import HERE, assert_near, covey, ended_well, events, finished, kill_one, learned, torchrun, train
 from tiny_models import tiny_model
 
 from covey import GRPOConfig, GRPOTrainer
@@ -494,10 +483,7 @@ def test_learners_and_torchrun_must_agree(monkeypatch: pytest.MonkeyPatch) -> No
         launch.run(GRPOConfig())
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"max_staleness": 1}, "nothing is sampled ahead")],
-)
+@pytest.mark.parametrize(("changes", "message"), [({"max_staleness": 1}, "nothing is sampled ahead")])
 def test_what_ranks_cannot_do(settings: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RanksBackend(Ranks()).check(GRPOConfig(**(settings | changes)))

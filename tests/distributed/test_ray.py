@@ -242,11 +242,7 @@ def test_workers_beside_samplers_and_rewards_by_name(
 ) -> None:
     """Workers import the user's file themselves."""
     monkeypatch.chdir(recipe_folder)
-    named = {
-        "functions": ("rewards.py:few_vowels",),
-        "dataset": str(recipe_folder / "train.jsonl"),
-        "max_steps": 2,
-    }
+    named = {"functions": ("rewards.py:few_vowels",), "dataset": str(recipe_folder / "train.jsonl"), "max_steps": 2}
     there = on_ray("there", 1, {}, reward_workers=2, **named)
     assert trained(there, without=("samplers/",)) == trained(on_ray("alone", 0, {}, **named), without=("samplers/",))
 

@@ -79,12 +79,7 @@ def test_loss_and_gradients_equal_those_of_pytorch(lora: bool, settings: dict[st
     options = GRPOConfig(num_samples_per_prompt=4, max_completion_length=12, temperature=0.8, **settings)
     reference = learner.scores(batch, np.arange(12), temperature=0.8, reference=True)[0] if lora else None
     theirs = learner.forward_backward(
-        batch,
-        np.arange(12),
-        options.objective,
-        temperature=0.8,
-        max_completion_length=12,
-        reference=reference,
+        batch, np.arange(12), options.objective, temperature=0.8, max_completion_length=12, reference=reference
     )
     named = dict(learner.policy.named_trainable_parameters())
     expected = as_tree({name: p.grad.numpy() for name, p in named.items()})

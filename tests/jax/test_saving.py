@@ -26,14 +26,7 @@ from covey.adapters import read_adapter
 from covey.errors import ModelError, RunFolderError
 from covey.files import folder_problem, publishing
 from covey.jax import ModelConfig, Transformer, load_hf
-from covey.jax.saving import (
-    adapter_tensors,
-    load_adapter,
-    lora_from_tensors,
-    model_tensors,
-    save_adapter,
-    save_model,
-)
+from covey.jax.saving import adapter_tensors, load_adapter, lora_from_tensors, model_tensors, save_adapter, save_model
 from covey.pytorch.models.lora import attach_adapter, linear_layers
 
 TOKENS = np.random.default_rng(0).integers(0, 97, (2, 9))

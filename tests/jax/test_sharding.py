@@ -85,10 +85,7 @@ def test_other_axes_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "meshes",
-    [
-        ("data 2, tensor 4",),
-        pytest.param(("data 8", "tensor 8", "data 2, tensor 4"), marks=pytest.mark.slow),
-    ],
+    [("data 2, tensor 4",), pytest.param(("data 8", "tensor 8", "data 2, tensor 4"), marks=pytest.mark.slow)],
     ids=["one mesh", "all"],
 )
 def test_a_mesh_changes_nothing_but_where_it_runs(meshes: tuple[str, ...], tmp_path: Path) -> None:

@@ -25,15 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from covey.config.whole import GRPOConfig
-from covey.distributed.guards import (
-    Facts,
-    check_mixture,
-    check_models,
-    check_versions,
-    facts_here,
-    installed,
-    mixtures,
-)
+from covey.distributed.guards import Facts, check_mixture, check_models, check_versions, facts_here, installed, mixtures
 from covey.distributed.members import START_SECONDS
 from covey.errors import ConfigError, ModelError
 

@@ -128,10 +128,7 @@ class RewardWorkers:
     """Scoring by pieces; the `elsewhere` of a `covey.rollout.scoring.Scorer`."""
 
     def __init__(
-        self,
-        score: Callable[[Sequence[Piece]], list[Answer]],
-        unit_size: int,
-        close: Callable[[], None] = lambda: None,
+        self, score: Callable[[Sequence[Piece]], list[Answer]], unit_size: int, close: Callable[[], None] = lambda: None
     ) -> None:
         """Who scores pieces, which are whole groups of at least so many rows."""
         self._score, self._unit_size, self.close = score, unit_size, close
