@@ -48,10 +48,9 @@ def build(case: str, ranks: Ranks) -> Learner:
     budget = {"one pack": 4096, "memory": 100, "a fault": 100}.get(case, 48)
     plain = make_learner(tokens_per_micro_batch=budget, side_by_side=False)
     learner = Learner(plain.policy, learning_rate=1e-2, tokens_per_micro_batch=budget, share=SharedPacks(ranks))
-    if ranks.rank == min(1, ranks.world - 1):
-        faults = {"memory": torch.OutOfMemoryError("injected"), "a fault": ArithmeticError("injected")}
-        if case in faults:
-            fail_once(learner, faults[case])
+    faults = {"memory": torch.OutOfMemoryError("injected"), "a fault": ArithmeticError("injected")}
+    if ranks.rank == min(1, ranks.world - 1) and case in faults:
+        fail_once(learner, faults[case])
     return learner
 
 
@@ -75,12 +74,8 @@ def updates(case: str, ranks: Ranks) -> dict[str, Any]:
     with ranks.telling("stop"):
         pass
     weights = {name: p.detach().numpy() for name, p in learner.policy.named_trainable_parameters()}
-    return {
-        "weights": fingerprint((name, [weights[name]]) for name in sorted(weights)),
-        "metrics": metrics,
-        "steps": learner.steps,
-        "budget": learner.tokens_per_micro_batch,
-    }
+    found = {"weights": fingerprint((name, [weights[name]]) for name in sorted(weights)), "metrics": metrics}
+    return found | {"steps": learner.steps, "budget": learner.tokens_per_micro_batch}
 
 
 def compare(case: str, ranks: Ranks, folder: Path) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def main() -> None:
         found[each] = KINDS[kind](case, ranks, folder)
     if ranks.rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
-    if ranks.rank > 0:
+    else:
         assert ranks.hear() == STOP
     ranks.close()
 

@@ -5,6 +5,7 @@ Servers batch as they like and remember prompts, so log-probabilities differ in 
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -22,13 +23,8 @@ from covey.observe.run_folder import RunFolder
 
 
 def train(settings: dict[str, Any], folder: Path, *servers: ServerProcess, **changes: Any) -> GRPOTrainer:
-    where = {
-        "upload_adapters_to_server": True,
-        "inference_server_url": ",".join(server.url for server in servers),
-        "output_dir": str(folder),
-        "server_retry_seconds": 1.0,
-        "samplers": 0,
-    }
+    where = {"inference_server_url": ",".join(server.url for server in servers), "output_dir": str(folder)}
+    where |= {"upload_adapters_to_server": True, "server_retry_seconds": 1.0, "samplers": 0}
     trainer = GRPOTrainer(args=GRPOConfig(**(settings | where | changes)), **data())
     trainer.train()
     return trainer
@@ -47,11 +43,10 @@ def assert_alike(trainer: GRPOTrainer, other: GRPOTrainer) -> None:
 
 def kill_in_unit(monkeypatch: pytest.MonkeyPatch, doomed: ServerProcess, at: int) -> None:
     """The server takes the request and dies before it answers."""
-    begin, calls = RemoteMember.begin, {"n": 0}
+    begin, calls = RemoteMember.begin, itertools.count(1)
 
     def stopping(member: RemoteMember, *arguments: Any) -> Any:
-        calls["n"] += member.name == doomed.url
-        if calls["n"] == at and member.name == doomed.url:
+        if member.name == doomed.url and next(calls) == at:
             assert doomed._process is not None
             os.kill(doomed._process.pid, signal.SIGSTOP)
             threading.Timer(0.5, doomed.kill).start()
