@@ -1,4 +1,4 @@
-"""Three updates in shards beside the same in one process; see ranks_main.py."""
+"""Three updates in shards beside the same in one process; see rank_cases.py."""
 
 from __future__ import annotations
 

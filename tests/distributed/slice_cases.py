@@ -1,4 +1,4 @@
-"""Models of which each rank reads its slices, beside the same models read whole; see ranks_main.py."""
+"""Models of which each rank reads its slices, beside the same models read whole; see rank_cases.py."""
 
 from __future__ import annotations
 

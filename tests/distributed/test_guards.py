@@ -148,7 +148,9 @@ def test_ranks_that_are_alike_add_up(settings: dict[str, Any]) -> None:
     assert check_ranks(Two({}, {}), GRPOConfig(**settings)) == []
     with pytest.raises(ModelError, match="sum of 1 MB is wrong on"):
         check_ranks(Two({}, {}, lost=1), GRPOConfig(**settings))
-    assert guards.installed()["covey"]
+    found = guards.installed(["torch", "no-such-package"])
+    assert found["no-such-package"] == ""
+    assert (found["torch"][:2], found["python"][:2]) == ("2.", "3.")
 
 
 def node(name: str, cpus: float, gpus: float, memory: float = float("inf")) -> Node:
@@ -202,12 +204,6 @@ def test_gpus_are_used_where_there_are_any() -> None:
     assert guards.gpus_of_learner(GRPOConfig(), SMALL) == 0
     assert guards.gpus_of_sampler(GRPOConfig(samplers=1, gpus_per_sampler=0.5), NODES) == 0.5
     assert guards.gpus_of_sampler(GRPOConfig(samplers=1), NODES) == 1
-
-
-def test_what_is_installed_here() -> None:
-    found = guards.installed(["torch", "no-such-package"])
-    assert found["no-such-package"] == ""
-    assert (found["torch"][:2], found["python"][:2]) == ("2.", "3.")
 
 
 def test_a_head_is_lost_when_it_has_been_silent_for_long(monkeypatch: pytest.MonkeyPatch) -> None:

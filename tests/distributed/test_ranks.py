@@ -33,7 +33,7 @@ from covey.training import launch
 from covey.training.checkpoint import list_checkpoints, load_checkpoint
 from covey.training.launch import RanksBackend
 
-SCRIPT = Path(__file__).parent / "ranks_main.py"
+SCRIPT = Path(__file__).parent / "rank_cases.py"
 FEW = (
     *("replicated:grpo", "replicated:agents", "replicated:memory", "replicated:a fault"),
     *("sharded:tied, all weights", "sharded:untied, LoRA", "wrongly:"),

@@ -153,7 +153,6 @@ def test_the_command_leaves_nothing(command: list[object], tmp_path: Path, unbro
     ("settings", "message"),
     [
         (("distributed.learners=4",), "learners=4: 4 CPUs and 0 GPUs are needed.* has 3 CPUs and 0 GPUs"),
-        (("distributed.samplers=2",), "learners=2 and samplers=2: 4 CPUs and 0 GPUs are needed"),
         (("model.model=/nowhere",), "/nowhere"),
         (("schedule.max_staleness=1",), "nothing is sampled ahead"),
     ],

@@ -116,10 +116,6 @@ def test_one_that_compares_groups_and_does_not_say_so_is_named(caplog: pytest.Lo
     assert "reward function" not in caplog.text
 
 
-def test_the_whole_batch_of_a_partial() -> None:
-    assert [spec.whole_batch for spec in Scorer([partial(ranks), by_row]).specs] == [True, False]
-
-
 def test_an_error_names_the_sample_of_the_step() -> None:
     def strict(completions: list[str]) -> list[Any]:
         return [float(len(c)) if len(c) < 5 else "long" for c in completions]
@@ -144,7 +140,8 @@ def test_a_run_by_pieces_is_the_run_in_one_call(
     assert runs[0] == runs[1]
 
 
-def test_nothing_is_left_for_workers() -> None:
+def test_what_compares_the_whole_batch_is_left_to_this_process() -> None:
+    assert [spec.whole_batch for spec in Scorer([partial(ranks), by_row]).specs] == [True, False]
     with pytest.raises(ConfigError, match=r"distributed.reward_workers=2: ranks has whole_batch = True"):
         scale_scoring(GRPOConfig(reward_workers=2), Scorer(ranks), named=False)
 

@@ -56,10 +56,13 @@ def kill_in_unit(monkeypatch: pytest.MonkeyPatch, doomed: ServerProcess, at: int
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_costs_a_unit(
+def test_a_server_that_is_not_there_is_named_and_one_that_is_killed_costs_a_unit(
     by_units: dict[str, Any], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ServerProcess(model_folder) as first, ServerProcess(model_folder) as second:
+        gone = ServerProcess(model_folder)
+        with pytest.raises(ServingError, match=rf"{gone.url}/health does not answer.*Start it with covey serve"):
+            train(by_units, tmp_path / "run", first, gone)
         one = train(by_units, tmp_path / "one", first)
         assert_alike(train(by_units, tmp_path / "two", first, second), one)
 
@@ -94,11 +97,3 @@ def test_a_server_that_comes_back_is_used_again(
     first, *others = [record["samplers/restarts"] for record in run.state.log_history if "loss" in record]
     assert first >= 1
     assert others == [0, 0, 0]
-
-
-@pytest.mark.slow
-def test_all_servers_must_be_there_at_the_start(by_units: dict[str, Any], model_folder: Path, tmp_path: Path) -> None:
-    with ServerProcess(model_folder) as first:
-        gone = ServerProcess(model_folder)
-        with pytest.raises(ServingError, match=rf"{gone.url}/health does not answer.*Start it with covey serve"):
-            train(by_units, tmp_path / "run", first, gone)
