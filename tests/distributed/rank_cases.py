@@ -110,7 +110,9 @@ def main(folder: Path, cases: list[str]) -> None:
         os.environ["LOCAL_WORLD_SIZE"] = os.environ["MACHINE"]
     ranks = Ranks.of_torchrun(300)
     assert ranks is not None
-    found = {f"{kind}:{case}": KINDS[kind](case, ranks, folder) for kind, _, case in (c.partition(":") for c in cases)}
+    found: dict[str, dict[str, Any]] = {}
+    for kind, _, case in (each.partition(":") for each in cases):
+        found.setdefault(kind, {})[case] = KINDS[kind](case, ranks, folder)
     if ranks.rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
     else:

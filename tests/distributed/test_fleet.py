@@ -80,21 +80,14 @@ class Clock:
 
 @dataclass
 class World:
-    """Where the members of a fleet live.
+    """Where the members of a fleet live."""
 
-    Attributes:
-        faults: what each unit, load or start meets in the order in which they are begun; "" when there is none left.
-        stopped, started: names of members.
-        begun: who was asked for a unit, and its completions.
-        made: members that were asked for.
-    """
-
-    faults: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)  # what is met by units, loads and starts, as they are begun
     clock: Clock = field(default_factory=Clock)
-    stopped: list[str] = field(default_factory=list)
-    begun: list[tuple[str, int]] = field(default_factory=list)
+    stopped: list[str] = field(default_factory=list)  # members
+    begun: list[tuple[str, int]] = field(default_factory=list)  # who was asked for a unit, and its completions
     started: list[str] = field(default_factory=list)
-    made: int = 0
+    made: int = 0  # members that were asked for
 
     def fault(self) -> str:
         return self.faults.pop(0) if self.faults else ""

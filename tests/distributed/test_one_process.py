@@ -29,13 +29,6 @@ def test_a_run_that_is_killed_in_a_step_learns_the_same(recipe_folder: Path, tmp
     assert learned(tmp_path / "run") == learned(tmp_path / "whole")
 
 
-def test_without_the_section_nothing_changes(by_units: dict[str, Any]) -> None:
-    trainer = GRPOTrainer(args=GRPOConfig(**(by_units | {"groups_per_unit": 2})), **data())
-    assert type(trainer.engine) is Engine
-    trainer.train()
-    assert not any("samplers" in name for name in trainer.state.log_history[0])
-
-
 @pytest.mark.parametrize(
     "changes",
     [{"max_staleness": 1}, *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, {"use_peft": False}))],
@@ -47,7 +40,10 @@ def test_units_train(by_units: dict[str, Any], changes: dict[str, Any], tmp_path
     found = []
     for name, units in (("units", {"samplers": 0, "groups_per_unit": 4}), ("plain", {"groups_per_unit": 1})):
         args = GRPOConfig(**(by_units | changes | units | {"output_dir": str(tmp_path / name)}))
-        GRPOTrainer(args=args, **data()).train()
+        trainer = GRPOTrainer(args=args, **data())
+        trainer.train()
+        assert type(trainer.engine) is (Fleet if name == "units" else Engine)
+        assert any("samplers" in key for key in trainer.state.log_history[0]) == (name == "units")
         found.append(learned(tmp_path / name, without=("samplers/",), weights=model))
     assert found[0] == found[1]
     assert events(tmp_path / "units", "sampler") == []

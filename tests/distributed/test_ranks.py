@@ -10,9 +10,10 @@ import json
 import shutil
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import rank_cases
@@ -34,34 +35,28 @@ from covey.training.checkpoint import list_checkpoints, load_checkpoint
 from covey.training.launch import RanksBackend
 
 SCRIPT = Path(__file__).parent / "rank_cases.py"
-FEW = (
-    *("replicated:grpo", "replicated:agents", "replicated:memory", "replicated:a fault"),
-    *("sharded:tied, all weights", "sharded:untied, LoRA", "wrongly:"),
-    *("slices:tied, all weights", "slices:untied, LoRA", "made:damaged", "made:odd"),
-)
-ALL = (
-    *(f"replicated:{case}" for case in rank_cases.CASES),
-    *(f"sharded:{case}" for case in sharded_cases.CASES),
-    "wrongly:",
-    *(f"slices:{case}" for case in slice_cases.CASES),
-    *("made:damaged", "made:odd"),
-)
-MORE = (
-    *ALL[: len(rank_cases.CASES)],
-    *("sharded:tied, all weights", "sharded:untied, LoRA", "sharded:a moving reference", "wrongly:"),
-    *("slices:tied, all weights", "slices:untied, LoRA", "slices:bfloat16, LoRA"),
-)
+PAIR = ("tied, all weights", "untied, LoRA")
+OTHERS: dict[str, Iterable[str]] = {"wrongly": ("",), "made": ("damaged", "odd")}
 
 
-class Found:
+def cases(**kinds: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"{kind}:{case}" for kind, names in kinds.items() for case in names)
+
+
+FEW = cases(replicated=("grpo", "agents", "memory", "a fault"), sharded=PAIR, slices=PAIR, **OTHERS)
+ALL = cases(replicated=rank_cases.CASES, sharded=sharded_cases.CASES, slices=slice_cases.CASES, **OTHERS)
+SPLIT = cases(sharded=(*PAIR, "a moving reference"), wrongly=("",), slices=(*PAIR, "bfloat16, LoRA"))
+
+
+class Found(NamedTuple):
     """What came out of cases on so many ranks, and the folder that they have written to."""
 
-    def __init__(self, world: int, folder: Path) -> None:
-        self.world, self.folder = world, folder
-        self._found = json.loads((folder / "found.json").read_text())
+    world: int
+    folder: Path
+    cases: dict[str, dict[str, Any]]
 
     def of(self, kind: str) -> dict[str, Any]:
-        return {case: what for name, what in self._found.items() for k, case in [name.split(":")] if k == kind}
+        return self.cases.get(kind, {})
 
 
 @pytest.fixture(
@@ -69,15 +64,15 @@ class Found:
     params=[
         pytest.param((2, FEW), id="few"),
         pytest.param((2, ALL), id="two", marks=pytest.mark.slow),
-        pytest.param((3, MORE), id="three", marks=pytest.mark.slow),
-        pytest.param((4, MORE[len(rank_cases.CASES) :]), id="two machines", marks=pytest.mark.slow),
+        pytest.param((3, cases(replicated=rank_cases.CASES) + SPLIT), id="three", marks=pytest.mark.slow),
+        pytest.param((4, SPLIT), id="two machines", marks=pytest.mark.slow),
     ],
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     (world, cases), folder = request.param, tmp_path_factory.mktemp("found")
     slice_cases.write_models(folder / "models")
     ended_well(torchrun(world, SCRIPT, folder, *cases, MACHINE=str(world if world < 4 else 2)))
-    return Found(world, folder)
+    return Found(world, folder, json.loads((folder / "found.json").read_text()))
 
 
 def test_whole_models_have_the_same_bits_on_any_number_of_ranks(found: Found) -> None:

@@ -296,19 +296,17 @@ def test_what_nodes_are_is_looked_at(on_ray: Make, monkeypatch: pytest.MonkeyPat
 
 def test_the_doctor_looks_at_a_cluster(recipe_folder: Path, cluster: Any, covey: Command) -> None:
     arguments = ("doctor", "--cluster", recipe_folder, f"distributed.ray_address={cluster.address}")
-    status, shown, _ = covey(*arguments, "distributed.samplers=2")
-    assert status == 0
-    assert f"Ray cluster {cluster.address}: 3 nodes, room for distributed.samplers=2" in shown
-    assert shown.count("1 CPUs, 0 GPUs") == 3
-    status, _, told = covey(*arguments, "distributed.samplers=4")
-    assert status == 2
-    assert "has room for 3" in told
-    status, shown, _ = covey(*arguments, "distributed.learners=2")
-    assert status == 0
-    assert "3 nodes, room for distributed.learners=2, each 1 CPU and 0 GPU;" in shown
-    status, _, told = covey(*arguments, "distributed.learners=2", "distributed.samplers=2")
-    assert status == 2
-    assert "distributed.learners=2 and samplers=2: 4 CPUs and 0 GPUs are needed" in told
+    samplers, learners = "distributed.samplers=2", "distributed.learners=2"
+    for settings, expected, words in [
+        ([samplers], 0, f"Ray cluster {cluster.address}: 3 nodes, room for {samplers}"),
+        (["distributed.samplers=4"], 2, "has room for 3"),
+        ([learners], 0, f"3 nodes, room for {learners}, each 1 CPU and 0 GPU;"),
+        ([learners, samplers], 2, f"{learners} and samplers=2: 4 CPUs and 0 GPUs are needed"),
+    ]:
+        status, shown, told = covey(*arguments, *settings)
+        assert status == expected
+        assert words in (told if status else shown)
+        assert status or shown.count("1 CPUs, 0 GPUs") == 3
     assert covey(*arguments)[0] == 2  # nothing is placed
     assert not ray.is_initialized()
 
@@ -354,18 +352,12 @@ def test_a_cluster_that_asks_for_another_token(recipe_folder: Path) -> None:
         head.stdout.close()
 
 
-def test_another_model_there(on_ray: Make, by_units: dict[str, Any]) -> None:
-    """A model that was changed in memory is not the one that actors load by its name."""
+def test_other_weights_there(on_ray: Make, by_units: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that was changed in memory is not the one that actors load; and what is applied is compared."""
     args = on_ray("named", 0).args.replace(samplers=1)
     changed = tiny_model("llama", seed=5)
-    changed.name_or_path = by_units["model"]
-    changed.config._name_or_path = by_units["model"]
-    refused(
-        lambda: GRPOTrainer(changed, args=args, processing_class=tiny_tokenizer(), **data()),
-        "it has other weights than in this process",
-    )
-
-
-def test_what_is_applied_is_compared(on_ray: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed.name_or_path = changed.config._name_or_path = by_units["model"]
+    there: dict[str, Any] = {"args": args, "processing_class": tiny_tokenizer(), **data()}
+    refused(lambda: GRPOTrainer(changed, **there), "it has other weights than in this process")
     monkeypatch.setattr(fleet_module, "weights_hash", lambda weights: "0" * 64)
     refused(lambda: on_ray("other", 1), "sampler 1 .* applied weights with the hash", GenerationError)

@@ -78,35 +78,26 @@ def test_ray_starts_what_torchrun_starts(command: list[object], tmp_path: Path, 
     assert learned(tmp_path / "torchrun") == learned(unbroken[()])
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_killed(command: list[object], tmp_path: Path, unbroken: Runs, rank: int) -> None:
+@pytest.mark.parametrize("lost", ["rank 0", "rank 1", "a node"])
+def test_what_is_lost_is_started_again(
+    command: list[object], tmp_path: Path, cluster: Any, unbroken: Runs, lost: str
+) -> None:
     process = started([*command, *LONG])
     try:
         await_checkpoint(process, tmp_path / "run", 6)
         [other] = hosts()
-        os.kill(other if rank else rank_0_of(process), signal.SIGKILL)
+        if lost == "a node":
+            raylet = int(Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[1])
+            assert "raylet" in name_of(raylet)
+            os.kill(raylet, signal.SIGKILL)  # which the rank would notice soon
+        os.kill(rank_0_of(process) if lost == "rank 0" else other, signal.SIGKILL)
+        if lost == "a node":
+            cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
     finally:
         printed = finished(process)
     assert process.returncode == 0, printed
     assert "all are started again (1 of 3)" in printed
-    assert f"rank {rank}" in printed
-    assert learned(tmp_path / "run") == learned(unbroken[LONG])
-
-
-def test_a_node_that_is_lost(command: list[object], tmp_path: Path, cluster: Any, unbroken: Runs) -> None:
-    process = started([*command, *LONG])
-    try:
-        await_checkpoint(process, tmp_path / "run", 6)
-        [other] = hosts()
-        raylet = int(Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[1])
-        assert "raylet" in name_of(raylet)
-        os.kill(raylet, signal.SIGKILL)
-        os.kill(other, signal.SIGKILL)  # which would notice soon
-        cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
-    finally:
-        printed = finished(process)
-    assert process.returncode == 0, printed
-    assert "all are started again (1 of 3)" in printed
+    assert lost in printed or lost == "a node"
     assert learned(tmp_path / "run") == learned(unbroken[LONG])
 
 

@@ -38,12 +38,9 @@ class Base(NamedTuple):
 
     folder: Path
     fresh: Callable[[], Any]
+    hf_config: Any
     config: ModelConfig
     params: Any
-
-    @property
-    def hf_config(self) -> Any:
-        return json.loads((self.folder / "config.json").read_text())
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
@@ -56,7 +53,7 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
     folder = tmp_path_factory.mktemp(family)
     fresh().save_pretrained(folder)
-    return Base(folder, fresh, *load_hf(folder))
+    return Base(folder, fresh, json.loads((folder / "config.json").read_text()), *load_hf(folder))
 
 
 def micro(**changes: Any) -> ModelConfig:
@@ -323,8 +320,8 @@ def test_a_model_that_does_not_fit_is_not_saved(tmp_path: Path) -> None:
 def test_a_write_that_fails_leaves_the_old_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, lora = micro(), random_collection(micro(), "lora")
     save_adapter(tmp_path, config, lora, base_model="any")
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["adapter_config.json", "adapter_model.safetensors"]
+    names = ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # readable by the same people
 
     def full(tensors: Any, path: Path, **kwargs: Any) -> None:

@@ -286,8 +286,8 @@ class GRPOTrainer(Trainer):
         rewards, valid = self._rewards(prompts, lengths, sampled, batch.get("columns", {}))
         return {**self._record(params, given, sampled, rewards, valid), "constants": given}
 
-    def _sample_rows(self, params: Any, given: Any, *drawn: jax.Array) -> dict[str, jax.Array]:
-        return sample(self.policy_model, {**given["frozen"], **params}, *drawn, self.grpo_config)
+    def _sample_rows(self, params: Any, given: Any, prompts: Any, lengths: Any, key: Any) -> dict[str, jax.Array]:
+        return sample(self.policy_model, {**given["frozen"], **params}, prompts, lengths, key, self.grpo_config)
 
     def _rewards(self, prompts: Any, lengths: Any, sampled: Batch, columns: Batch) -> tuple[Any, Any]:
         """Rewards `[R]`, NaN where there is none, and what the validity mask keeps `[R]`."""

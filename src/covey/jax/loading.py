@@ -154,8 +154,8 @@ def _rope_scaling(path: Path, rope: Mapping[str, Any]) -> RopeScaling | None:
     if kind == "linear":
         return RopeScaling("linear", float(rope["factor"]))
     if kind == "llama3":
-        numbers = (float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-        return RopeScaling("llama3", *numbers, int(rope["original_max_position_embeddings"]))
+        factor, low, high = (float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+        return RopeScaling("llama3", factor, low, high, int(rope["original_max_position_embeddings"]))
     raise ModelError(f"{path}: rope_type={kind!r} is not supported in JAX; use default, linear or llama3")
 
 

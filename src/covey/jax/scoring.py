@@ -93,6 +93,6 @@ def loss_terms(
         factor = mismatch_correction(old, rows["old"], counted, *astuple(correction))
     entropy = found.entropy if objective.differentiates_entropy else jax.lax.stop_gradient(found.entropy)
     always = (rows["advantages"], rows["mask"], rows["weights"], objective)
-    others = {name: rows.get(name) for name in ("kl_weights", "selected", "entropy_weights")}
+    others: dict[str, Any] = {name: rows.get(name) for name in ("kl_weights", "selected", "entropy_weights")}
     others |= {"ref": rows.get("reference"), "sampler": rows["old"], "correction": factor}
     return policy_loss(found.logp, old, *always, kl=found.kl, entropy=entropy, **others)
