@@ -129,9 +129,8 @@ def test_a_driver_that_is_killed_leaves_nothing_and_resumes_anywhere(recipe_fold
     folder = tmp_path / "run"
     where = (f"run.output_dir={folder}", "distributed.samplers=2", "distributed.ray_address=local")
     words = [sys.executable, "-m", "covey", "train", str(recipe_folder), *where, *settings]
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
-        "OMP_NUM_THREADS": "1"
-    }
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment["OMP_NUM_THREADS"] = "1"
     process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     family: set[int] = set()
     try:
