@@ -1,17 +1,26 @@
-"""Several updates with many settings, on all ranks together and on one; see ranks_main.py."""
+"""Several updates with many settings, on all ranks together and on one.
+
+Run by torchrun, as `rank_cases.py FOLDER KIND:CASE ...`: cases one after the other, those of shards and slices too.
+Rank 0 writes what came out of each.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
+import sharded_cases
+import slice_cases
 import torch
 from learner_cases import make_batch, make_learner
 
 from covey.adapters import fingerprint
 from covey.algorithms.losses import LOSSES
 from covey.config.algorithm import AlgorithmConfig
-from covey.distributed.ranks import Ranks
+from covey.distributed.ranks import STOP, Ranks
 from covey.distributed.replicated import LeadingLearner, SharedPacks, follow
 from covey.errors import ModelError
 from covey.pytorch.learner import Learner
@@ -48,10 +57,9 @@ def build(case: str, ranks: Ranks) -> Learner:
     budget = {"one pack": 4096, "memory": 100, "a fault": 100}.get(case, 48)
     plain = make_learner(tokens_per_micro_batch=budget, side_by_side=False)
     learner = Learner(plain.policy, learning_rate=1e-2, tokens_per_micro_batch=budget, share=SharedPacks(ranks))
-    if ranks.rank == min(1, ranks.world - 1):
-        faults = {"memory": torch.OutOfMemoryError("injected"), "a fault": ArithmeticError("injected")}
-        if case in faults:
-            fail_once(learner, faults[case])
+    faults = {"memory": torch.OutOfMemoryError("injected"), "a fault": ArithmeticError("injected")}
+    if ranks.rank == min(1, ranks.world - 1) and case in faults:
+        fail_once(learner, faults[case])
     return learner
 
 
@@ -75,15 +83,42 @@ def updates(case: str, ranks: Ranks) -> dict[str, Any]:
     with ranks.telling("stop"):
         pass
     weights = {name: p.detach().numpy() for name, p in learner.policy.named_trainable_parameters()}
-    return {
-        "weights": fingerprint((name, [weights[name]]) for name in sorted(weights)),
-        "metrics": metrics,
-        "steps": learner.steps,
-        "budget": learner.tokens_per_micro_batch,
-    }
+    found = {"weights": fingerprint((name, [weights[name]]) for name in sorted(weights)), "metrics": metrics}
+    return found | {"steps": learner.steps, "budget": learner.tokens_per_micro_batch}
 
 
 def compare(case: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
     """All ranks: the updates together. Rank 0 returns that, and the same alone."""
     found = updates(case, ranks)
     return {"together": found, "alone": updates(case, Ranks())} if ranks.rank == 0 else {}
+
+
+KINDS: dict[str, Any] = {
+    "replicated": compare,
+    "sharded": sharded_cases.compare,
+    "wrongly": sharded_cases.wrapped_wrongly,
+    "move": sharded_cases.move,
+    "fail": sharded_cases.fail_on,
+    "slices": slice_cases.compare,
+    "made": slice_cases.made,
+}
+
+
+def main(folder: Path, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    if "MACHINE" in os.environ:  # as if so many ranks were on one machine
+        os.environ["LOCAL_WORLD_SIZE"] = os.environ["MACHINE"]
+    ranks = Ranks.of_torchrun(300)
+    assert ranks is not None
+    found: dict[str, dict[str, Any]] = {}
+    for kind, _, case in (each.partition(":") for each in cases):
+        found.setdefault(kind, {})[case] = KINDS[kind](case, ranks, folder)
+    if ranks.rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+    else:
+        assert ranks.hear() == STOP
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

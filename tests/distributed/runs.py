@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,8 @@ HERE = "distributed.ray_address=local"
 """Whatever Ray cluster this machine may be part of."""
 VOLATILE = ("time/", "memory/", "step_time", "eval/seconds")
 COUNTED = ("samplers/restarts", "samplers/reissued_units")
-
-
-# ---------------------------------------------------------------------- what is learned
+QUIET = ("ignore::DeprecationWarning:ray", "ignore::ResourceWarning", "ignore::FutureWarning:ray")
+RAY = [pytest.mark.ray, *(pytest.mark.filterwarnings(warning) for warning in QUIET)]
 
 
 def few_vowels(completions: list[Any], **columns: Any) -> list[float]:
@@ -62,22 +62,15 @@ def events(run: str | Path, kind: str) -> list[str]:
     return [str(event["message"]) for event in RunFolder.read(run).read_events() if event["kind"] == kind]
 
 
-# ---------------------------------------------------------------------- processes
-
-
 def started(command: Sequence[object], **settings: str) -> subprocess.Popen[str]:
     """The command with one thread for each rank, and the tests' modules on its path."""
     paths = [str(TESTS / "distributed" / "faults"), str(TESTS), str(TESTS / "pytorch")]
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)} | settings
     output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    words = [str(part) for part in command]
-    return subprocess.Popen(words, env=environment, preexec_fn=_with_ctrl_c, **output)
-
-
-def _with_ctrl_c() -> None:
-    """A shell's background job, such as these tests may be, ignores SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # A shell's background job, such as these tests may be, ignores SIGINT.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen([str(part) for part in command], env=environment, preexec_fn=heed, **output)
 
 
 def covey(*arguments: object, **environment: str) -> subprocess.Popen[str]:
@@ -102,10 +95,7 @@ def train(
 
 
 def finished(process: subprocess.Popen[str], seconds: float = 400) -> str:
-    """What it printed.
-
-    It may take as long as a busy machine needs, and is stopped otherwise.
-    """
+    """What it printed. It may take as long as a busy machine needs, and is stopped otherwise."""
     try:
         printed, _ = process.communicate(timeout=seconds)
     finally:
@@ -124,16 +114,23 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def kill_one(process: subprocess.Popen[str], run: Path, rank: int) -> list[int]:
-    """Kill a rank after the second step's checkpoint; process ids of all ranks."""
+def await_checkpoint(process: subprocess.Popen[str], run: Path, step: int) -> None:
     deadline = time.monotonic() + 300
-    while not (run / "checkpoints" / "step_000002" / "COMPLETE").exists():
+    while not (run / "checkpoints" / f"step_{step:06}" / "COMPLETE").exists():
         assert process.poll() is None, finished(process)
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    ranks = children_of(process.pid)
-    if len(ranks) == 1:  # the command has started torchrun, and that the ranks
-        ranks = children_of(ranks[0])
-    assert len(ranks) == 2
-    os.kill(ranks[rank], signal.SIGKILL)
-    return ranks
+
+
+def kill_one(process: subprocess.Popen[str], run: Path, rank: int) -> tuple[list[int], str]:
+    """Kill a rank after the second step's checkpoint; process ids of all ranks, and what was printed to the end."""
+    try:
+        await_checkpoint(process, run, 2)
+        ranks = children_of(process.pid)
+        if len(ranks) == 1:  # the command has started torchrun, and that the ranks
+            ranks = children_of(ranks[0])
+        assert len(ranks) == 2
+        os.kill(ranks[rank], signal.SIGKILL)
+    finally:
+        printed = finished(process)
+    return ranks, printed

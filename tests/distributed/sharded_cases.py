@@ -1,4 +1,4 @@
-"""Three updates in shards beside the same in one process; see ranks_main.py."""
+"""Three updates in shards beside the same in one process; see rank_cases.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from covey.config.algorithm import AlgorithmConfig
 from covey.distributed.ranks import Ranks, TornError
 from covey.distributed.replicated import follow
-from covey.distributed.sharded import LeadingPolicy, Probe
+from covey.distributed.sharded import LeadingPolicy, Probe, ShardedPolicy
 from covey.distributed.sharded_learner import LeadingShardedLearner, ShardedLearner, ShardedPacks
 from covey.errors import ModelError
 from covey.pytorch.learner import Learner
@@ -49,16 +49,12 @@ def build(settings: dict[str, Any], algorithm: dict[str, Any]) -> Policy:
     options = {"family": "llama", "tied": True, "use_peft": False} | settings
     options.pop("budget", None)
     model = tiny_model(options.pop("family"), tie_word_embeddings=options.pop("tied"))
-    policy = Policy.load(
-        model,
-        tiny_tokenizer(),
-        lora_r=4,
-        seed=3,
-        needs_reference="beta" in algorithm,
-        reference_update=AlgorithmConfig(**algorithm).reference_update,
-        reference_ema_decay=algorithm.get("reference_ema_decay", 0.99),
-        **options,
-    )
+    options |= {
+        "reference_update": AlgorithmConfig(**algorithm).reference_update,
+        "needs_reference": "beta" in algorithm,
+    }
+    decay = algorithm.get("reference_ema_decay", 0.99)
+    policy = Policy.load(model, tiny_tokenizer(), lora_r=4, seed=3, reference_ema_decay=decay, **options)
     with torch.no_grad():
         for name, parameter in policy.named_trainable_parameters():
             if "lora_B" in name:
@@ -95,11 +91,12 @@ def options(case: str) -> dict[str, Any]:
 
 def relative(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     assert mine.keys() == theirs.keys(), mine.keys() ^ theirs.keys()
-    largest = max(float(value.abs().max()) for value in mine.values())
-    return max(
-        float((value - theirs[name]).abs().max() / value.abs().max().clamp_min(1e-4 * largest))
-        for name, value in mine.items()
-    )
+    least = 1e-4 * max(float(value.abs().max()) for value in mine.values())
+    return max(float((x - theirs[n]).abs().max() / x.abs().max().clamp_min(least)) for n, x in mine.items())
+
+
+def off(mine: dict[str, float], theirs: dict[str, float]) -> float:
+    return max(abs(value - theirs[name]) / max(abs(value), 1.0) for name, value in mine.items())
 
 
 def apart(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -121,31 +118,24 @@ def compare(case: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
     policy = leading.shard()
     inner = ShardedLearner(policy, share=ShardedPacks(ranks), **options(case))
     if ranks.rank > 0:
-        follow(ranks, inner, None, Extras(policy))
+        follow(ranks, inner, None, policy)
         return {}
     learner = LeadingShardedLearner(inner, ranks)
     watched = Watched(learner, lambda: leading._together("gradients"))
-    leading.own = Extras(policy)
     metrics = run(watched, algorithm, range(3))
     saved = saved_by(learner, folder / case / "checkpoints")
 
     alone = build(settings | {"fused_layers": False}, algorithm)
     plain = Learner(alone, side_by_side=False, **options(case))
-    own = {"gradients": lambda: {n: p.grad.clone() for n, p in alone.named_trainable_parameters()}}
-    watched_alone = Watched(plain, own["gradients"])
+    watched_alone = Watched(plain, lambda: {n: p.grad.clone() for n, p in alone.named_trainable_parameters()})
     expected = run(watched_alone, algorithm, range(3))
-    theirs = plain.tensors()
+    theirs, parameters = plain.tensors(), list(policy.model.parameters())
     found: dict[str, Any] = {
-        "sharded": all(isinstance(p, DTensor) for p in policy.model.parameters()),
-        "part": sum(p.to_local().numel() for p in policy.model.parameters())
-        / sum(p.numel() for p in policy.model.parameters()),
+        "sharded": all(isinstance(p, DTensor) for p in parameters),
+        "part": sum(p.to_local().numel() for p in parameters) / sum(p.numel() for p in parameters),
         "steps": learner.steps,
-        "gradients": max(relative(a, b) for a, b in zip(watched_alone.found[:1], watched.found[:1], strict=True)),
-        "metrics": max(
-            abs(a[name] - b[name]) / max(abs(a[name]), 1.0)
-            for a, b in zip(expected, metrics, strict=True)
-            for name in a
-        ),
+        "gradients": relative(watched_alone.found[0], watched.found[0]),
+        "metrics": max(off(a, b) for a, b in zip(expected, metrics, strict=True)),
         "names": [sorted(a) == sorted(b) for a, b in zip(expected, metrics, strict=True)] == [True] * 3,
         "packs": len(plain._packs(make_batch(0, groups=11).episodes, np.arange(44))[0]),
         "norm": abs(metrics[0]["grad_norm"] - expected[0]["grad_norm"]) / expected[0]["grad_norm"],
@@ -153,21 +143,20 @@ def compare(case: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
     }
     # What is written is what a single process reads, and what it has trained goes on in shards.
     leading.save_pretrained(folder / case)
-    again = Policy.load(folder / case, use_peft=False, fused_layers=False) if not alone.uses_peft else None
-    if again is not None:
-        found["saved"] = apart(saved["policy"], again.state_dict())
+    alone.load_state_dict(saved["policy"])
+    whole, gathered = alone.weights(3), leading.weights(3)
+    if alone.uses_peft:
+        found["saved"] = gathered.sha256 == whole.sha256
     else:
-        found["saved"] = leading.weights(3).sha256 == _adapter_hash(alone, saved["policy"])
-    found["merged"] = apart(dict(alone_weights(alone, saved["policy"])), dict(leading.weights(3).tensors()))
+        again = Policy.load(folder / case, use_peft=False, fused_layers=False)
+        found["saved"] = apart(saved["policy"], again.state_dict())
+    found["merged"] = apart(dict(whole.tensors()), dict(gathered.tensors()))
     learner.restore(theirs, 3)
-    again = saved_by(learner, folder / case / "again")
-    found["restored"] = same(theirs, again)
+    found["restored"] = same(theirs, saved_by(learner, folder / case / "again"))
     learner.restore(load_checkpoint(folder / case / "checkpoints" / "step_000003").tensors, 3)
-    back = saved_by(learner, folder / case / "back")
-    found["read"] = same(saved, back)
+    found["read"] = same(saved, saved_by(learner, folder / case / "back"))
     learner.restore(theirs, 3)
-    more, alone_more = run(watched, algorithm, range(3, 4)), run(watched_alone, algorithm, range(3, 4))
-    found["after"] = max(abs(more[0][n] - alone_more[0][n]) / max(abs(more[0][n]), 1.0) for n in more[0])
+    found["after"] = off(run(watched, algorithm, range(3, 4))[0], run(watched_alone, algorithm, range(3, 4))[0])
     try:
         leading.load_state_dict({"nobody": torch.zeros(2)})
     except ModelError as error:
@@ -184,28 +173,11 @@ def same(mine: dict[str, dict[str, Tensor]], theirs: dict[str, dict[str, Tensor]
     )
 
 
-def alone_weights(alone: Policy, state: dict[str, Tensor]) -> Any:
-    alone.load_state_dict(state)
-    return {name: value.clone() for name, value in alone.weights(0).tensors().items()}
+def gradients(policy: ShardedPolicy) -> dict[str, Tensor]:
+    return policy.gathered((n, p.grad) for n, p in policy.named_trainable_parameters() if p.grad is not None)
 
 
-def _adapter_hash(alone: Policy, state: dict[str, Tensor]) -> str:
-    alone.load_state_dict(state)
-    return alone.weights(3).sha256
-
-
-class Extras:
-    """A policy that also tells its gradients."""
-
-    def __init__(self, policy: Any) -> None:
-        self._policy = policy
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._policy, name)
-
-    def gradients(self) -> dict[str, Tensor]:
-        found = self._policy.gathered((n, p.grad) for n, p in self._policy.named_trainable_parameters())
-        return dict(found)
+ShardedPolicy.gradients = gradients  # type: ignore[attr-defined]
 
 
 def wrapped_wrongly(case: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
@@ -221,13 +193,8 @@ def wrapped_wrongly(case: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
         module.set_force_sum_reduction_for_comms(True)
     found = Probe.of(policy, 1 / ranks.world)
     found.gradients.pop("lm_head.weight")  # its own tensor now, by which one could tell, too
-    difference, name = expected.difference(found)
-    return {
-        "loss": abs(expected.loss - found.loss),
-        "difference": difference,
-        "name": name,
-        "said": expected.differs(found),
-    }
+    difference, loss = expected.difference(found)[0], abs(expected.loss - found.loss)
+    return {"loss": loss, "difference": difference, "said": expected.differs(found)}
 
 
 def move(case: str, ranks: Ranks, folder: Path) -> None:
@@ -240,10 +207,9 @@ def move(case: str, ranks: Ranks, folder: Path) -> None:
     if ranks.world == 1:
         learner: Any = Learner(policy, side_by_side=False, **options(case))
     else:
-        leading = LeadingPolicy(policy, ranks)
-        own = ShardedLearner(leading.shard(), share=ShardedPacks(ranks), **options(case))
+        own = ShardedLearner(LeadingPolicy(policy, ranks).shard(), share=ShardedPacks(ranks), **options(case))
         if ranks.rank > 0:
-            follow(ranks, own, None, leading.own)
+            follow(ranks, own, None, own.policy)
             return
         learner = LeadingShardedLearner(own, ranks)
     if source is None:
@@ -255,26 +221,21 @@ def move(case: str, ranks: Ranks, folder: Path) -> None:
         pass
 
 
-def fail_in_the_second_pack(learner: ShardedLearner) -> None:
-    score, packs = learner.policy.score, itertools.count(1)
+def fail_on(rank: str, ranks: Ranks, folder: Path) -> None:
+    """All ranks: memory runs out on one of them, in its second pack, and all end."""
+    policy = LeadingPolicy(build({}, {}), ranks).shard()
+    learner = ShardedLearner(policy, share=ShardedPacks(ranks), **options("tied, all weights"))
+    score, packs = policy.score, itertools.count(1)
 
     def fail(*args: Any, **settings: Any) -> Any:
         if next(packs) == 2:
             raise torch.OutOfMemoryError("injected")
         return score(*args, **settings)
 
-    learner.policy.score = fail  # type: ignore[method-assign]
-
-
-def fail_on(rank: str, ranks: Ranks, folder: Path) -> None:
-    """All ranks: memory runs out on one of them, and all end."""
-    leading = LeadingPolicy(build({}, {}), ranks)
-    options: dict[str, Any] = {"learning_rate": 1e-3, "tokens_per_micro_batch": 48}
-    learner = ShardedLearner(leading.shard(), share=ShardedPacks(ranks), **options)
     if ranks.rank == int(rank):
-        fail_in_the_second_pack(learner)
+        policy.score = fail  # type: ignore[method-assign]
     if ranks.rank > 0:
-        follow(ranks, learner, None, leading.own)
+        follow(ranks, learner, None, policy)
         return
     first = LeadingShardedLearner(learner, ranks)
     try:

@@ -1,4 +1,4 @@
-"""Models of which each rank reads its slices, beside the same models read whole; see ranks_main.py."""
+"""Models of which each rank reads its slices, beside the same models read whole; see rank_cases.py."""
 
 from __future__ import annotations
 
@@ -24,21 +24,19 @@ from covey.pytorch.engine.merge import EffectiveWeights
 from covey.training.launch import RanksBackend
 from covey.types import Request, SamplingSettings
 
+TWO = ["q_proj", "up_proj"]
+MOVING = {"reference_update_steps": 100, "reference_ema_decay": 0.99}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     # options of the model, settings of the run, size of its files
     "tied, all weights": ({}, {"use_peft": False}, "20KB"),
     "tied, LoRA": ({}, {}, "1GB"),
     "untied, all weights": ({"tie_word_embeddings": False}, {"use_peft": False, "beta": 0.04}, "1GB"),
-    "untied, LoRA": (
-        {"tie_word_embeddings": False},
-        {"beta": 0.04, "reference_update_steps": 100, "reference_ema_decay": 0.99},
-        "20KB",
-    ),
+    "untied, LoRA": ({"tie_word_embeddings": False}, {"beta": 0.04, **MOVING}, "20KB"),
     "Qwen3, all weights": ({"name": "qwen3"}, {"use_peft": False}, "20KB"),
     "Qwen3, LoRA": ({"name": "qwen3", "num_layers": 4}, {"gradient_checkpointing": True}, "20KB"),
     "bfloat16, LoRA": ({"num_layers": 3}, {"dtype": "bfloat16"}, "20KB"),
     "Mistral, LoRA": ({"name": "mistral", "num_layers": 4}, {}, "20KB"),
-    "Gemma 3, LoRA on two": ({"name": "gemma3", "num_layers": 4}, {"lora_target_modules": "q_proj,up_proj"}, "20KB"),
+    "Gemma 3, LoRA on two": ({"name": "gemma3", "num_layers": 4}, {"lora_target_modules": TWO}, "20KB"),
     "GPT-2, all weights": ({"name": "gpt2", "num_layers": 3}, {"use_peft": False}, "20KB"),
 }
 
@@ -85,12 +83,8 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def compare(case: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
-    settings = {"lora_r": 4, "beta": 0.0, "num_generations": 2} | CASES[case][1]
-    if isinstance(settings.get("lora_target_modules"), str):
-        settings["lora_target_modules"] = settings["lora_target_modules"].split(",")
-    config = GRPOConfig(
-        model=str(folder / "models" / case), learner_kind="sharded", seed=5, fused_layers=False, **settings
-    )
+    settings = {"lora_r": 4, "beta": 0.0, "num_generations": 2, "seed": 5, "fused_layers": False} | CASES[case][1]
+    config = GRPOConfig(model=str(folder / "models" / case), learner_kind="sharded", **settings)
     backend = RanksBackend(ranks)
     leading = backend.make_policy(config)
     assert isinstance(leading, LeadingPolicy)
@@ -117,18 +111,15 @@ def compare(case: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
         mine, other = policy.score(pack).logp, whole.score(pack).logp
     engine = PyTorchBackend().make_sampler(config, whole)
     request = [Request([5, 6, 7, 8], (1, 2, 3))]
-    drawn = [
-        each(request, SamplingSettings(max_tokens=8, temperature=1.0), policy_version=version)[0]
-        for each, version in ((sampler.engine, 2), (engine, 0))
-    ]
-    snapshot = policy.reference._snapshot
+    how = SamplingSettings(max_tokens=8, temperature=1.0)
+    drawn = [draw(request, how, policy_version=v)[0] for draw, v in ((sampler.engine, 2), (engine, 0))]
+    trained, expected_trained = ([n for n, _ in each.named_trainable_parameters()] for each in (policy, whole))
     return {
         "names": list(own) == list(theirs) and list(buffers) == list(their_buffers),
-        "trained": [n for n, _ in policy.named_trainable_parameters()]
-        == [n for n, _ in whole.named_trainable_parameters()],
+        "trained": trained == expected_trained,
         "weights": all(torch.equal(full(p), theirs[n]) and p.dtype == theirs[n].dtype for n, p in own.items()),
         "buffers": all(same),
-        "reference": sorted(snapshot) == sorted(whole.reference._snapshot),
+        "reference": sorted(policy.reference._snapshot) == sorted(whole.reference._snapshot),
         "merged": list(merged) == list(expected) and all(torch.equal(t, expected[n]) for n, t in merged.items()),
         "part": sum(parts) / sum(p.numel() for p in own.values()),
         "scores": float((mine - other).abs().max()),

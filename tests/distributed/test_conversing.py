@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import ended_well, learned, torchrun
+from runs import ended_well, learned, train
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.distributed import in_turns, start
@@ -24,22 +24,20 @@ from covey.rollout.learning import TrainedPolicy
 from covey.training.launch import RanksBackend
 from covey.types import Completion, Progress, Request, SamplingSettings
 
-WORLD = {
-    "world": "house:rooms=2,num_train=6,num_eval=3",
-    "max_conversation_tokens": 600,
-    "max_completion_length": 16,
-    "eval_on_start": False,
-}
+WORLD = {"world": "house:rooms=2,num_train=6,num_eval=3", "max_conversation_tokens": 600}
+WORLD |= {"max_completion_length": 16, "eval_on_start": False}
 CHOICE = {"action_format": "choice"}
 STEPS = {"history_length": 1, "max_conversation_tokens": 400, **CHOICE}
+
+
+Asked = dict[tuple[int, ...], set[int]]
+"""Conversation -> members that were asked for it."""
 
 
 class EngineMember:
     """An engine of its own, behind a thread; `dies` says which of all calls it does not survive."""
 
-    def __init__(
-        self, engine: Any, calls: Counter[str], asked: dict[tuple[int, ...], set[int]], dies: set[int]
-    ) -> None:
+    def __init__(self, engine: Any, calls: Iterator[int], asked: Asked, dies: Sequence[int]) -> None:
         self.engine, self.calls, self.asked, self.dies = engine, calls, asked, dies
         self.name, self.context_length = f"engine {id(self):x}", engine.context_length
 
@@ -50,8 +48,7 @@ class EngineMember:
     def begin(
         self, requests: Sequence[Request], settings: SamplingSettings, version: int, progress: Progress
     ) -> Future[list[Completion]]:
-        self.calls["begun"] += 1
-        if self.calls["begun"] in self.dies:
+        if next(self.calls) in self.dies:
             future: Future[list[Completion]] = Future()
             future.set_exception(MemberError("died"))
             return future
@@ -62,9 +59,6 @@ class EngineMember:
     def watch(self) -> None: ...
 
     def stop(self, *, failed: bool) -> None: ...
-
-
-Said = list[list[str]]
 
 
 @pytest.fixture
@@ -78,7 +72,7 @@ def play(settings: dict[str, Any], tmp_path: Path) -> Callable[..., GRPOTrainer]
     return played
 
 
-def said(trainer: GRPOTrainer) -> Said:
+def said(trainer: GRPOTrainer) -> list[list[str]]:
     folder = RunFolder.read(trainer.args.run.output_dir)
     return [[row["completion"] for row in folder.read_completions(step)] for step in (1, 2)]
 
@@ -90,21 +84,16 @@ def assert_alike(here: GRPOTrainer, there: GRPOTrainer) -> None:
     assert sum(a == b for a, b in zip(theirs[1], ours[1], strict=True)) >= 7
 
 
-# ---------------------------------------------------------------------- on a fleet: a turn goes to its member
-
-
 @pytest.fixture
-def fleet(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[tuple[int, ...], set[int]]]:
-    """Samplers are engines of this process, of which some calls die; who was asked for which conversation."""
+def fleet(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asked]:
+    """Samplers are engines of this process, of which some calls die."""
 
-    def made(dies: Sequence[int] = ()) -> dict[tuple[int, ...], set[int]]:
-        asked: dict[tuple[int, ...], set[int]] = {}
-        calls: Counter[str] = Counter()
+    def made(*dies: int) -> Asked:
+        asked, calls = Asked(), itertools.count(1)
 
         def actors(config: GRPOConfig, policy: TrainedPolicy) -> Fleet:
             def make(again: bool) -> Future[Member]:
-                engine = BACKEND.make_sampler(config, policy)
-                return done(EngineMember(engine, calls, asked, set(dies)))
+                return done(EngineMember(BACKEND.make_sampler(config, policy), calls, asked, dies))
 
             return start._fleet(config, [make] * (config.distributed.samplers or 0))
 
@@ -129,15 +118,12 @@ def test_agents_play_as_in_one_process(play: Any, fleet: Any, how: dict[str, Any
     assert_alike(here, play("there", samplers=3, **how))
     assert {len(members) for members in asked.values()} == {1}  # a conversation stays where it is
     assert len(set.union(*asked.values())) == 3
-    fleet(dies=[2, 5, 9])
+    fleet(2, 5, 9)
     killed = play("killed", samplers=2, **how)
     assert_alike(here, killed)
     steps = [record for record in killed.state.log_history if "loss" in record]
     assert sum(record["samplers/restarts"] for record in steps) == 3
     assert all(record["agent/failed_episodes"] == 0 for record in steps)
-
-
-# ---------------------------------------------------------------------- on ranks: turns in rounds
 
 
 def numbers(trainer: GRPOTrainer | Path) -> Any:
@@ -159,8 +145,7 @@ def test_the_speed_of_worlds_and_who_samples_change_nothing(
 ) -> None:
     first = play("first", ranks=True, **how)
     assert_alike(play("here", **how), first)
-    wait, luck = EnvironmentPool.wait, random.Random(5)
-    held: list[Any] = []
+    wait, luck, held = EnvironmentPool.wait, random.Random(5), list[Any]()
 
     def one_at_a_time(pool: EnvironmentPool, seconds: float | None = None) -> list[Any]:
         if not held:
@@ -179,34 +164,12 @@ def test_the_speed_of_worlds_and_who_samples_change_nothing(
 
 
 @pytest.mark.slow
-def test_one_and_two_ranks_have_the_same_bits(recipe_folder: Path, tmp_path: Path) -> None:
-    recipe = (recipe_folder / "recipe.toml").read_text()
-    model = next(line for line in recipe.splitlines() if line.startswith("model ="))
-    (tmp_path / "agents.toml").write_text(
-        f"""
-[model]
-{model}
-lora_r = 4
-[sampling]
-num_generations = 4
-max_completion_length = 16
-[data]
-prompts_per_step = 2
-[environment]
-world = "{WORLD["world"]}"
-action_format = "choice"
-max_conversation_tokens = 600
-[schedule]
-max_steps = 2
-[evaluation]
-eval_on_start = false
-[distributed]
-groups_per_unit = 1
-"""
-    )
-    runs = []
+def test_one_and_two_ranks_have_the_same_bits(model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(f'[model]\nmodel = "{model_folder}"\nlora_r = 4\n')
+    chosen = {"sampling.num_generations": 4, "sampling.max_completion_length": 16, "data.prompts_per_step": 2}
+    chosen |= {"environment.max_conversation_tokens": 600, "schedule.max_steps": 2, "distributed.groups_per_unit": 1}
+    words = {"environment.world": WORLD["world"], "environment.action_format": "choice"}
+    words |= {"evaluation.eval_on_start": "false"}
     for ranks in (1, 2):
-        folder = tmp_path / f"run-{ranks}"
-        ended_well(torchrun(ranks, "-m", "covey", "train", tmp_path / "agents.toml", f"run.output_dir={folder}"))
-        runs.append(numbers(folder))
-    assert runs[0] == runs[1]
+        ended_well(train(ranks, tmp_path, tmp_path / f"run-{ranks}", **chosen, **words))
+    assert numbers(tmp_path / "run-1") == numbers(tmp_path / "run-2")

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,36 +80,34 @@ class Clock:
 
 @dataclass
 class World:
-    """Where the members of a fleet live.
+    """Where the members of a fleet live."""
 
-    Attributes:
-        faults: what each unit, load or start meets in the order in which they are begun; "" when there is none left.
-        stopped, started: names of members.
-        begun: who was asked for a unit, and its completions.
-        made: members that were asked for.
-    """
-
-    faults: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)  # what is met by units, loads and starts, as they are begun
     clock: Clock = field(default_factory=Clock)
-    stopped: list[str] = field(default_factory=list)
-    begun: list[tuple[str, int]] = field(default_factory=list)
+    stopped: list[str] = field(default_factory=list)  # members
+    begun: list[tuple[str, int]] = field(default_factory=list)  # who was asked for a unit, and its completions
     started: list[str] = field(default_factory=list)
-    made: int = 0
+    made: int = 0  # members that were asked for
 
     def fault(self) -> str:
         return self.faults.pop(0) if self.faults else ""
 
+    def answer(self, delay: float, found: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        give = future.set_exception if isinstance(found, Exception) else future.set_result
+        self.clock.at(delay, partial(give, found))
+        return future
+
     def make(self, again: bool) -> Future[Member]:
         self.made += 1
-        future: Future[Member] = Future()
         kind = self.fault() if again else ""
         if kind == "die":
-            self.clock.at(0.5, lambda: future.set_exception(MemberError("no start")))
-        elif kind != "hang":
-            member = FakeMember(self, f"m{self.made}")
-            self.started.append(member.name)
-            self.clock.at(1.0, lambda: future.set_result(member))
-        return future
+            return self.answer(0.5, MemberError("no start"))
+        if kind == "hang":
+            return Future()
+        member = FakeMember(self, f"m{self.made}")
+        self.started.append(member.name)
+        return self.answer(1.0, member)
 
     def run_out(self) -> None:
         """What is still to happen happens."""
@@ -124,57 +123,43 @@ class FakeMember:
     context_length = 64
 
     def __init__(self, world: World, name: str) -> None:
-        self.world, self.name, self.version, self.sha256 = world, name, -1, ""
-        self.gone = False
+        self.world, self.name, self.version, self.gone = world, name, -1, False
 
     def load(self, held: Held) -> Future[str]:
-        future: Future[str] = Future()
         kind = self.world.fault()
-
-        def take() -> None:
-            self.version, self.sha256 = held.weights.version, held.sha256
-            future.set_result("of something else" if kind == "wrong hash" else held.sha256)
-
         if kind == "die":
-            self.world.clock.at(0.1, lambda: future.set_exception(MemberError("died in a sync")))
-        elif kind != "hang":
-            self.world.clock.at(0.3, take)
-        return future
+            return self.world.answer(0.1, MemberError("died in a sync"))
+        if kind == "hang":
+            return Future()
+        self.world.clock.at(0.3, lambda: setattr(self, "version", held.weights.version))
+        return self.world.answer(0.3, "of something else" if kind == "wrong hash" else held.sha256)
 
     def begin(
         self, unit: Sequence[Request], settings: SamplingSettings, version: int, progress: Progress
     ) -> Future[list[Completion]]:
         assert version == self.version
         assert not self.gone, "a member that was given up is asked"
-        future: Future[list[Completion]] = Future()
-        kind, clock = self.world.fault(), self.world.clock
-        self.world.begun.append((self.name, len(unit)))
-        right = sample(unit, settings, version)
-        if kind == "die":
-            clock.at(0.5, lambda: future.set_exception(MemberError("died")))
-        elif kind == "late":  # long after it was given up
-            wrong = sample(unit, settings, version + 1)
-            clock.at(25.0, lambda: future.set_result(wrong))
-        elif kind == "slow":  # longer than the deadline, and it says how far it is
-            for second in range(1, 4):
-                clock.at(7.0 * second, lambda second=second: progress(second, len(unit)))
-            clock.at(24.0, lambda: future.set_result(right))
-        elif kind == "wrong version":
-            wrong = sample(unit, settings, version - 1)
-            clock.at(0.5, lambda: future.set_result(wrong))
-        elif kind == "too few":
-            clock.at(0.5, lambda: future.set_result(right[:-1]))
-        elif kind == "refuses":
-            clock.at(0.5, lambda: future.set_exception(GenerationError("the prompt is too long")))
-        elif kind == "bug":
-            clock.at(0.5, lambda: future.set_exception(RuntimeError("CUDA out of memory")))
-        elif kind != "hang":
-            clock.at(0.5 + len(unit) / 10, lambda: future.set_result(right))
-            clock.at(0.6 + len(unit) / 10, lambda: progress(len(unit), len(unit)))
+        kind, clock, size, right = self.world.fault(), self.world.clock, len(unit), sample(unit, settings, version)
+        self.world.begun.append((self.name, size))
+        if kind == "hang":
+            return Future()
+        for second in range(1, 4) if kind == "slow" else ():
+            clock.at(7.0 * second, partial(progress, second, size))
+        ends = {
+            "die": (0.5, MemberError("died")),
+            "late": (25.0, sample(unit, settings, version + 1)),  # long after it was given up
+            "slow": (24.0, right),  # longer than the deadline, and it says how far it is
+            "wrong version": (0.5, sample(unit, settings, version - 1)),
+            "too few": (0.5, right[:-1]),
+            "refuses": (0.5, GenerationError("the prompt is too long")),
+            "bug": (0.5, RuntimeError("CUDA out of memory")),
+        }
+        future = self.world.answer(*ends.get(kind, (0.5 + size / 10, right)))
+        if not kind:
+            clock.at(0.6 + size / 10, partial(progress, size, size))
         return future
 
-    def watch(self) -> None:
-        pass
+    def watch(self) -> None: ...
 
     def stop(self, *, failed: bool) -> None:
         self.gone = True
@@ -191,37 +176,36 @@ def bits(completions: Sequence[Completion]) -> list[object]:
 
 
 def alone(asked: Sequence[Request], version: int, size: int = 4) -> list[object]:
-    return bits([found for unit in make_units(asked, size) for found in sample(unit.requests, SETTINGS, version)])
+    return bits([found for unit in make_units(asked, size) for found in sample(unit, SETTINGS, version)])
 
 
-# ---------------------------------------------------------------------- units
+def ready(members: int, *faults: str, **options: Any) -> tuple[World, Fleet]:
+    """A fleet that holds version 1, and what it will meet then."""
+    world = World()
+    fleet = world.fleet(members, **options)
+    fleet.publish(weights(1))
+    world.faults = list(faults)
+    return world, fleet
+
+
+def assert_right(fleet: Fleet, asked: Sequence[Request], version: int = 1, size: int = 4) -> None:
+    assert bits(fleet(asked, SETTINGS, policy_version=version)) == alone(asked, version, size)
 
 
 def test_units_are_whole_groups_in_order() -> None:
     asked = requests(5, 3)
-    units = make_units(asked, 6)
-    assert [len(unit.requests) for unit in units] == [6, 6, 3]
-    assert [unit.first for unit in units] == [0, 6, 12]
-    assert [r for unit in units for r in unit.requests] == asked
-    assert [len(unit.requests) for unit in make_units(asked, 1)] == [3] * 5
-    assert [len(unit.requests) for unit in make_units(asked, 4)] == [6, 6, 3]  # groups are never cut
-    assert make_units([], 4) == []
+    assert [r for unit in make_units(asked, 6) for r in unit] == asked
+    for some, size, expected in [
+        (asked, 6, [6, 6, 3]),
+        (asked, 1, [3] * 5),
+        (asked, 4, [6, 6, 3]),  # groups are never cut
+        ([], 4, []),
+        (requests(10, 1), 4, [4, 4, 2]),
+    ]:
+        assert [len(unit) for unit in make_units(some, size)] == expected
 
-
-def test_single_completions_fill_units() -> None:
-    assert [len(unit.requests) for unit in make_units(requests(10, 1), 4)] == [4, 4, 2]
-
-
-# ---------------------------------------------------------------------- members that go wrong
 
 FAULTS = st.sampled_from(["", "", "", "die", "hang", "late", "slow", "wrong version", "too few", "bug"])
-
-
-def attempt(fleet: Fleet, asked: Sequence[Request]) -> tuple[list[Completion] | None, str]:
-    try:
-        return fleet(asked, SETTINGS, policy_version=3), ""
-    except GenerationError as error:
-        return None, str(error)
 
 
 @settings(max_examples=150, deadline=None)
@@ -229,21 +213,19 @@ def attempt(fleet: Fleet, asked: Sequence[Request]) -> tuple[list[Completion] | 
     members=st.integers(1, 4), groups=st.integers(1, 12), size=st.integers(1, 9), faults=st.lists(FAULTS, max_size=12)
 )
 def test_the_result_is_one_members(members: int, groups: int, size: int, faults: list[str]) -> None:
-    world = World()
-    fleet = world.fleet(members, unit_size=size)
-    fleet.publish(weights(3))
-    world.faults = list(faults)
-    asked = requests(groups)
-    found, error = attempt(fleet, asked)
-    if found is None:
+    world, fleet = ready(members, *faults, unit_size=size)
+    error = ""
+    try:
+        assert_right(fleet, requests(groups), 1, size)
+    except GenerationError as raised:
+        error = str(raised)
+    if error:
         assert "failed one after another" in error
         assert sum(kind not in ("", "slow") for kind in faults) >= 3
         return
-    assert bits(found) == alone(asked, 3, size)
     fleet.publish(weights(4))  # late answers of the version before arrive meanwhile
     world.faults = []
-    again = requests(groups, step=1)
-    assert bits(fleet(again, SETTINGS, policy_version=4)) == alone(again, 4, size)
+    assert_right(fleet, requests(groups, step=1), 4, size)
     fleet.close()
     world.run_out()
     assert sorted(set(world.stopped)) == sorted(world.started)
@@ -257,14 +239,11 @@ def test_weights_reach_everybody(members: int, faults: list[str]) -> None:
     world.faults = list(faults)
     fleet.publish(weights(1))
     world.faults = []
-    asked = requests(9)
-    assert bits(fleet(asked, SETTINGS, policy_version=1)) == alone(asked, 1)
+    assert_right(fleet, requests(9))
 
 
-def test_units_are_shared_out_and_the_longest_prompts_go_first() -> None:
-    world = World()
-    fleet = world.fleet(3)
-    fleet.publish(weights(1))
+def test_units_are_shared_out_and_progress_is_told() -> None:
+    world, fleet = ready(3)
     progress: list[tuple[int, int]] = []
     fleet(requests(12), SETTINGS, policy_version=1, progress=lambda done, total: progress.append((done, total)))
     assert {name for name, _ in world.begun} == {"m1", "m2", "m3"}
@@ -273,14 +252,9 @@ def test_units_are_shared_out_and_the_longest_prompts_go_first() -> None:
 
 
 def test_a_death_is_told_and_counted() -> None:
-    world = World()
-    fleet = world.fleet(2)
-    fleet.publish(weights(1))
-    world.faults = ["die"]
-    asked = requests(8)
-    assert bits(fleet(asked, SETTINGS, policy_version=1)) == alone(asked, 1)
-    (sentence,) = fleet.take_news()
-    assert sentence == "sampler 1 (m1) failed while sampling: died; it is replaced"
+    world, fleet = ready(2, "die")
+    assert_right(fleet, requests(8))
+    assert fleet.take_news() == ["sampler 1 (m1) failed while sampling: died; it is replaced"]
     metrics = fleet.take_metrics()
     assert metrics["samplers/reissued_units"] == metrics["samplers/restarts"] == 1
     assert metrics["time/samplers_waiting"] > 0
@@ -292,10 +266,7 @@ def test_a_death_is_told_and_counted() -> None:
 
 
 def test_silence_has_a_deadline_and_progress_is_no_silence() -> None:
-    world = World()
-    fleet = world.fleet(1)
-    fleet.publish(weights(1))
-    world.faults = ["slow"]
+    world, fleet = ready(1, "slow")
     fleet(requests(2), SETTINGS, policy_version=1)
     assert fleet.take_news() == []
     world.faults, before = ["hang"], world.clock.now
@@ -305,33 +276,22 @@ def test_silence_has_a_deadline_and_progress_is_no_silence() -> None:
 
 
 def test_a_unit_that_three_members_fail_at_is_to_blame() -> None:
-    world = World()
-    fleet = world.fleet(1)
-    fleet.publish(weights(1))
-    world.faults = ["die", "", "", "die", "", "", "bug"]  # a unit, a start, a load, ...
+    _, fleet = ready(1, "die", "", "", "die", "", "", "bug")  # a unit, a start, a load, ...
     with pytest.raises(GenerationError, match=r"3 samplers failed.*\[\(7, 0, 0\), \(7, 0, 1\)\].*CUDA out of memory"):
         fleet(requests(2), SETTINGS, policy_version=1)
 
 
 def test_what_the_unit_asks_for_wrongly_is_raised_at_once() -> None:
-    world = World()
-    fleet = world.fleet(2)
-    fleet.publish(weights(1))
-    world.faults = ["", "refuses"]
+    world, fleet = ready(2, "", "refuses")
     with pytest.raises(GenerationError, match="the prompt is too long"):
         fleet(requests(8), SETTINGS, policy_version=1)
     assert world.stopped == []
-    asked = requests(5, step=2)  # what the others were doing is forgotten
-    assert bits(fleet(asked, SETTINGS, policy_version=1)) == alone(asked, 1)
+    assert_right(fleet, requests(5, step=2))  # what the others were doing is forgotten
 
 
 def test_the_run_goes_on_with_fewer_and_ends_with_none() -> None:
-    world = World()
-    fleet = world.fleet(2, max_restarts=1)
-    fleet.publish(weights(1))
-    world.faults = ["die", "", "die"]
-    asked = requests(8)
-    assert bits(fleet(asked, SETTINGS, policy_version=1)) == alone(asked, 1)
+    world, fleet = ready(2, "die", "", "die", max_restarts=1)
+    assert_right(fleet, requests(8))
     assert "2 times in a row: the run goes on with 1 of 2" in fleet.take_news()[1]
     world.faults = ["die", "die"]
     with pytest.raises(GenerationError, match=r"sampler 2.*, the last one, failed while starting: no start"):
@@ -346,57 +306,40 @@ def test_other_numbers_than_were_sent_stop_the_run() -> None:
         fleet.publish(weights(1))
 
 
-def test_only_the_published_version_is_sampled() -> None:
-    fleet = World().fleet(1)
+def test_only_what_was_published_last_is_sampled() -> None:
+    world = World()
+    fleet = world.fleet(1)
     with pytest.raises(GenerationError, match="policy_version=0: the samplers hold no weights"):
         fleet(requests(1), SETTINGS, policy_version=0)
     fleet.publish(weights(2))
     with pytest.raises(GenerationError, match="policy_version=1: the samplers hold version 2"):
         fleet(requests(1), SETTINGS, policy_version=1)
-
-
-def test_other_weights_of_the_same_version_are_taken() -> None:
-    world = World()
-    fleet = world.fleet(1)
-    fleet.publish(weights(2))
     taken = world.clock.now
-    fleet.publish(weights(2, 0.5))
+    fleet.publish(weights(2, 0.5))  # other weights of the same version are taken
     assert world.clock.now > taken
 
 
 def test_a_member_that_cannot_start_ends_the_start() -> None:
-    world = World()
-    made = [world.make, lambda again: _failing()]
+    world, failing = World(), Future[Member]()
+    failing.set_exception(MemberError("no room"))
     with pytest.raises(ServingError, match="sampler 2 cannot be started: no room"):
-        Fleet(made, unit_size=2, wait=world.clock.wait, clock=world.clock)
+        Fleet([world.make, lambda again: failing], unit_size=2, wait=world.clock.wait, clock=world.clock)
     world.run_out()
     assert world.stopped == ["m1"]  # that one came when nobody waited any more
 
 
-def _failing() -> Future[Member]:
-    future: Future[Member] = Future()
-    future.set_exception(MemberError("no room"))
-    return future
-
-
 def test_weights_are_copied_before_the_update_changes_them() -> None:
-    world = World()
-    fleet = world.fleet(1)
-    published = weights(1)
+    fleet, published = World().fleet(1), weights(1)
     fleet.publish(published)
-    before = fleet._held
-    assert before is not None
-    held = next(iter(before.weights.adapter.tensors.values()))  # type: ignore[union-attr]
+    assert fleet._held is not None
+    held = next(iter(fleet._held.weights.adapter.tensors.values()))  # type: ignore[union-attr]
     next(iter(published.adapter.tensors.values()))[:] = 99.0  # type: ignore[union-attr]
     assert (held == 1.0).all()
 
 
 def test_it_starts_anew_after_it_was_closed() -> None:
-    world = World()
-    fleet = world.fleet(2)
-    fleet.publish(weights(1))
+    world, fleet = ready(2)
     fleet.close()
     assert world.stopped == ["m1", "m2"]
-    asked = requests(4)
-    assert bits(fleet(asked, SETTINGS, policy_version=1)) == alone(asked, 1)
+    assert_right(fleet, requests(4))
     assert world.made == 4

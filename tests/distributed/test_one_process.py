@@ -29,42 +29,33 @@ def test_a_run_that_is_killed_in_a_step_learns_the_same(recipe_folder: Path, tmp
     assert learned(tmp_path / "run") == learned(tmp_path / "whole")
 
 
-def test_without_the_section_nothing_changes(by_units: dict[str, Any]) -> None:
-    trainer = GRPOTrainer(args=GRPOConfig(**(by_units | {"groups_per_unit": 2})), **data())
-    assert type(trainer.engine) is Engine
-    trainer.train()
-    assert not any("samplers" in name for name in trainer.state.log_history[0])
-
-
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"max_staleness": 1},
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"use_peft": False}, marks=pytest.mark.slow),
-    ],
+    [{"max_staleness": 1}, *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, {"use_peft": False}))],
     ids=str,
 )
 def test_units_train(by_units: dict[str, Any], changes: dict[str, Any], tmp_path: Path) -> None:
     """With units that are as large as a step, the numbers are those of one call."""
-    args = GRPOConfig(**(by_units | changes | {"samplers": 0, "groups_per_unit": 4}))
-    GRPOTrainer(args=args, **data()).train()
-    plain = by_units | changes
-    del plain["groups_per_unit"]
-    GRPOTrainer(args=GRPOConfig(**(plain | {"output_dir": str(tmp_path / "plain")})), **data()).train()
-    folder, model = Path(args.run.output_dir), "model.safetensors" if "use_peft" in changes else ""
-    ours, theirs = (learned(path, without=("samplers/",), weights=model) for path in (folder, tmp_path / "plain"))
-    assert ours == theirs
-    assert events(folder, "sampler") == []
+    model = "model.safetensors" if "use_peft" in changes else ""
+    found = []
+    for name, units in (("units", {"samplers": 0, "groups_per_unit": 4}), ("plain", {"groups_per_unit": 1})):
+        args = GRPOConfig(**(by_units | changes | units | {"output_dir": str(tmp_path / name)}))
+        trainer = GRPOTrainer(args=args, **data())
+        trainer.train()
+        assert type(trainer.engine) is (Fleet if name == "units" else Engine)
+        names = {key for record in trainer.state.log_history for key in record}
+        assert ("samplers/restarts" in names) == (name == "units")
+        found.append(learned(tmp_path / name, without=("samplers/",), weights=model))
+    assert found[0] == found[1]
+    assert events(tmp_path / "units", "sampler") == []
 
 
 def test_a_unit_is_a_function_of_itself(by_units: dict[str, Any]) -> None:
     trainer = GRPOTrainer(args=GRPOConfig(**(by_units | {"samplers": 0})), **data())
     assert isinstance(trainer.engine, Fleet)
     settings, version = SamplingSettings(max_tokens=8), trainer.state.policy_version
-    asked = [
-        Request(prompt.token_ids, (3, 0, place, n)) for place, prompt in enumerate(trainer.prompts) for n in range(4)
-    ]
+    ids = [prompt.token_ids for prompt in trainer.prompts]
+    asked = [Request(each, (3, 0, place, n)) for place, each in enumerate(ids) for n in range(4)]
     whole = trainer.engine(asked, settings, policy_version=version)
     for place in range(0, len(asked), 4):
         part = trainer.engine(asked[place : place + 4], settings, policy_version=version)

@@ -1,8 +1,6 @@
 """Ranks: whole models have the same bits on any number of them, shards and slices what one process has.
 
-Ranks fail, and the command starts them, and starts them again.
-
-Each fixture `found` is one start of torchrun that is looked at in many ways: few cases on two ranks in `make test`, all
+The fixture `found` is one start of torchrun that is looked at in many ways: few cases on two ranks in `make test`, all
 of them, on three ranks and on two machines too, among the slow ones.
 """
 
@@ -12,26 +10,17 @@ import json
 import shutil
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import rank_cases
 import sharded_cases
 import slice_cases
 import torch
-from runs import (
-    HERE,
-    assert_near,
-    covey,
-    ended_well,
-    events,
-    finished,
-    kill_one,
-    learned,
-    torchrun,
-    train,
-)
+from runs import HERE, assert_near, covey, ended_well, events, finished, kill_one, learned, torchrun, train
 from tiny_models import tiny_model
 
 from covey import GRPOConfig, GRPOTrainer
@@ -45,49 +34,29 @@ from covey.training import launch
 from covey.training.checkpoint import list_checkpoints, load_checkpoint
 from covey.training.launch import RanksBackend
 
-SCRIPT = Path(__file__).parent / "ranks_main.py"
-FEW = (
-    *("replicated:grpo", "replicated:agents", "replicated:memory", "replicated:a fault"),
-    *("sharded:tied, all weights", "sharded:untied, LoRA", "wrongly:"),
-    *("slices:tied, all weights", "slices:untied, LoRA", "made:damaged", "made:odd"),
-)
-ALL = (
-    *(f"replicated:{case}" for case in rank_cases.CASES),
-    *(f"sharded:{case}" for case in sharded_cases.CASES),
-    "wrongly:",
-    *(f"slices:{case}" for case in slice_cases.CASES),
-    *("made:damaged", "made:odd"),
-)
-MORE = (
-    *ALL[: len(rank_cases.CASES)],
-    *("sharded:tied, all weights", "sharded:untied, LoRA", "sharded:a moving reference", "wrongly:"),
-    *("slices:tied, all weights", "slices:untied, LoRA", "slices:bfloat16, LoRA"),
-)
-BETWEEN_MACHINES = MORE[len(rank_cases.CASES) :]
+SCRIPT = Path(__file__).parent / "rank_cases.py"
+PAIR = ("tied, all weights", "untied, LoRA")
+OTHERS: dict[str, Iterable[str]] = {"wrongly": ("",), "made": ("damaged", "odd")}
 
 
-class Found:
+def cases(**kinds: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"{kind}:{case}" for kind, names in kinds.items() for case in names)
+
+
+FEW = cases(replicated=("grpo", "agents", "memory", "a fault"), sharded=PAIR, slices=PAIR, **OTHERS)
+ALL = cases(replicated=rank_cases.CASES, sharded=sharded_cases.CASES, slices=slice_cases.CASES, **OTHERS)
+SPLIT = cases(sharded=(*PAIR, "a moving reference"), wrongly=("",), slices=(*PAIR, "bfloat16, LoRA"))
+
+
+class Found(NamedTuple):
     """What came out of cases on so many ranks, and the folder that they have written to."""
 
-    def __init__(self, world: int, folder: Path) -> None:
-        self.world, self.folder = world, folder
-        self._found = json.loads((folder / "found.json").read_text())
+    world: int
+    folder: Path
+    cases: dict[str, dict[str, Any]]
 
     def of(self, kind: str) -> dict[str, Any]:
-        return {case: what for name, what in self._found.items() for k, case in [name.split(":")] if k == kind}
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    slice_cases.write_models(folder)
-    return folder
-
-
-def on_ranks(world: int, folder: Path, models: Path, *cases: str, **environment: str) -> Found:
-    (folder / "models").symlink_to(models)
-    ended_well(torchrun(world, SCRIPT, folder, *cases, **environment))
-    return Found(world, folder)
+        return self.cases.get(kind, {})
 
 
 @pytest.fixture(
@@ -95,43 +64,33 @@ def on_ranks(world: int, folder: Path, models: Path, *cases: str, **environment:
     params=[
         pytest.param((2, FEW), id="few"),
         pytest.param((2, ALL), id="two", marks=pytest.mark.slow),
-        pytest.param((3, MORE), id="three", marks=pytest.mark.slow),
-        pytest.param((4, BETWEEN_MACHINES), id="two machines", marks=pytest.mark.slow),
+        pytest.param((3, cases(replicated=rank_cases.CASES) + SPLIT), id="three", marks=pytest.mark.slow),
+        pytest.param((4, SPLIT), id="two machines", marks=pytest.mark.slow),
     ],
 )
-def found(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    world, cases = request.param
-    return on_ranks(world, tmp_path_factory.mktemp("found"), models, *cases, MACHINE=str(world if world < 4 else 2))
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    (world, cases), folder = request.param, tmp_path_factory.mktemp("found")
+    slice_cases.write_models(folder / "models")
+    ended_well(torchrun(world, SCRIPT, folder, *cases, MACHINE=str(world if world < 4 else 2)))
+    return Found(world, folder, json.loads((folder / "found.json").read_text()))
 
 
-# ---------------------------------------------------------------------- whole models
-
-
-def test_weights_and_metrics_have_the_same_bits_on_any_number_of_ranks(found: Found) -> None:
+def test_whole_models_have_the_same_bits_on_any_number_of_ranks(found: Found) -> None:
     for name, case in found.of("replicated").items():
         if name != "a fault":
             assert case["alone"]["steps"] >= 3
             assert case["together"] == case["alone"], name
-
-
-def test_all_ranks_begin_again_with_smaller_packs_when_memory_runs_out_on_one(found: Found) -> None:
-    for case in found.of("replicated").items():
-        if case[0] == "memory":
-            assert case[1]["together"]["budget"] == 50
+        if name == "memory":  # ran out on one rank, and all began again with smaller packs
+            assert case["together"]["budget"] == 50
 
 
 def test_a_fault_on_another_rank_is_named_and_all_go_on(found: Found) -> None:
-    for name, case in found.of("replicated").items():
-        if name != "a fault":
-            continue
+    if case := found.of("replicated").get("a fault"):
         (first, *rest), (alone, *others) = case["together"]["metrics"], case["alone"]["metrics"]
         assert first["error"].startswith(f"rank 1 of {found.world} failed: ArithmeticError: injected")
         assert alone["error"].startswith("injected")
         assert rest == others
         assert case["together"]["steps"] == case["alone"]["steps"] == 2
-
-
-# ---------------------------------------------------------------------- shards
 
 
 def test_loss_gradients_and_weights_are_those_of_one_process(found: Found) -> None:
@@ -178,7 +137,7 @@ def test_what_a_rank_has_written_is_checked(found: Found, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_checkpoint_keeps_its_bits_on_two_one_three_and_two_ranks(models: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_keeps_its_bits_on_two_one_three_and_two_ranks(tmp_path: Path) -> None:
     cases = ("tied, all weights", "untied, LoRA", "a moving reference")
     for world in (2, 1, 3, 2):
         ended_well(torchrun(world, SCRIPT, tmp_path, *(f"move:{case}" for case in cases)))
@@ -187,10 +146,9 @@ def test_a_checkpoint_keeps_its_bits_on_two_one_three_and_two_ranks(models: Path
         assert [(path / "shards").is_dir() for path in paths] == [True, False, True, True]
         first, *others = [load_checkpoint(path).tensors for path in paths]
         assert first["optimizer"]
+        names = {name: set(group) for name, group in first.items()}
         for other in others:
-            assert {name: set(group) for name, group in other.items()} == {
-                name: set(group) for name, group in first.items()
-            }
+            assert {name: set(group) for name, group in other.items()} == names
             assert all(torch.equal(group[n], other[name][n]) for name, group in first.items() for n in group)
 
 
@@ -201,15 +159,19 @@ def test_all_end_when_memory_runs_out_on_one(tmp_path: Path) -> None:
     printed = finished(process)
     assert process.returncode != 0
     assert time.monotonic() - started < 250  # not by the deadline of 300 s
-    assert "rank 0 of 2 failed beside others that wait for it" in printed, printed[-3000:]
-    assert "OutOfMemoryError: injected;" in printed
-    assert "tokens_per_micro_batch=48: set a smaller optim.tokens_per_micro_batch" in printed
-    assert "and is not asked again" in printed
+    for said in (
+        "rank 0 of 2 failed beside others that wait for it",
+        "OutOfMemoryError: injected;",
+        "tokens_per_micro_batch=48: set a smaller optim.tokens_per_micro_batch",
+        "and is not asked again",
+    ):
+        assert said in printed, printed[-3000:]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"max_staleness": 1}, "nothing is sampled ahead"),
         ({"autocast": "bfloat16"}, r"optim\.autocast='bfloat16': is not served"),
         ({"offload": True}, r"optim\.offload=True: is not served"),
         ({"optimizer": "adamw_8bit"}, r"optim\.optimizer='adamw_8bit': is not served"),
@@ -221,16 +183,6 @@ def test_all_end_when_memory_runs_out_on_one(tmp_path: Path) -> None:
 def test_what_is_not_served_is_named(settings: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RanksBackend(Ranks()).check(GRPOConfig(**(settings | changes), learner_kind="sharded"))
-
-
-class Machines:
-    """Ranks that all have as much memory."""
-
-    def __init__(self, world: int, local_world: int) -> None:
-        self.world, self.local_world = world, local_world
-
-    def gather(self, own: Any) -> list[Any]:
-        return [own] * self.world
 
 
 @pytest.mark.parametrize(
@@ -254,14 +206,11 @@ def test_auto_shards_what_would_fill_the_memory(
     numbers = sum(p.numel() for p in model.parameters())
     assert needed == numbers * (4 * (1 + 3 + 1) + 8)  # weights, gradients, moments, reference; the sum
     monkeypatch.setattr(sharded_learner, "total_memory", lambda: int(memory * local_world * needed / 0.8))
-    ranks: Any = Machines(world, local_world)
+    ranks: Any = SimpleNamespace(world=world, local_world=local_world, gather=lambda own: [own] * world)
     assert parts(config, needed, cpu, ranks) == over
     assert parts(config.replace(learner_kind="sharded"), needed, cpu, ranks) == (over if over > 1 else local_world)
     assert parts(config.replace(learner_kind="replicated"), needed, cpu, ranks) == 1
     assert parts(config.replace(learner_kind="sharded"), needed, cpu, Ranks()) == 1
-
-
-# ---------------------------------------------------------------------- slices of a model's files
 
 
 def test_slices_have_the_bits_of_whole_models(found: Found) -> None:
@@ -276,8 +225,7 @@ def test_slices_have_the_bits_of_whole_models(found: Found) -> None:
 
 
 def test_a_damaged_weight_is_an_error_on_all_ranks_and_odd_files_are_read_whole(found: Found) -> None:
-    made = found.of("made")
-    if made:
+    if made := found.of("made"):
         assert sum("holds NaN or infinity; the file is damaged" in said for said in made["damaged"]) == found.world
         said = "every rank reads the whole model before it is sharded: it has no safetensors files"
         assert sum(said in each for each in made["odd"]) == 1
@@ -289,10 +237,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+def find(folder: Path, dtype: torch.dtype = torch.float32) -> ModelFiles:
+    return ModelFiles.find(str(folder), dtype=dtype)
+
+
 def test_a_hollow_model_has_shapes_and_no_memory(folder: Path) -> None:
-    files = ModelFiles.find(str(folder), dtype=torch.bfloat16)
-    model = files.hollow()
-    for parameter in model.parameters():
+    files = find(folder, torch.bfloat16)
+    for parameter in files.hollow().parameters():
         assert parameter.dtype == torch.bfloat16
         assert not parameter.is_meta
         assert parameter.untyped_storage().nbytes() == 2
@@ -305,7 +256,7 @@ def test_the_first_layers_have_one_of_each_type(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config["layer_types"] = ["sliding_attention"] * 3 + ["full_attention", "sliding_attention"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert len(ModelFiles.find(str(tmp_path), dtype=torch.float32).few_layers().model.layers) == 4
+    assert len(find(tmp_path).few_layers().model.layers) == 4
 
 
 def test_tied_parameters_stay_tied() -> None:
@@ -313,28 +264,18 @@ def test_tied_parameters_stay_tied() -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def rename(tensors: dict[str, torch.Tensor]) -> None:
-    name = min(tensors)
-    tensors[f"other.{name}"] = tensors.pop(name)
-
-
-def cut(tensors: dict[str, torch.Tensor]) -> None:
-    name = max(tensors)
-    tensors[name] = tensors[name][:-1].contiguous()
-
-
-def quantise(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[max(tensors)] = tensors[max(tensors)].to(torch.int8)
-
-
 @pytest.mark.parametrize(
     ("edit", "message"),
-    [(rename, "its files hold no "), (cut, " in its files, not "), (quantise, "of I8 in its files")],
+    [
+        (lambda name, tensor: {f"other.{name}": tensor}, "its files hold no "),
+        (lambda name, tensor: {name: tensor[:-1].contiguous()}, " in its files, not "),
+        (lambda name, tensor: {name: tensor.to(torch.int8)}, "of I8 in its files"),
+    ],
 )
 def test_files_of_another_form_are_read_whole(folder: Path, edit: Any, message: str) -> None:
-    slice_cases.change(folder, edit)
+    slice_cases.change(folder, lambda tensors: tensors.update(edit(name := max(tensors), tensors.pop(name))))
     with pytest.raises(NotSlicedError, match=message):
-        ModelFiles.find(str(folder), dtype=torch.float32)
+        find(folder)
 
 
 def test_files_that_are_missing_or_damaged_are_left_to_whole_loading(folder: Path, tmp_path: Path) -> None:
@@ -342,18 +283,16 @@ def test_files_that_are_missing_or_damaged_are_left_to_whole_loading(folder: Pat
     for damage in ("{", '{"weight_map": {"a": "nowhere.safetensors"}}', '{"weight_map": 1}'):
         index.write_text(damage)
         with pytest.raises(NotSlicedError):
-            ModelFiles.find(str(folder), dtype=torch.float32)
+            find(folder)
     index.unlink()
     with pytest.raises(NotSlicedError, match="no safetensors files"):
-        ModelFiles.find(str(folder), dtype=torch.float32)
+        find(folder)
     with pytest.raises(ModelError, match="there is no such file or folder"):
-        ModelFiles.find(str(tmp_path / "no where"), dtype=torch.float32)
-
-
-# ---------------------------------------------------------------------- the command
+        find(tmp_path / "no where")
 
 
 SHARDED = {"distributed.learner_kind": "sharded"}
+TWO = {"distributed.learners": 2, "distributed.ray_address": "local"}
 
 
 @pytest.fixture(scope="module")
@@ -364,37 +303,26 @@ def one(recipe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def assert_equal_runs(one: Path, other: Path) -> None:
-    assert learned(one, without=("samplers/",)) == learned(other, without=("samplers/",))
-
-
 def test_one_command_starts_all_ranks_and_starts_them_again(recipe_folder: Path, one: Path, tmp_path: Path) -> None:
-    settings = {"distributed.learners": 2, "distributed.ray_address": "local"}
-    process = train(0, recipe_folder, tmp_path / "run", **settings)
-    try:
-        ranks = kill_one(process, tmp_path / "run", rank=1)
-    finally:
-        printed = finished(process)
+    process = train(0, recipe_folder, tmp_path / "run", **TWO)
+    ranks, printed = kill_one(process, tmp_path / "run", rank=1)
     assert process.returncode == 0, printed
     assert "all are started again (1 of 3)" in printed
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
-    assert_equal_runs(one, tmp_path / "run")
+    assert learned(tmp_path / "run", without=("samplers/",)) == learned(one, without=("samplers/",))
 
 
 @pytest.mark.slow
 def test_killed_on_two_ranks_the_command_goes_on_on_one(recipe_folder: Path, one: Path, tmp_path: Path) -> None:
     process = train(2, recipe_folder, tmp_path / "run")
-    try:
-        ranks = kill_one(process, tmp_path / "run", rank=0)
-    finally:
-        printed = finished(process)
+    ranks, printed = kill_one(process, tmp_path / "run", rank=0)
     assert process.returncode != 0, printed
     deadline = time.monotonic() + 15
     while any(Path(f"/proc/{rank}").exists() for rank in ranks):
         assert time.monotonic() < deadline, "a rank outlives the run"
         time.sleep(0.1)
     ended_well(train(1, recipe_folder, tmp_path / "run"))
-    assert_equal_runs(one, tmp_path / "run")
+    assert learned(tmp_path / "run", without=("samplers/",)) == learned(one, without=("samplers/",))
     ended_well(covey("eval", tmp_path / "run"))  # needs no other ranks
 
 
@@ -415,11 +343,7 @@ def test_what_is_refused_is_said_once_and_not_started_again(recipe_folder: Path,
 def test_killed_on_two_ranks_a_run_in_shards_goes_on_on_one_and_on_three(recipe_folder: Path, tmp_path: Path) -> None:
     every = {"model.use_peft": "false", "optim.learning_rate": "0.001", "evaluation.load_best_model_at_end": "true"}
     ended_well(train(0, recipe_folder, tmp_path / "one", **every, **{"distributed.samplers": 0}))
-    process = train(2, recipe_folder, tmp_path / "run", **every, **SHARDED)
-    try:
-        kill_one(process, tmp_path / "run", rank=0)
-    finally:
-        finished(process)
+    kill_one(train(2, recipe_folder, tmp_path / "run", **every, **SHARDED), tmp_path / "run", rank=0)
     shutil.copytree(tmp_path / "run", tmp_path / "before")
     for world in (1, 3):
         shutil.rmtree(tmp_path / "run")
@@ -445,10 +369,8 @@ def test_killed_at_each_moment_of_a_checkpoint(recipe_folder: Path, one: Path, t
 def test_packs_are_halved_for_the_rest_of_the_run_when_memory_runs_out(
     recipe_folder: Path, one: Path, tmp_path: Path
 ) -> None:
-    settings = SHARDED | {"optim.tokens_per_micro_batch": 256}
-    fault = {"FAULT": "memory 1 70"}
-    process = train(2, recipe_folder, tmp_path / "run", "--max-restarts", "2", environment=fault, **settings)
-    printed = ended_well(process)
+    more: dict[str, Any] = SHARDED | {"optim.tokens_per_micro_batch": 256, "environment": {"FAULT": "memory 1 70"}}
+    printed = ended_well(train(2, recipe_folder, tmp_path / "run", "--max-restarts", "2", **more))
     assert_near(one, tmp_path / "run")
     said = events(tmp_path / "run", "memory")
     assert [each.rpartition("with ")[2] for each in said] == ["128", "64"]
@@ -459,8 +381,7 @@ def test_packs_are_halved_for_the_rest_of_the_run_when_memory_runs_out(
 
 @pytest.mark.slow
 def test_one_command_halves_packs_too_and_says_when_that_is_no_help(recipe_folder: Path, tmp_path: Path) -> None:
-    settings = SHARDED | {"distributed.learners": 2, "distributed.max_restarts": 0, "optim.tokens_per_micro_batch": 128}
-    settings |= {"distributed.ray_address": "local"}
+    settings = TWO | SHARDED | {"distributed.max_restarts": 0, "optim.tokens_per_micro_batch": 128}
     process = train(0, recipe_folder, tmp_path / "run", environment={"FAULT": "memory 1 30"}, **settings)
     printed = finished(process)
     assert process.returncode == 2, printed
@@ -468,39 +389,33 @@ def test_one_command_halves_packs_too_and_says_when_that_is_no_help(recipe_folde
     assert "tokens_per_micro_batch=64: set a smaller" in " ".join(printed[printed.rindex("covey: ") :].split())
 
 
-# ---------------------------------------------------------------------- refused before anything starts
-
-
 def lengths(completions: list[str], **columns: Any) -> list[float]:
     return [float(len(text)) for text in completions]
 
 
+DATA: dict[str, Any] = {"reward_funcs": lengths, "train_dataset": [{"prompt": "say one: "}, {"prompt": "say two: "}]}
+
+
 def test_several_learners_need_a_launcher(settings: dict[str, Any]) -> None:
-    rows = [{"prompt": "say one: "}]
     with pytest.raises(ConfigError, match=r"distributed\.learners=3: this is one process; .*--nproc-per-node 3"):
-        GRPOTrainer(reward_funcs=lengths, args=GRPOConfig(**settings, learners=3), train_dataset=rows)
-
-
-def test_learners_and_torchrun_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(ConfigError, match=r"distributed\.learners=2: torchrun has started 1"):
-        launch.run(GRPOConfig(learners=2))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="MASTER_ADDR='': torchrun sets them"):
-        launch.run(GRPOConfig())
-    monkeypatch.setenv("WORLD_SIZE", "one")
-    with pytest.raises(ConfigError, match="WORLD_SIZE='one'"):
-        launch.run(GRPOConfig())
+        GRPOTrainer(args=GRPOConfig(**settings, learners=3), **DATA)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"max_staleness": 1}, "nothing is sampled ahead")],
+    ("world", "learners", "message"),
+    [
+        ("1", 2, r"distributed\.learners=2: torchrun has started 1"),
+        ("2", 1, "MASTER_ADDR='': torchrun sets them"),
+        ("one", 1, "WORLD_SIZE='one'"),
+    ],
 )
-def test_what_ranks_cannot_do(settings: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+def test_learners_and_torchrun_must_agree(
+    world: str, learners: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", world)
     with pytest.raises(ConfigError, match=message):
-        RanksBackend(Ranks()).check(GRPOConfig(**(settings | changes)))
+        launch.run(GRPOConfig(learners=learners))
 
 
 def test_it_is_refused_before_ranks_are_started(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,8 +425,6 @@ def test_it_is_refused_before_ranks_are_started(settings: dict[str, Any], monkey
 
 
 def test_an_optimiser_of_ones_own_is_refused(settings: dict[str, Any]) -> None:
-    backend = RanksBackend(Ranks())
-    rows = [{"prompt": "say one: "}, {"prompt": "say two: "}]
-    trainer = GRPOTrainer(reward_funcs=lengths, args=GRPOConfig(**settings), train_dataset=rows, backend=backend)
+    trainer = GRPOTrainer(args=GRPOConfig(**settings), backend=RanksBackend(Ranks()), **DATA)
     with pytest.raises(ConfigError, match="in one process only"):
         trainer.learner.use_optimizer(None)

@@ -1,7 +1,4 @@
-"""Learners that Ray starts, on three simulated nodes of one CPU: the numbers of one process, whatever dies.
-
-The command runs as a user runs it. A cluster takes half a minute to start on a busy machine; the module has one.
-"""
+"""Learners that Ray starts: the numbers of one process, whatever dies. The command runs as a user runs it."""
 
 from __future__ import annotations
 
@@ -11,43 +8,26 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'covey[ray]'")
 
-from ray.cluster_utils import Cluster
-from runs import ended_well, finished, learned, started
-from test_ray import alive, descendants, name_of
+from runs import RAY, await_checkpoint, ended_well, finished, learned, started, torchrun
+from test_ray import assert_ended, descendants, name_of
 
 from covey.observe.run_folder import RunFolder
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
-]
-SMALL = {"num_cpus": 1, "object_store_memory": 80 << 20}
+pytestmark = RAY
 LONG = ("schedule.max_steps=40", "evaluation.eval_steps=0")
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    made = Cluster(initialize_head=True, head_node_args={**SMALL, "include_dashboard": False})
-    try:
-        for _ in range(2):
-            made.add_node(**SMALL)
-        yield made
-    finally:
-        made.shutdown()
+Runs = dict[tuple[str, ...], Path]
+"""Run folders, by further settings."""
 
 
 @pytest.fixture
-def command(recipe_folder: Path, tmp_path: Path, cluster: Cluster) -> list[object]:
+def command(recipe_folder: Path, tmp_path: Path, cluster: Any) -> list[object]:
     """Of two learners on the cluster."""
     return [
         *(sys.executable, "-m", "covey", "train", recipe_folder / "recipe.toml"),
@@ -57,17 +37,14 @@ def command(recipe_folder: Path, tmp_path: Path, cluster: Cluster) -> list[objec
 
 
 @pytest.fixture(scope="module")
-def unbroken(recipe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Path]:
-    """Run folders of one learner, by further settings."""
+def unbroken(recipe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Of one learner."""
     folder = tmp_path_factory.mktemp("one")
-    found: dict[tuple[str, ...], Path] = {}
+    found: Runs = {}
     ahead = ("distributed.samplers=1", "schedule.max_staleness=1", "distributed.ray_address=local")
     for number, settings in enumerate([(), LONG, ahead]):
         where = (recipe_folder / "recipe.toml", f"run.output_dir={folder / str(number)}", *settings)
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 1]
-        process = started([*launcher, "-m", "covey", "train", *where])
-        printed = finished(process)
-        assert process.returncode == 0, printed
+        ended_well(torchrun(1, "-m", "covey", "train", *where))
         found[settings[:2]] = folder / str(number)
     return found
 
@@ -80,15 +57,6 @@ def run_to_its_end(command: list[object]) -> str:
     return ended_well(started(command))
 
 
-def at_checkpoint(process: subprocess.Popen[str], run: Path, step: int = 6) -> None:
-    """Wait until the run has saved this step."""
-    deadline = time.monotonic() + 300
-    while not (run / "checkpoints" / f"step_{step:06}" / "COMPLETE").exists():
-        assert process.poll() is None, finished(process)
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def rank_0_of(process: subprocess.Popen[str]) -> int:
     [found] = [pid for pid in descendants(process.pid) if "PR_SET_PDEATHSIG" in name_of(pid)]
     return found
@@ -99,59 +67,41 @@ def hosts() -> set[int]:
     return {pid for pid in descendants(os.getpid()) if "ray::RankHost" in name_of(pid)}
 
 
-def test_ray_starts_what_torchrun_starts(
-    command: list[object], tmp_path: Path, unbroken: dict[tuple[str, ...], Path]
-) -> None:
+def test_ray_starts_what_torchrun_starts(command: list[object], tmp_path: Path, unbroken: Runs) -> None:
     printed = run_to_its_end(command)
     assert learned(tmp_path / "run") == learned(unbroken[()])
     assert "layout: 2 learners on the Ray cluster" in printed
     assert printed.count("step 6/6") == 1
     assert "pid=" not in printed
-    torchrun = [*command[:-1], "distributed.ray_address=local"]
-    torchrun[5] = f"run.output_dir={tmp_path / 'torchrun'}"
-    assert "started by torchrun" in run_to_its_end(torchrun)
+    here = [*command[:5], f"run.output_dir={tmp_path / 'torchrun'}", command[6], "distributed.ray_address=local"]
+    assert "started by torchrun" in run_to_its_end(here)
     assert learned(tmp_path / "torchrun") == learned(unbroken[()])
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_killed(
-    command: list[object], tmp_path: Path, unbroken: dict[tuple[str, ...], Path], rank: int
+@pytest.mark.parametrize("lost", ["rank 0", "rank 1", "a node"])
+def test_what_is_lost_is_started_again(
+    command: list[object], tmp_path: Path, cluster: Any, unbroken: Runs, lost: str
 ) -> None:
     process = started([*command, *LONG])
     try:
-        at_checkpoint(process, tmp_path / "run")
+        await_checkpoint(process, tmp_path / "run", 6)
         [other] = hosts()
-        os.kill(other if rank else rank_0_of(process), signal.SIGKILL)
+        if lost == "a node":
+            raylet = int(Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[1])
+            assert "raylet" in name_of(raylet)
+            os.kill(raylet, signal.SIGKILL)  # which the rank would notice soon
+        os.kill(rank_0_of(process) if lost == "rank 0" else other, signal.SIGKILL)
+        if lost == "a node":
+            cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
     finally:
         printed = finished(process)
     assert process.returncode == 0, printed
     assert "all are started again (1 of 3)" in printed
-    assert f"rank {rank}" in printed
+    assert lost in printed or lost == "a node"
     assert learned(tmp_path / "run") == learned(unbroken[LONG])
 
 
-def test_a_node_that_is_lost(
-    command: list[object], tmp_path: Path, cluster: Cluster, unbroken: dict[tuple[str, ...], Path]
-) -> None:
-    process = started([*command, *LONG])
-    try:
-        at_checkpoint(process, tmp_path / "run")
-        [other] = hosts()
-        raylet = int(Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[1])
-        assert "raylet" in name_of(raylet)
-        os.kill(raylet, signal.SIGKILL)
-        os.kill(other, signal.SIGKILL)  # which would notice soon
-        cluster.add_node(**SMALL)
-    finally:
-        printed = finished(process)
-    assert process.returncode == 0, printed
-    assert "all are started again (1 of 3)" in printed
-    assert learned(tmp_path / "run") == learned(unbroken[LONG])
-
-
-def test_actors_sample_ahead_for_several_learners(
-    command: list[object], tmp_path: Path, unbroken: dict[tuple[str, ...], Path]
-) -> None:
+def test_actors_sample_ahead_for_several_learners(command: list[object], tmp_path: Path, unbroken: Runs) -> None:
     settings = ("distributed.samplers=1", "schedule.max_staleness=1")
     printed = run_to_its_end([*command, *settings])
     assert learned(tmp_path / "run") == learned(unbroken[settings]), printed
@@ -163,33 +113,23 @@ def test_actors_are_given_what_learners_hold_in_parts(
 ) -> None:
     settings = ["distributed.samplers=1", f"model.use_peft={adapter}", "distributed.learner_kind=sharded"]
     run_to_its_end([*command, *settings])
-    alone = [
-        *(sys.executable, "-m", "covey", "train", recipe_folder / "recipe.toml", f"run.output_dir={tmp_path / '1'}")
-    ]
-    run_to_its_end([*alone, "distributed.samplers=0", settings[1]])
-    pairs = list(zip(metrics_of(tmp_path / "run"), metrics_of(tmp_path / "1"), strict=True))
-    assert len(pairs) == 6
-    for found, expected in pairs:
+    run_to_its_end([*command[:5], f"run.output_dir={tmp_path / '1'}", "distributed.samplers=0", settings[1]])
+    assert len(metrics_of(tmp_path / "run")) == 6
+    for found, expected in zip(metrics_of(tmp_path / "run"), metrics_of(tmp_path / "1"), strict=True):
         for name in ("reward", "loss", "grad_norm", "kl"):
             assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=str)
-def test_the_command_leaves_nothing(
-    command: list[object], tmp_path: Path, unbroken: dict[tuple[str, ...], Path], number: int
-) -> None:
+def test_the_command_leaves_nothing(command: list[object], tmp_path: Path, unbroken: Runs, number: int) -> None:
     process = started([*command, *LONG, "run.save_steps=3"])
     family: set[int] = set()
     try:
-        at_checkpoint(process, tmp_path / "run")
+        await_checkpoint(process, tmp_path / "run", 6)
         family = hosts() | {process.pid, rank_0_of(process)}
         assert len(family) == 3
         process.send_signal(number)
-        deadline = time.monotonic() + 45  # 15 on a quiet machine
-        while (left := {pid for pid in family if alive(pid)}) and time.monotonic() < deadline:
-            process.poll()
-            time.sleep(0.1)
-        assert not left
+        assert_ended(family, seconds=45)  # 15 on a quiet machine
     finally:
         printed = finished(process)
     assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[signal.Signals(number)]
@@ -204,7 +144,6 @@ def test_the_command_leaves_nothing(
     ("settings", "message"),
     [
         (("distributed.learners=4",), "learners=4: 4 CPUs and 0 GPUs are needed.* has 3 CPUs and 0 GPUs"),
-        (("distributed.samplers=2",), "learners=2 and samplers=2: 4 CPUs and 0 GPUs are needed"),
         (("model.model=/nowhere",), "/nowhere"),
         (("schedule.max_staleness=1",), "nothing is sampled ahead"),
     ],

@@ -56,12 +56,11 @@ def rows(groups: int, size: int = 2) -> tuple[list[Prompt], list[Episode]]:
     prompts, episodes = [], []
     for group in range(groups):
         columns = {} if group % 3 == 2 else {"answer": "e" * (group % 4)}
-        prompt = Prompt(np.arange(1, 4), f"say {group}", columns, str(group))
+        prompts += [Prompt(np.arange(1, 4), f"say {group}", columns, str(group))] * size
         for _ in range(size):
             text = "".join(rng.choice(list("aeiou"), size=int(rng.integers(0, 6))))
             ids = np.arange(3 + len(text) + 1)
             episodes.append(Episode(ids, ids >= 3, np.zeros(len(ids), np.float32), text, "stop", 1))
-            prompts.append(prompt)
     return prompts, episodes
 
 
@@ -95,13 +94,10 @@ def test_pieces_score_as_one_call(groups: int, unit_size: int) -> None:
 
 
 def test_pieces_are_whole_groups_and_the_first_two_are_compared_once() -> None:
-    asked: list[int] = []
-    one = scorer()
-    made = RewardWorkers.here(one, 3)
+    asked, whole = list[int](), in_pieces(3)
+    made: Any = whole.elsewhere
     score = made._score
     made._score = lambda pieces: asked.extend(len(piece.asked.episodes) for piece in pieces) or score(pieces)
-    whole = scorer()
-    whole.elsewhere = made
     for _ in range(2):
         whole.score(*rows(5))
     assert asked == [4, 4, 2, 8, 4, 4, 2]
@@ -120,10 +116,6 @@ def test_one_that_compares_groups_and_does_not_say_so_is_named(caplog: pytest.Lo
     assert "reward function" not in caplog.text
 
 
-def test_the_whole_batch_of_a_partial() -> None:
-    assert [spec.whole_batch for spec in Scorer([partial(ranks), by_row]).specs] == [True, False]
-
-
 def test_an_error_names_the_sample_of_the_step() -> None:
     def strict(completions: list[str]) -> list[Any]:
         return [float(len(c)) if len(c) < 5 else "long" for c in completions]
@@ -133,8 +125,7 @@ def test_an_error_names_the_sample_of_the_step() -> None:
     assert first >= 4
     with pytest.raises(RewardError, match=rf"reward function 'strict' .*is {first} of the step") as raised:
         in_pieces(4, [strict]).score(prompts, episodes)
-    assert raised.value.sample == first
-    assert raised.value.function == "strict"
+    assert (raised.value.sample, raised.value.function) == (first, "strict")
 
 
 @pytest.mark.parametrize("changes", [{"max_staleness": 1}, pytest.param({}, marks=pytest.mark.slow)], ids=str)
@@ -149,14 +140,15 @@ def test_a_run_by_pieces_is_the_run_in_one_call(
     assert runs[0] == runs[1]
 
 
-def test_nothing_is_left_for_workers() -> None:
+def test_what_compares_the_whole_batch_is_left_to_this_process() -> None:
+    assert [spec.whole_batch for spec in Scorer([partial(ranks), by_row]).specs] == [True, False]
     with pytest.raises(ConfigError, match=r"distributed.reward_workers=2: ranks has whole_batch = True"):
         scale_scoring(GRPOConfig(reward_workers=2), Scorer(ranks), named=False)
 
 
 def test_files_must_be_there_and_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text("def correct(completions, **columns):\n    return [1.0 for c in completions]\n")
+    path, text = tmp_path / "mine.py", "def correct(completions, **columns):\n    return [1.0 for c in completions]\n"
+    path.write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("covey.functions.USER_FILES", USER_FILES)
     monkeypatch.setattr("sys.path", ["/nowhere"])
@@ -165,7 +157,7 @@ def test_files_must_be_there_and_the_same(tmp_path: Path, monkeypatch: pytest.Mo
         sent = Rewards.of(GRPOConfig(functions=("mine.py:correct",)), b"")
         (function,) = sent.make()
         assert function(["a"]) == [1.0]
-        path.write_text("def correct(completions, **columns):\n    return [2.0 for c in completions]\n")
+        path.write_text(text.replace("1.0", "2.0"))
         with pytest.raises(ConfigError, match=r"mine.py: on .* it is another file; copy it to every machine"):
             sent.make()
         path.unlink()
@@ -196,7 +188,6 @@ def test_warnings_of_workers_are_heard_here(caplog: pytest.LogCaptureFixture) ->
 
     host = RewardHost(Rewards.of(GRPOConfig(), b""))
     host._scorer = scorer([grumbling])
-    prompts, episodes = rows(1)
-    scored, warnings = host.score(Asked(prompts, episodes, None, (), None))
+    scored, warnings = host.score(Asked(*rows(1), None, (), None))
     assert warnings == [("mine", logging.WARNING, "a strange completion")]
     assert np.isfinite(scored.parts["grumbling"]).all()

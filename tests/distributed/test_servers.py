@@ -5,6 +5,7 @@ Servers batch as they like and remember prompts, so log-probabilities differ in 
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -22,13 +23,8 @@ from covey.observe.run_folder import RunFolder
 
 
 def train(settings: dict[str, Any], folder: Path, *servers: ServerProcess, **changes: Any) -> GRPOTrainer:
-    where = {
-        "upload_adapters_to_server": True,
-        "inference_server_url": ",".join(server.url for server in servers),
-        "output_dir": str(folder),
-        "server_retry_seconds": 1.0,
-        "samplers": 0,
-    }
+    where = {"inference_server_url": ",".join(server.url for server in servers), "output_dir": str(folder)}
+    where |= {"upload_adapters_to_server": True, "server_retry_seconds": 1.0, "samplers": 0}
     trainer = GRPOTrainer(args=GRPOConfig(**(settings | where | changes)), **data())
     trainer.train()
     return trainer
@@ -47,11 +43,10 @@ def assert_alike(trainer: GRPOTrainer, other: GRPOTrainer) -> None:
 
 def kill_in_unit(monkeypatch: pytest.MonkeyPatch, doomed: ServerProcess, at: int) -> None:
     """The server takes the request and dies before it answers."""
-    begin, calls = RemoteMember.begin, {"n": 0}
+    begin, calls = RemoteMember.begin, itertools.count(1)
 
     def stopping(member: RemoteMember, *arguments: Any) -> Any:
-        calls["n"] += member.name == doomed.url
-        if calls["n"] == at and member.name == doomed.url:
+        if member.name == doomed.url and next(calls) == at:
             assert doomed._process is not None
             os.kill(doomed._process.pid, signal.SIGSTOP)
             threading.Timer(0.5, doomed.kill).start()
@@ -61,10 +56,13 @@ def kill_in_unit(monkeypatch: pytest.MonkeyPatch, doomed: ServerProcess, at: int
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_costs_a_unit(
+def test_a_server_that_is_not_there_is_named_and_one_that_is_killed_costs_a_unit(
     by_units: dict[str, Any], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ServerProcess(model_folder) as first, ServerProcess(model_folder) as second:
+        gone = ServerProcess(model_folder)
+        with pytest.raises(ServingError, match=rf"{gone.url}/health does not answer.*Start it with covey serve"):
+            train(by_units, tmp_path / "run", first, gone)
         one = train(by_units, tmp_path / "one", first)
         assert_alike(train(by_units, tmp_path / "two", first, second), one)
 
@@ -99,11 +97,3 @@ def test_a_server_that_comes_back_is_used_again(
     first, *others = [record["samplers/restarts"] for record in run.state.log_history if "loss" in record]
     assert first >= 1
     assert others == [0, 0, 0]
-
-
-@pytest.mark.slow
-def test_all_servers_must_be_there_at_the_start(by_units: dict[str, Any], model_folder: Path, tmp_path: Path) -> None:
-    with ServerProcess(model_folder) as first:
-        gone = ServerProcess(model_folder)
-        with pytest.raises(ServingError, match=rf"{gone.url}/health does not answer.*Start it with covey serve"):
-            train(by_units, tmp_path / "run", first, gone)

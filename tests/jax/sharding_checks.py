@@ -28,13 +28,8 @@ MESHES: dict[str, Any] = {
     "tensor 8": ((8,), ("tensor",)),
     "data 2, tensor 4": ((2, 4), ("data", "tensor")),
 }
-SETTINGS: dict[str, Any] = {
-    "loss_type": "grpo",
-    "adv_estimator": "grpo",
-    "kl_estimator": "k3",
-    "kl_coeff": 0.1,
-    "max_completion_length": 3,
-}
+SETTINGS: dict[str, Any] = {"loss_type": "grpo", "adv_estimator": "grpo", "kl_estimator": "k3"}
+SETTINGS |= {"kl_coeff": 0.1, "max_completion_length": 3, "optimizer": optax.sgd(0.1, momentum=0.9)}
 
 
 @jax_reward
@@ -43,16 +38,12 @@ def parity(responses: Any, mask: Any, wanted: Any) -> Any:
     return ((responses % 2 == wanted[:, None]) & mask).sum(-1) / mask.sum(-1)
 
 
-def trainer_on(name: str, **settings: Any) -> tuple[GRPOTrainer, TrainState]:
+def trainer_on(name: str, rank: int = 0) -> tuple[GRPOTrainer, TrainState]:
     """A trainer on a mesh, its reference some way off the policy."""
     mesh = None if MESHES[name] is None else jax.make_mesh(*MESHES[name])
-    rank = settings.pop("lora_rank", 0)
-    model = small_transformer(
-        vocab_size=16, num_heads=8, num_kv_heads=4, head_dim=4, qkv_bias=True, out_bias=True, lora_rank=rank
-    )
-    trainer, state = make_trainer(
-        model, parity, mesh=mesh, optimizer=optax.sgd(0.1, momentum=0.9), **(SETTINGS | settings)
-    )
+    shape: dict[str, Any] = {"vocab_size": 16, "num_heads": 8, "num_kv_heads": 4, "head_dim": 4}
+    model = small_transformer(**shape, qkv_bias=True, out_bias=True, lora_rank=rank)
+    trainer, state = make_trainer(model, parity, mesh=mesh, **SETTINGS)
     if not rank:
         trainer.ref_params = moved(numbers(state.params))  # on the first device
     return trainer, state
@@ -70,29 +61,16 @@ def placement(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
-def shard_shapes(variables: Any) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree.leaves_with_path(variables)
-    return {jax.tree_util.keystr(path[1:]): x.sharding.shard_shape(x.shape) for path, x in leaves}
-
-
 def check_numbers(folder: Path, meshes: list[str]) -> Any:
-    """Two steps on a record: the same tokens, losses, moments (so gradients) and parameters on each mesh.
-
-    Returns:
-        The record.
-    """
+    """Two steps on a record: the same tokens, losses, moments (so gradients) and parameters on each mesh."""
     first: dict[str, Any] = {}
     for name in ("none", *meshes):
         trainer, begin = trainer_on(name)
         record = trainer.rollout(begin.params, trainer.prepare_batch(begin, BATCH))
         one, metrics = trainer.train_step(begin, record)
         two, again = trainer.train_step(one, record)
-        found = {
-            "tokens": record["tokens"],
-            "losses": (metrics["loss"], again["loss"]),
-            "opt_state": (one.opt_state, two.opt_state),
-            "params": (one.params, two.params),
-        }
+        found = {"tokens": record["tokens"], "losses": (metrics["loss"], again["loss"])}
+        found |= {"opt_state": (one.opt_state, two.opt_state), "params": (one.params, two.params)}
         first = first or numbers(found)
         np.testing.assert_array_equal(first["tokens"], record["tokens"])
         assert_close(first, found)
@@ -108,30 +86,11 @@ def check_numbers(folder: Path, meshes: list[str]) -> Any:
         if name == "data 8":
             other = trainer, begin, record
         if name == "data 2, tensor 4":
-            check_kernels(begin)
             check_compiled_sampling(trainer, begin, one, metrics)
             check_resume(folder, trainer, begin, one, two, record)
-            if "data 8" in meshes:
+            if "data 8" in meshes:  # a checkpoint written on one mesh goes on on another
                 check_resume_elsewhere(folder, *other, two)
     return {name: value for name, value in record.items() if name != "constants"}
-
-
-def check_kernels(state: TrainState) -> None:
-    """Quarters; heads are of width 4."""
-    shapes = shard_shapes(state.params)
-    attention, mlp = "['layer_0_attention']", "['layer_0_mlp']"
-    wanted = {
-        "['embedding']": (4, 16),
-        "['head']": (16, 4),
-        f"{attention}['q_proj']['kernel']": (16, 8),
-        f"{attention}['q_proj']['bias']": (8,),
-        f"{attention}['k_proj']['kernel']": (16, 4),
-        f"{attention}['o_proj']['kernel']": (8, 16),
-        f"{attention}['o_proj']['bias']": (16,),
-        f"{mlp}['up_proj']['kernel']": (16, 6),
-        f"{mlp}['down_proj']['kernel']": (6, 16),
-    }
-    assert {name: shapes[name] for name in wanted} == wanted
 
 
 def check_compiled_sampling(trainer: GRPOTrainer, begin: TrainState, one: TrainState, metrics: Any) -> None:
@@ -144,9 +103,7 @@ def check_compiled_sampling(trainer: GRPOTrainer, begin: TrainState, one: TrainS
         trainer.train_step(begin, {"prompts": [[2], [3], [4]]})
 
 
-def check_resume(
-    folder: Path, trainer: GRPOTrainer, begin: TrainState, one: TrainState, two: TrainState, record: Any
-) -> None:
+def check_resume(folder: Path, trainer: GRPOTrainer, begin: Any, one: Any, two: Any, record: Any) -> None:
     """Bit for bit, and every array where it was."""
     trainer.save_checkpoint(one, folder)
     reference, places = numbers(trainer.ref_params), placement(trainer.ref_params)
@@ -162,7 +119,6 @@ def check_resume(
 
 
 def check_resume_elsewhere(folder: Path, trainer: GRPOTrainer, begin: TrainState, record: Any, two: TrainState) -> None:
-    """A checkpoint written on one mesh goes on on another."""
     resumed = trainer.load_checkpoint(folder, begin)
     assert placement(resumed) == placement(begin)
     resumed, _ = trainer.train_step(resumed, {**record, "constants": trainer._given()})
@@ -174,17 +130,11 @@ def check_lora(record: Any) -> None:
     """Factors are split like their kernels. The record is of another policy, and lies elsewhere."""
     found = []
     for name in ("none", "data 2, tensor 4"):
-        trainer, state = trainer_on(name, lora_rank=2)
+        trainer, state = trainer_on(name, rank=2)
         state = state.replace(params=jax.device_put(moved(state.params), placement(state.params)))
         after, metrics = trainer.train_step(state, numbers(record))
         found.append(numbers((metrics["loss"], after.params, after.opt_state)))
     assert_close(*found)
-    shapes, attention = shard_shapes(after.params), "['layer_0_attention']"
-    assert shapes[f"{attention}['q_proj']['a']"] == (16, 2)
-    assert shapes[f"{attention}['q_proj']['b']"] == (2, 8)
-    assert shapes[f"{attention}['o_proj']['a']"] == (8, 2)
-    assert shapes[f"{attention}['o_proj']['b']"] == (2, 16)
-    assert shard_shapes(trainer.frozen_params)[f"{attention}['q_proj']['kernel']"] == (16, 8)
     for placed in (after.params, trainer.frozen_params):
         assert placement(placed) == variables_sharding(placed, trainer.mesh, trainer.policy_model)
 
@@ -194,7 +144,7 @@ def check_another_module() -> None:
     batch = {"prompts": [[2, 3], [4], [5, 6, 2], [3, 3, 3]]}
     found = []
     for mesh, size in ((None, None), (Mesh(np.array(jax.devices()[:4]), ("data",)), 4)):
-        trainer, state = make_trainer(mesh=mesh, optimizer=optax.adam(0.05), rows_per_pass=size)
+        trainer, state = make_trainer(mesh=mesh, rows_per_pass=size)
         state, metrics = trainer.train_step(state, batch)
         state, _ = trainer.train_step(state, batch)
         assert trainer._compiled_step._cache_size() == 1

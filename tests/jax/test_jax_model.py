@@ -66,8 +66,7 @@ def test_rope_scaling_equals_that_of_transformers(kind: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("window", [None, 4])
 def test_cache_and_columns_change_nothing(window: int | None) -> None:
     """Rows at different positions, decoded token by token, give the logits of the whole sequence."""
-    config = ModelConfig(31, 16, 24, 1, 4, 2, sliding_window=window)
-    model = Transformer(config)
+    model = Transformer(ModelConfig(31, 16, 24, 1, 4, 2, sliding_window=window))
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 31, (2, 9)))
     params = jax.jit(model.init)(jax.random.key(0), tokens)
     apply = jax.jit(model.apply)
@@ -88,11 +87,8 @@ def test_cache_and_columns_change_nothing(window: int | None) -> None:
 
 
 def test_lora_is_a_collection_that_can_be_left_out() -> None:
-    config = ModelConfig(31, 16, 24, 1, 2, 1, lora_rank=2)
-    model = Transformer(config)
-    tokens = jnp.arange(6)[None]
-    variables = jax.jit(model.init)(jax.random.key(0), tokens)
-    apply = jax.jit(model.apply)
+    model, tokens = Transformer(ModelConfig(31, 16, 24, 1, 2, 1, lora_rank=2)), jnp.arange(6)[None]
+    variables, apply = jax.jit(model.init)(jax.random.key(0), tokens), jax.jit(model.apply)
     assert {leaf.shape[-1] for leaf in jax.tree.leaves(variables["lora"]["layer_0_mlp"]["up_proj"])} == {2, 24}
     plain = apply({"params": variables["params"]}, tokens)
     np.testing.assert_array_equal(apply(variables, tokens), plain)  # B = 0
@@ -111,21 +107,15 @@ def test_sums_of_narrow_factors_stay_wide() -> None:
     weights = jnp.asarray(rng.normal(size=found.shape), jnp.float32)
     gradients = jax.grad(lambda x, y: jnp.sum(weights * wide_product(x, y)), argnums=(0, 1))(x, y)
     g = np.asarray(weights, np.float64)
-    for gradient, wanted in zip(
-        gradients,
-        (g @ np.asarray(y, np.float64).swapaxes(1, 2), np.asarray(x, np.float64).swapaxes(1, 2) @ g),
-        strict=True,
-    ):
+    turned = [np.asarray(each, np.float64).swapaxes(1, 2) for each in (x, y)]
+    for gradient, wanted in zip(gradients, (g @ turned[1], turned[0] @ g), strict=True):
         assert gradient.dtype == jnp.bfloat16
         np.testing.assert_allclose(np.asarray(gradient, np.float64), wanted, atol=0.02 * abs(wanted).max())
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
-def test_wide_factors_are_multiplied_as_ever(dtype: Any) -> None:
-    with jax.enable_x64(True):
-        x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)), dtype)
-        assert wide_product(x, x).dtype == dtype
-        np.testing.assert_array_equal(wide_product(x, x), x @ x)
+    for dtype in (jnp.float32, jnp.float64):  # wide factors are multiplied as ever
+        with jax.enable_x64(True):
+            x = jnp.asarray(rng.normal(size=(4, 4)), dtype)
+            assert wide_product(x, x).dtype == dtype
+            np.testing.assert_array_equal(wide_product(x, x), x @ x)
 
 
 def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
@@ -149,7 +139,6 @@ def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
 
 
 def test_config_errors_name_value_and_fix() -> None:
-    with pytest.raises(ConfigError, match=r"num_kv_heads=3.*divisor"):
-        ModelConfig(31, 16, 24, 1, 4, 3)
-    with pytest.raises(ConfigError, match=r"head_dim=3.*even"):
-        ModelConfig(31, 16, 24, 1, 4, 2, head_dim=3)
+    for heads, head_dim, message in ((3, None, r"num_kv_heads=3.*divisor"), (2, 3, r"head_dim=3.*even")):
+        with pytest.raises(ConfigError, match=message):
+            ModelConfig(31, 16, 24, 1, 4, heads, head_dim=head_dim)

@@ -56,36 +56,33 @@ def as_tree(gradients: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def of_kl(kind: str) -> tuple[bool, dict[str, Any]]:
+    return True, {"loss_type": "dapo", "kl_estimator": kind, "kl_coeff": 0.1}
+
+
+def as_jax(named: dict[str, Any]) -> Any:
+    return jax.tree.map(jnp.asarray, as_tree({name: p.detach().numpy() for name, p in named.items()}))
+
+
 @pytest.mark.parametrize(
     ("lora", "settings"),
     [
         (True, {"loss_type": "dapo", "kl_estimator": "k3", "kl_coeff": 0.1, "entropy_coef": 0.01}),
         (False, {"loss_type": "grpo", "kl_coeff": 0.0}),
-        *((True, {"loss_type": "dapo", "kl_estimator": kind, "kl_coeff": 0.1}) for kind in KL[:1]),
-        *(
-            pytest.param(True, {"loss_type": "dapo", "kl_estimator": kind, "kl_coeff": 0.1}, marks=pytest.mark.slow)
-            for kind in KL[1:]
-        ),
+        of_kl(KL[0]),
+        *(pytest.param(*of_kl(kind), marks=pytest.mark.slow) for kind in KL[1:]),
     ],
     ids=["lora", "all weights", *KL],
 )
 def test_loss_and_gradients_equal_those_of_pytorch(lora: bool, settings: dict[str, Any], tmp_path: Path) -> None:
-    if lora:
-        learner = make_learner()
-    else:
+    learner, batch, rows = make_learner(), make_batch(), np.arange(12)
+    if not lora:
         policy = Policy.load(tiny_model("llama"), tiny_tokenizer(), use_peft=False, needs_reference=False)
         learner = Learner(policy, learning_rate=1e-2)
-    batch = make_batch()
     options = GRPOConfig(num_samples_per_prompt=4, max_completion_length=12, temperature=0.8, **settings)
-    reference = learner.scores(batch, np.arange(12), temperature=0.8, reference=True)[0] if lora else None
-    theirs = learner.forward_backward(
-        batch,
-        np.arange(12),
-        options.objective,
-        temperature=0.8,
-        max_completion_length=12,
-        reference=reference,
-    )
+    reference = learner.scores(batch, rows, temperature=0.8, reference=True)[0] if lora else None
+    how: dict[str, Any] = {"temperature": 0.8, "max_completion_length": 12, "reference": reference}
+    theirs = learner.forward_backward(batch, rows, options.objective, **how)
     named = dict(learner.policy.named_trainable_parameters())
     expected = as_tree({name: p.grad.numpy() for name, p in named.items()})
 
@@ -94,11 +91,9 @@ def test_loss_and_gradients_equal_those_of_pytorch(lora: bool, settings: dict[st
     model = Transformer(config)
     trainer = GRPOTrainer(model, model, optax.sgd(1.0), lambda responses: [], options)
     state = trainer.create_train_state(jax.random.key(0), jnp.zeros((1, 4), jnp.int32), params=params)
-    trained = state.params
-    record = as_record(batch)
+    trained, record = state.params, as_record(batch)
     if lora:
-        trained = {"lora": as_tree({name: p.detach().numpy() for name, p in named.items()})}
-        trained = jax.tree.map(jnp.asarray, trained)
+        trained = {"lora": as_jax(named)}
         ref = trainer._scores(model, params, record).logp
         np.testing.assert_allclose(np.where(batch.mask, ref, 0), reference, atol=2e-5)
         record["ref_logprobs"] = ref
@@ -132,11 +127,8 @@ def torch_scores(policy: Any, dtype: torch.dtype) -> np.ndarray[Any, Any]:
 
 def test_bfloat16_is_as_exact_as_the_plain_model_s(tmp_path: Path) -> None:
     """No further from the float32 numbers of the same weights than three times what transformers' code is."""
-    learner, batch = make_learner(), make_batch()
-    named = {name: p.detach().numpy() for name, p in learner.policy.named_trainable_parameters()}
-    lora = jax.tree.map(jnp.asarray, as_tree(named))
-    truth = torch_scores(make_learner().policy, torch.float32)
-    theirs = torch_scores(make_learner().policy, torch.bfloat16)
+    batch, lora = make_batch(), as_jax(dict(make_learner().policy.named_trainable_parameters()))
+    truth, theirs = (torch_scores(make_learner().policy, dtype) for dtype in (torch.float32, torch.bfloat16))
     tiny_model("llama").save_pretrained(tmp_path)
     config, params = load_hf(tmp_path, dtype="bfloat16", lora_rank=4, lora_alpha=32)
     record = as_record(batch)

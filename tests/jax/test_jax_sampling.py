@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import flax.linen as nn
@@ -41,13 +43,6 @@ def test_tokens_are_drawn_from_the_policy(temperature: float) -> None:
     assert stats.chisquare(np.bincount(second, minlength=VOCAB), 4000 * probabilities[3] @ probabilities).pvalue > 0.01
 
 
-def test_recorded_log_probabilities_are_those_of_a_plain_forward() -> None:
-    trainer, state = make_trainer(temperature=0.8)
-    record = trainer.rollout(state.params, {"prompts": PROMPTS})
-    expected = table_logp(state.params["params"]["table"] / 0.8, record)
-    np.testing.assert_allclose(record["old_logprobs"], expected, atol=1e-5)
-
-
 def test_a_cache_changes_nothing() -> None:
     """Token by token with a cache, and whole rows without one: the same responses and log-probabilities."""
     model = small_transformer()
@@ -62,23 +57,20 @@ def test_a_cache_changes_nothing() -> None:
     np.testing.assert_allclose(one["old_logprobs"], jnp.where(one["mask"], again.logp, 0), atol=1e-5)
 
 
-def test_a_response_ends_with_the_first_end_token() -> None:
-    trainer, state = make_trainer(num_samples_per_prompt=32, pad_token_id=0)
+def test_a_response_ends_with_its_end_token_and_keeps_log_probabilities_of_a_plain_forward() -> None:
+    trainer, state = make_trainer(num_samples_per_prompt=32, pad_token_id=0, temperature=0.8)
     record = jax.tree.map(np.asarray, {**trainer.rollout(state.params, {"prompts": PROMPTS}), "constants": {}})
-    lengths = record["mask"].sum(-1)
+    expected = table_logp(state.params["params"]["table"] / 0.8, record)
+    np.testing.assert_allclose(record["old_logprobs"], expected, atol=1e-5)
     assert 0 < record["finished"].mean() < 1
-    for row, length in enumerate(lengths):
-        response = record["responses"][row]
-        ends = np.flatnonzero(response[:length] == END)
+    for row, length in enumerate(record["mask"].sum(-1)):
+        response, prompt = record["responses"][row], PROMPTS[row // 32]
         assert record["mask"][row, :length].all()
-        if record["finished"][row]:
-            assert ends.tolist() == [length - 1]
-        else:
-            assert length == 5
-            assert len(ends) == 0
+        ends = np.flatnonzero(response[:length] == END).tolist()
+        assert ends == ([length - 1] if record["finished"][row] else [])
+        assert record["finished"][row] or length == 5
         assert (response[length:] == 0).all()
         assert (record["old_logprobs"][row, length:] == 0).all()
-        prompt = PROMPTS[row // 32]
         joined = [*prompt, *response[:length]]
         assert record["tokens"][row, : len(joined)].tolist() == joined
         assert record["lengths"][row] == len(prompt)
@@ -87,8 +79,7 @@ def test_a_response_ends_with_the_first_end_token() -> None:
 def test_the_loop_ends_when_all_responses_have() -> None:
     trainer, _ = make_trainer(max_completion_length=50)
     table = jnp.zeros((VOCAB, VOCAB)).at[:, END].set(30.0)  # always the end token
-    record = trainer.rollout({"params": {"table": table}}, {"prompts": PROMPTS})
-    assert int(record["steps"]) == 0
+    assert int(trainer.rollout({"params": {"table": table}}, {"prompts": PROMPTS})["steps"]) == 0
     table = jnp.zeros((VOCAB, VOCAB)).at[:, 4].set(30.0).at[4].set(0.0).at[4, END].set(30.0)  # 4, then the end
     record = trainer.rollout({"params": {"table": table}}, {"prompts": [[2], [3]]})
     assert int(record["steps"]) == 1
@@ -128,11 +119,9 @@ def test_a_token_of_mass_zero_is_never_drawn() -> None:
     mass = np.where(rng.random((64, 1000)) < 0.01, rng.random((64, 1000)), 0).astype(np.float32)
     mass[:, 700] += 1e-3
     edges = np.cumsum(mass, axis=1) / mass.sum(axis=1, keepdims=True)
-    for place in range(0, 1000, 37):
-        for shift in (-1e-7, 0.0, 1e-7):
-            u = np.clip(edges[:, place] + shift, 0, 1 - 2.0**-24).astype(np.float32)
-            tokens = np.asarray(invert(mass, u))
-            assert (mass[np.arange(64), tokens] > 0).all()
+    for place, shift in itertools.product(range(0, 1000, 37), (-1e-7, 0.0, 1e-7)):
+        u = np.clip(edges[:, place] + shift, 0, 1 - 2.0**-24).astype(np.float32)
+        assert (mass[np.arange(64), np.asarray(invert(mass, u))] > 0).all()
     u = rng.random(64).astype(np.float32)
     expected = (edges <= u[:, None]).sum(axis=1)
     assert (np.asarray(invert(mass, u)) == expected).mean() > 0.95
@@ -144,9 +133,8 @@ def test_kept_support_renormalises_sampler_and_trainer_alike() -> None:
     table = np.asarray(state.params["params"]["table"])
     limited = np.where(table >= np.sort(table)[:, -3:-2], table, -1e9)
     np.testing.assert_allclose(record["old_logprobs"], table_logp(limited, record), atol=1e-5)
-    variables = state.params
     parts = {name: record[name] for name in ("tokens", "lengths", "responses", "support")}
-    found = score(Bigram(), variables, config=trainer.grpo_config, **parts)
+    found = score(Bigram(), state.params, config=trainer.grpo_config, **parts)
     np.testing.assert_allclose(jnp.where(record["mask"], found.logp, 0), record["old_logprobs"], atol=1e-6)
     assert float(found.entropy.max()) <= np.log(3) + 1e-5 or not record["mask"].all()
     loss, metrics = jax.jit(trainer.loss_and_metrics)(state.params, record)
@@ -159,15 +147,12 @@ def test_kept_support_renormalises_sampler_and_trainer_alike() -> None:
 def test_rewards_see_ids_with_their_end_and_text_without() -> None:
     seen: dict[str, Any] = {}
 
-    def by_name(completions: list[str], answer: list[str], prompts: list[str], **rest: Any) -> list[float]:
+    def reward(completions: list[str], answer: list[str], prompts: list[str], **rest: Any) -> list[float]:
         seen.update(completions=completions, answer=answer, prompts=prompts, rest=sorted(rest))
         return [float(len(text)) for text in completions]
 
-    def decode(ids: list[int]) -> str:
-        return "".join("abcdefg"[i] for i in ids)
-
     batch = {"prompts": PROMPTS, "columns": {"answer": ["x", "y", "z"], "level": [1, 2, 3]}}
-    trainer, state = make_trainer(reward=by_name, decode=decode)
+    trainer, state = make_trainer(reward=reward, decode=lambda ids: "".join("abcdefg"[i] for i in ids))
     record = trainer.rollout(state.params, batch)
     assert seen["prompts"] == ["cd"] * 4 + ["e"] * 4 + ["fgc"] * 4
     assert seen["answer"] == ["x"] * 4 + ["y"] * 4 + ["z"] * 4
@@ -175,8 +160,7 @@ def test_rewards_see_ids_with_their_end_and_text_without() -> None:
     spoken = np.asarray(record["mask"]).sum(-1) - np.asarray(record["finished"])
     assert [len(text) for text in seen["completions"]] == spoken.tolist()
     np.testing.assert_array_equal(record["rewards"], spoken)
-    ids, _ = make_trainer(reward=even_share)
-    plain = ids.rollout(state.params, batch)
+    plain = make_trainer(reward=even_share)[0].rollout(state.params, batch)
     rows = [row[m].tolist() for row, m in zip(np.asarray(plain["responses"]), np.asarray(plain["mask"]), strict=True)]
     np.testing.assert_allclose(plain["rewards"], even_share(rows), rtol=1e-6)
 
@@ -188,38 +172,27 @@ def test_validity_is_judged_on_text() -> None:
         validity_min_length=3,
     )
     record = trainer.rollout(state.params, {"prompts": PROMPTS})
-    lengths = np.asarray(record["rewards"])
-    valid = np.asarray(record["valid"])
+    lengths, valid = np.asarray(record["rewards"]), np.asarray(record["valid"])
     assert 0 < valid.sum() < 12
     assert (lengths[valid] >= 3).all()
     _, metrics = jax.jit(trainer.loss_and_metrics)(state.params, record)
     assert float(metrics["mask_ratio"]) == pytest.approx(valid.mean())  # completions that are left
 
 
+class Called:
+    def __call__(self, completions: Any, answer: Any) -> list[float]: ...
+
+
+def by_hint(responses: list[str]) -> list[float]: ...
+
+
 def test_a_reward_that_takes_texts_needs_decode() -> None:
-    def by_name(completions: Any, **columns: Any) -> list[float]:
-        return [0.0 for _ in completions]
-
-    def by_hint(responses: list[str]) -> list[float]:
-        return [0.0 for _ in responses]
-
-    class Verifies:
-        def batch_verify(self, pairs: Any) -> list[float]:
-            return [0.0 for _ in pairs]
-
-    class Called:
-        def __call__(self, completions: Any, answer: Any) -> list[float]:
-            return [0.0 for _ in completions]
-
-    for reward in (by_name, by_hint, Verifies(), Called()):
-        with pytest.raises(ConfigError, match=r"reward_fn='\w+': it takes texts.*decode=tokenizer.decode"):
+    verifier = SimpleNamespace(batch_verify=len)
+    for reward in (lambda completions, **columns: [], by_hint, verifier, Called()):
+        with pytest.raises(ConfigError, match=r"reward_fn='\S+': it takes texts.*decode=tokenizer.decode"):
             make_trainer(reward=reward)
         make_trainer(reward=reward, decode=str)
-
-    def by_ids(completions: Any, completion_ids: Any) -> list[float]:
-        return [float(len(ids)) for ids in completion_ids]
-
-    make_trainer(reward=by_ids)
+    make_trainer(reward=lambda completions, completion_ids: [])
     make_trainer(reward=len)  # built in: it says nothing
 
 

@@ -27,22 +27,26 @@ class Parabola(Trainer):
         return jnp.sum(batch["scale"] * params["x"] ** 2)
 
 
+ONE = {"scale": jnp.asarray(1.0)}
+
+
+def parabola(optimizer: Any, *begin: float) -> tuple[Parabola, TrainState]:
+    trainer = Parabola(optimizer)
+    return trainer, trainer.create_train_state(jax.random.key(0), jnp.asarray(begin))
+
+
 def test_a_step_by_hand() -> None:
-    trainer = Parabola(optax.sgd(0.25))
-    state = trainer.create_train_state(jax.random.key(0), jnp.asarray([3.0, 4.0]))
-    state, metrics = trainer.train_step(state, {"scale": jnp.asarray(1.0)})
+    trainer, state = parabola(optax.sgd(0.25), 3.0, 4.0)
+    state, metrics = trainer.train_step(state, ONE)
     assert state.params["x"].tolist() == [1.5, 2.0]  # x - 0.25 · 2 x
-    assert int(state.step) == 1
-    assert float(metrics["loss"]) == 25
-    assert float(metrics["grad_norm"]) == 10
+    assert (int(state.step), float(metrics["loss"]), float(metrics["grad_norm"])) == (1, 25, 10)
 
 
 @pytest.mark.parametrize("scale", [0.0, np.nan, np.inf])
 def test_a_gradient_that_is_zero_or_not_finite_moves_nothing(scale: float) -> None:
     """Not even by momentum."""
-    trainer = Parabola(optax.adam(0.1))
-    state = trainer.create_train_state(jax.random.key(0), jnp.asarray([3.0]))
-    state, _ = trainer.train_step(state, {"scale": jnp.asarray(1.0)})
+    trainer, state = parabola(optax.adam(0.1), 3.0)
+    state, _ = trainer.train_step(state, ONE)
     after, metrics = trainer.train_step(state, {"scale": jnp.asarray(scale)})
     assert int(after.step) == 2
     assert int(metrics["updated"]) == 0
@@ -50,45 +54,33 @@ def test_a_gradient_that_is_zero_or_not_finite_moves_nothing(scale: float) -> No
 
 
 def test_the_loop_counts_saves_and_stops(tmp_path: Path) -> None:
-    trainer = Parabola(optax.sgd(0.1))
-    state = trainer.create_train_state(jax.random.key(0), jnp.asarray([3.0]))
-    batches = [{"scale": jnp.asarray(1.0)}] * 9
+    trainer, state = parabola(optax.sgd(0.1), 3.0)
     seen: list[int] = []
-    state = trainer.train(
-        state,
-        batches,
-        max_steps=5,
-        on_step=lambda step, metrics: seen.append(step),
-        checkpoint_folder=tmp_path,
-        save_steps=2,
-    )
+    saving: dict[str, Any] = {"checkpoint_folder": tmp_path, "save_steps": 2}
+    trainer.train(state, [ONE] * 9, max_steps=5, on_step=lambda step, metrics: seen.append(step), **saving)
     assert seen == [1, 2, 3, 4, 5]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "4"]
     with pytest.raises(ConfigError, match="save_steps=1: there is nowhere"):
-        trainer.train(state, batches, save_steps=1)
+        trainer.train(state, [ONE], save_steps=1)
 
 
 def test_the_loop_keeps_one_state() -> None:
     """`train` steps in place on a copy; `train_step` leaves what it is given alone, and both give the same numbers."""
     trainer, state = make_trainer(small_transformer(lora_rank=2), kl_coeff=0.1)
-    held: list[Any] = []
-    program = trainer._compiled_step
+    held, program, batch = list[Any](), trainer._compiled_step, {"prompts": PROMPTS}
 
     def watched(state: Any, ready: Any) -> Any:
         held.append(jax.tree.leaves((state.params, state.opt_state)))
         return program(state, ready)
 
     trainer._compiled_step = watched  # type: ignore[assignment]
-    batch = {"prompts": PROMPTS}
     after = trainer.train(state, [batch, batch])
     assert len(held) == 2
     assert not any(array.is_deleted() for array in jax.tree.leaves(state))
     assert all(array.is_deleted() for array in itertools.chain(*held))
-    stepped = state
-    for _ in range(2):
-        stepped, _ = trainer.train_step(stepped, batch)
-    for mine, other in zip(jax.tree.leaves(after.params), jax.tree.leaves(stepped.params), strict=True):
-        np.testing.assert_array_equal(mine, other)
+    once, _ = trainer.train_step(state, batch)
+    twice, _ = trainer.train_step(once, batch)
+    jax.tree.map(np.testing.assert_array_equal, after.params, twice.params)
 
 
 def test_resume_gives_the_same_numbers(tmp_path: Path) -> None:
@@ -96,36 +88,31 @@ def test_resume_gives_the_same_numbers(tmp_path: Path) -> None:
     model = small_transformer(lora_rank=2)
     optimizer = make_optimizer(0.05, lr_scheduler_type="cosine", warmup_steps=1, max_steps=4, weight_decay=0.1)
     batches = [{"prompts": PROMPTS}] * 4
-    trainer, begin = make_trainer(model, optimizer=optimizer, loss_type="grpo", adv_estimator="grpo")
+    how = {"optimizer": optimizer, "loss_type": "grpo", "adv_estimator": "grpo"}
+    trainer, begin = make_trainer(model, **how)
     whole = trainer.train(begin, batches)
     half = trainer.train(begin, batches[:2])
     trainer.save_checkpoint(half, tmp_path)
-    other, fresh = make_trainer(model, optimizer=optimizer, loss_type="grpo", adv_estimator="grpo")
+    other, fresh = make_trainer(model, **how)
     resumed = other.load_checkpoint(tmp_path, fresh)
     assert int(resumed.step) == 2
     resumed = other.train(resumed, batches[2:])
-    jax.tree.map(np.testing.assert_array_equal, whole.params, resumed.params)
-    jax.tree.map(np.testing.assert_array_equal, whole.opt_state, resumed.opt_state)
+    jax.tree.map(np.testing.assert_array_equal, (whole.params, whole.opt_state), (resumed.params, resumed.opt_state))
     assert any((x != 0).any() for x in jax.tree.leaves(whole.params["lora"]))
     jax.tree.map(np.testing.assert_array_equal, trainer.frozen_params, other.frozen_params)
 
 
-def test_the_reference_is_restored_with_the_state(tmp_path: Path) -> None:
-    trainer, state = make_trainer()
-    trainer.ref_params = {"params": {"table": jnp.full((7, 7), 0.5)}}
-    trainer.save_checkpoint(state, tmp_path)
-    other, fresh = make_trainer()
-    assert other.load_checkpoint(tmp_path, fresh).params["params"]["table"].tolist()
-    assert (other.ref_params["params"]["table"] == 0.5).all()
-
-
-def test_checkpoint_errors(tmp_path: Path) -> None:
+def test_a_checkpoint_holds_the_reference_and_what_is_wrong_with_one_is_said(tmp_path: Path) -> None:
     trainer, state = make_trainer()
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         trainer.load_checkpoint(tmp_path, state)
+    trainer.ref_params = {"params": {"table": jnp.full((7, 7), 0.5)}}
     trainer.save_checkpoint(state, tmp_path)
     with pytest.raises(CheckpointError, match="already"):
         trainer.save_checkpoint(state, tmp_path)
+    other, fresh = make_trainer()
+    assert other.load_checkpoint(tmp_path, fresh).params["params"]["table"].tolist()
+    assert (other.ref_params["params"]["table"] == 0.5).all()
     other, wrong = make_trainer(optimizer=optax.sgd(0.1))
     with pytest.raises(CheckpointError, match="cannot be restored"):
         other.load_checkpoint(tmp_path, wrong)

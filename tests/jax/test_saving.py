@@ -26,14 +26,7 @@ from covey.adapters import read_adapter
 from covey.errors import ModelError, RunFolderError
 from covey.files import folder_problem, publishing
 from covey.jax import ModelConfig, Transformer, load_hf
-from covey.jax.saving import (
-    adapter_tensors,
-    load_adapter,
-    lora_from_tensors,
-    model_tensors,
-    save_adapter,
-    save_model,
-)
+from covey.jax.saving import adapter_tensors, load_adapter, lora_from_tensors, model_tensors, save_adapter, save_model
 from covey.pytorch.models.lora import attach_adapter, linear_layers
 
 TOKENS = np.random.default_rng(0).integers(0, 97, (2, 9))
@@ -45,12 +38,9 @@ class Base(NamedTuple):
 
     folder: Path
     fresh: Callable[[], Any]
+    hf_config: Any
     config: ModelConfig
     params: Any
-
-    @property
-    def hf_config(self) -> Any:
-        return json.loads((self.folder / "config.json").read_text())
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
@@ -63,7 +53,7 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
     folder = tmp_path_factory.mktemp(family)
     fresh().save_pretrained(folder)
-    return Base(folder, fresh, *load_hf(folder))
+    return Base(folder, fresh, json.loads((folder / "config.json").read_text()), *load_hf(folder))
 
 
 def micro(**changes: Any) -> ModelConfig:
@@ -100,9 +90,6 @@ def assert_same(found: Any, expected: Any) -> None:
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
-# ------------------------------------------------------------------ adapters
-
-
 def test_factors_are_transposed_and_named_as_in_peft() -> None:
     config = micro(num_layers=1, lora_modules=("down_proj",))
     a, b = jnp.asarray([[1.0], [2.0], [3.0]]), jnp.asarray([[4.0, 5.0]])  # [in, r] and [r, out]
@@ -132,15 +119,8 @@ def test_peft_computes_what_was_trained_here(base: Base, modules: tuple[str, ...
 @pytest.mark.parametrize("targets", ["all-linear", ["v_proj", "gate_proj"], r".*layers\.\d\.mlp\.up_proj"])
 def test_an_adapter_of_peft_computes_the_same_here(base: Base, targets: Any, tmp_path: Path) -> None:
     rank_stabilised = targets == "all-linear"
-    settings = LoraConfig(
-        r=4,
-        lora_alpha=6,
-        lora_dropout=0.1,
-        target_modules=targets,
-        use_rslora=rank_stabilised,
-        init_lora_weights=False,
-        task_type="CAUSAL_LM",
-    )
+    how = {"use_rslora": rank_stabilised, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    settings = LoraConfig(r=4, lora_alpha=6, lora_dropout=0.1, target_modules=targets, **how)
     theirs = get_peft_model(base.fresh(), settings)
     theirs.save_pretrained(str(tmp_path), save_embedding_layers=False)
     rank, alpha, modules, tensors = load_adapter(tmp_path)
@@ -149,8 +129,7 @@ def test_an_adapter_of_peft_computes_the_same_here(base: Base, targets: Any, tmp
     lora = lora_from_tensors(config, tensors, tmp_path)
     ours = our_logits(config, {**base.params, "lora": lora})
     np.testing.assert_allclose(ours, their_logits(theirs), atol=1e-5)
-    back = adapter_tensors(config, lora)
-    assert_same(back, tensors)
+    assert_same(adapter_tensors(config, lora), tensors)
 
 
 def test_the_pytorch_trainer_and_the_server_take_what_is_saved_here(base: Base, tmp_path: Path) -> None:
@@ -158,13 +137,10 @@ def test_the_pytorch_trainer_and_the_server_take_what_is_saved_here(base: Base, 
     lora = random_collection(config, "lora")
     save_adapter(tmp_path, config, lora, base_model="any")
     attached = attach_adapter(base.fresh(), tmp_path)
-    name = "base_model.model.model.layers.1.self_attn.k_proj.lora_A.default.weight"
-    found = attached.get_parameter(name).detach().numpy()
+    found = attached.get_parameter(f"{ROOT}1.self_attn.k_proj.lora_A.default.weight").detach().numpy()
     np.testing.assert_array_equal(found, np.asarray(lora["layer_1_attention"]["k_proj"]["a"]).T)
-    weights = (tmp_path / "adapter_model.safetensors").read_bytes()
-    upload = read_adapter(
-        weights, json.loads((tmp_path / "adapter_config.json").read_text()), linear_layers(base.fresh())
-    )
+    told = json.loads((tmp_path / "adapter_config.json").read_text())
+    upload = read_adapter((tmp_path / "adapter_model.safetensors").read_bytes(), told, linear_layers(base.fresh()))
     assert len(upload.factors) == 14  # 7 linear layers in each of 2
     assert {factors.scaling for factors in upload.factors.values()} == {1.5}
 
@@ -270,11 +246,7 @@ def test_tensors_that_do_not_fit_are_named(adapter: Any) -> None:
     for changed, change, message in [
         ({key: value for key, value in tensors.items() if key != name}, {}, f"lacks {name}"),
         (tensors | {other: tensors[name]}, {}, f"it has {other}"),
-        (
-            tensors,
-            {"lora_modules": ("q_proj",)},
-            "it has .*down_proj.*set lora_rank and lora_modules to what load_adapter returns",
-        ),
+        (tensors, {"lora_modules": ("q_proj",)}, "it has .*down_proj.*set lora_rank and lora_modules to what load"),
         (tensors, {"lora_rank": 2}, r"q_proj.lora_A.weight is \[1, 2\], the model's is \[2, 2\]"),
         (tensors | {name: np.ones(3, np.float32)}, {}, rf"{name} is \[3\], the model's is \[1, 3\]"),
         (tensors | {name: bad}, {}, f"{name} has values that are not finite"),
@@ -282,9 +254,6 @@ def test_tensors_that_do_not_fit_are_named(adapter: Any) -> None:
     ]:
         with pytest.raises(ModelError, match=f"somewhere: .*{message}"):
             lora_from_tensors(replace(config, **change), changed, "somewhere")
-
-
-# ------------------------------------------------------------------ models
 
 
 def test_transformers_loads_a_saved_model(base: Base, tmp_path: Path) -> None:
@@ -310,9 +279,8 @@ def test_every_array_has_a_name_of_its_own(changes: Any) -> None:
     params = random_collection(config, "params")
     found = model_tensors(config, params)
     assert len(found) == len(jax.tree.leaves(params))
-    layer = "model.layers.1.self_attn"
-    extra = f"{layer}.k_norm.weight" if config.qk_norm else f"{layer}.o_proj.bias"
-    assert found[extra].shape == ((4,) if config.qk_norm else (2,))
+    extra, shape = ("k_norm.weight", (4,)) if config.qk_norm else ("o_proj.bias", (2,))
+    assert found[f"model.layers.1.self_attn.{extra}"].shape == shape
     assert found["lm_head.weight"].tolist() == params["head"].T.tolist()
 
 
@@ -349,14 +317,11 @@ def test_a_model_that_does_not_fit_is_not_saved(tmp_path: Path) -> None:
         save_model(tmp_path, config, params, hf)
 
 
-# ------------------------------------------------------------------ files
-
-
 def test_a_write_that_fails_leaves_the_old_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, lora = micro(), random_collection(micro(), "lora")
     save_adapter(tmp_path, config, lora, base_model="any")
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["adapter_config.json", "adapter_model.safetensors"]
+    names = ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # readable by the same people
 
     def full(tensors: Any, path: Path, **kwargs: Any) -> None:

@@ -58,16 +58,11 @@ class Place:
 
     @property
     def title(self) -> str:
-        """For messages."""
         return f"sampler {self.number + 1}" + (f" ({self.name})" if self.name else "")
 
 
 class Fleet:
-    """Members that sample as one; a `covey.rollout.learning.Sampler`.
-
-    Raises:
-        CoveyError: a member cannot be started; none is left running.
-    """
+    """Members that sample as one. Raises CoveyError: a member cannot be started; none is left running."""
 
     runner = "fleet"
 
@@ -91,13 +86,8 @@ class Fleet:
         self._tell: Callable[[], None] = lambda: None
         self._thread = 0
         self._open, self._news = False, list[str]()
-        self._reissued = self._restarts = 0
-        self._idle = 0.0
-        try:
-            self._until(lambda: all(place.member is not None for place in self._places))
-        except BaseException:
-            self.close()
-            raise
+        self._reissued, self._restarts, self._idle = 0, 0, 0.0
+        self._until_or_close(lambda: all(place.member is not None for place in self._places))
         self._open = True
         members: list[Member] = [place.member for place in self._places]
         self.context_length = min(member.context_length for member in members)
@@ -111,17 +101,11 @@ class Fleet:
     def publish(self, weights: Weights) -> None:
         """Give weights to all members, and return when those that live have them.
 
-        Raises:
-            GenerationError: a member applied other numbers than were sent, or none is left.
-            CoveyError: what no member can take.
+        Raises GenerationError: a member applied other numbers than were sent, or none is left; CoveyError: it refused.
         """
         held = weights if self._local is not None else frozen(weights)
         self._held, self._version = Held(held, "" if self._local is not None else weights_hash(held)), NO_VERSION
-        try:
-            self._until(self._all_hold)
-        except BaseException:
-            self.close()
-            raise
+        self._until_or_close(self._all_hold)
         self._version = weights.version
 
     def release(self) -> None:
@@ -140,38 +124,25 @@ class Fleet:
     ) -> list[Completion]:
         """Sample one completion for each request, in order; see `covey.types.Generator`."""
         self._check(policy_version)
-        units = make_units(requests, self._unit_size)
-        jobs = [Job(unit.requests, settings, policy_version) for unit in units]
-        order = sorted(range(len(jobs)), key=lambda number: (-units[number].longest_prompt, number))
+        jobs = [Job(unit, settings, policy_version) for unit in make_units(requests, self._unit_size)]
+        longest_first = sorted(jobs, key=lambda job: -max(len(request.token_ids) for request in job.requests))
 
         def tell() -> None:
             if progress is not None:
                 over = sum(job.finished if job.result is None else len(job.requests) for job in jobs)
                 progress(over, len(requests))
 
-        self.do([jobs[number] for number in order], lambda: all(job.result is not None for job in jobs), tell)
+        self.do(longest_first, lambda: all(job.result is not None for job in jobs), tell)
         return [completion for job in jobs for completion in job.result or ()]
 
-    def session(
-        self,
-        settings: SamplingSettings,
-        *,
-        policy_version: int,
-        rows: int,
-        own_tokens: int,
-        prompt_lengths: Sequence[int],
-    ) -> Session[Any]:
+    def session(self, settings: SamplingSettings, *, policy_version: int, own_tokens: int, **room: Any) -> Session[Any]:
         """Conversations of several turns: in this process its engine's own, elsewhere a request for each turn with all
         that was said before, to the conversation's own member as long as that lives.
-
-        Raises:
-            GenerationError: other weights were published.
         """
         self._check(policy_version)
         if self._local is not None:
-            how: dict[str, Any] = {"rows": rows, "own_tokens": own_tokens, "prompt_lengths": prompt_lengths}
-            return self._local.session(settings, policy_version=policy_version, **how)
-        device = FleetDevice(self, policy_version, self.context_length, own_tokens, len(self._places))
+            return self._local.session(settings, policy_version=policy_version, own_tokens=own_tokens, **room)
+        device = FleetDevice(self.do, policy_version, self.context_length, own_tokens, len(self._places))
         return Session(device, settings, policy_version=policy_version)
 
     def members(self) -> list[dict[str, Any]]:
@@ -197,7 +168,7 @@ class Fleet:
             elif place.future is not None:  # it is stopped as soon as it has started
                 place.future.add_done_callback(_stop_late)
             if not getattr(place.member, "stays", False):
-                place.member, place.held, place.future, place.job = None, None, None, None
+                place.member = place.held = place.future = place.job = None
         self._closing()
 
     def take_news(self) -> list[str]:
@@ -207,16 +178,10 @@ class Fleet:
 
     def take_metrics(self) -> dict[str, float]:
         """Since the last time; `covey.metric_names` defines them."""
-        found = {
-            "samplers/reissued_units": float(self._reissued),
-            "samplers/restarts": float(self._restarts),
-            "time/samplers_waiting": self._idle,
-        }
-        self._reissued = self._restarts = 0
-        self._idle = 0.0
+        found = {"samplers/reissued_units": float(self._reissued), "samplers/restarts": float(self._restarts)}
+        found["time/samplers_waiting"] = self._idle
+        self._reissued, self._restarts, self._idle = 0, 0, 0.0
         return found
-
-    # ------------------------------------------------------------------ what happens
 
     def _check(self, policy_version: int) -> None:
         if policy_version != self._version:
@@ -237,9 +202,7 @@ class Fleet:
     ) -> None:
         """Queue jobs and let members work until `over`, or for some seconds; an error forgets all jobs.
 
-        Raises:
-            CoveyError: as a member raised it.
-            GenerationError: three members failed at the same unit, or none is left.
+        Raises CoveyError: a member's; GenerationError: three members failed at the same unit, or none is left.
         """
         self._queue += jobs
         self._tell, self._thread = tell, threading.get_ident()
@@ -252,6 +215,13 @@ class Fleet:
             raise
         finally:
             self._tell = lambda: None
+
+    def _until_or_close(self, over: Callable[[], bool]) -> None:
+        try:
+            self._until(over)
+        except BaseException:
+            self.close()
+            raise
 
     def _until(self, over: Callable[[], bool], seconds: float = float("inf")) -> None:
         began = self._clock()
@@ -337,9 +307,8 @@ class Fleet:
             job = place.job
             if len(found) != len(job.requests) or any(one.policy_version != job.version for one in found):
                 versions = sorted({one.policy_version for one in found})
-                wanted = f"{len(job.requests)} of {job.version}"
-                self._fail(place, f"{len(found)} completions of the versions {versions}, not {wanted}")
-                return
+                told = f"{len(found)} completions of the versions {versions}, not {len(job.requests)} of {job.version}"
+                return self._fail(place, told)
             place.job, place.failures, job.result = None, 0, found
             place.units += 1
 
@@ -348,7 +317,7 @@ class Fleet:
         what, title = place.doing, place.title
         if place.member is not None:
             place.member.stop(failed=True)
-        place.member, place.held, place.future = None, None, None
+        place.member = place.held = place.future = None
         job, place.job = place.job, None
         if not self._open:
             raise ServingError(f"{title} cannot be started: {why}")

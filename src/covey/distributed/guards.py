@@ -49,9 +49,6 @@ class Facts:
     threads: int = 0
 
 
-# ---------------------------------------------------------------------- what a machine is
-
-
 def installed(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Python's version and those of packages in this process, "" for one that is missing."""
     found = {"python": platform.python_version()}
@@ -75,36 +72,35 @@ def facts_here(model: str) -> dict[str, Any]:
 
 
 def model_hash(model: str) -> tuple[str, int]:
-    """`sampled_hash` of a model's config, index and weight files, and the bytes of its weights.
-
-    Raises:
-        OSError: it is not there, or cannot be read.
-    """
+    """`sampled_hash` of a model's config, index and weight files, and the bytes of its weights. Raises OSError."""
     files = model_files(model)
     total = sum(path.stat().st_size for path in files if path.suffix in (".safetensors", ".gguf", ".bin"))
-    return (sampled_hash(files) if files else ""), total
+    return sampled_hash(files) if files else "", total
 
 
 def model_files(model: str) -> list[Path]:
-    """Config, index and weights of a model; none for a hub id that is not in the cache.
-
-    Raises:
-        OSError: it is not there.
-    """
+    """Config, index and weights of a model; none for a hub id that is not in the cache. Raises OSError."""
     if model.startswith("pkg:"):
         name, _, file = model.removeprefix("pkg:").partition("/")
         spec = importlib.util.find_spec(name.replace("-", "_")) if name.replace("-", "_").isidentifier() else None
         places = list(spec.submodule_search_locations or ()) if spec is not None else []
         if not places:
             raise FileNotFoundError(f"no package {name!r} is installed")
-        return _checked([Path(places[0]) / file] if file else sorted(Path(places[0]).glob("*.gguf")), model)
-    path = Path(model).expanduser()
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        return _checked(_of_folder(path), model)
-    if os.sep in model.strip(os.sep).partition(os.sep)[2] or path.is_absolute() or path.suffix == ".gguf":
+        found = [Path(places[0]) / file] if file else sorted(Path(places[0]).glob("*.gguf"))
+    elif (path := Path(model).expanduser()).is_file():
+        found = [path]
+    elif path.is_dir():
+        found = _of_folder(path)
+    elif os.sep in model.strip(os.sep).partition(os.sep)[2] or path.is_absolute() or path.suffix == ".gguf":
         raise FileNotFoundError(f"{model}: there is no such file or folder")
+    else:
+        return _of_cache(model)
+    if not found:
+        raise FileNotFoundError(f"{model}: holds no model")
+    return found
+
+
+def _of_cache(model: str) -> list[Path]:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -120,12 +116,6 @@ def _of_folder(path: Path) -> list[Path]:
     return sorted(found for kind in kinds for found in path.glob(kind) if not found.name.startswith("adapter_"))
 
 
-def _checked(files: list[Path], model: str) -> list[Path]:
-    if not files:
-        raise FileNotFoundError(f"{model}: holds no model")
-    return files
-
-
 def _gpus() -> tuple[tuple[str, ...], str]:
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -137,9 +127,6 @@ def _gpus() -> tuple[tuple[str, ...], str]:
         return (), ""
     lines = [[cell.strip() for cell in line.rpartition(",")[::2]] for line in told.splitlines() if line.strip()]
     return tuple(name for name, _ in lines), ", ".join(sorted({driver for _, driver in lines}))
-
-
-# ---------------------------------------------------------------------- whether machines are alike
 
 
 def check_versions(who: str, theirs: Mapping[str, str], own: Mapping[str, str], whose: str) -> list[str]:
@@ -166,27 +153,25 @@ def check_models(model: str, own: Facts, others: Mapping[str, Facts]) -> None:
     """Refuse machines that have another model under the same name, or cannot read it."""
     for name, facts in others.items():
         if facts.model_problem:
-            raise ConfigError(
-                f"model.model={model!r:.200}: cannot be read on {name} ({facts.model_problem}); give every machine the "
-                "same files, under the same path"
-            )
-        if own.model and facts.model and facts.model != own.model:
-            raise ConfigError(
-                f"model.model={model!r:.200}: on {name} it is another one than here (its config, index or weights "
-                "differ); give every machine the same files"
-            )
+            problem = f"cannot be read on {name} ({facts.model_problem})"
+        elif own.model and facts.model and facts.model != own.model:
+            problem = f"on {name} it is another one than here (its config, index or weights differ)"
+        else:
+            continue
+        raise ConfigError(f"model.model={model!r:.200}: {problem}; give every machine the same files, under one path")
 
 
 def mixtures(own: Facts, others: Mapping[str, Facts], *, gpus: bool, name_of_own: str = "this machine") -> list[str]:
     """Differences between machines that make their numbers differ, one sentence each."""
-    found = []
+    found = list[str]()
     asked = [(name_of_own, own), *others.items()] if own.gpus or not gpus else list(others.items())
     if not asked:
-        return []
-    first, expected = asked[0]
-    for name, facts in asked[1:]:
+        return found
+    (first, expected), *rest = asked
+    for name, facts in rest:
         if gpus and set(facts.gpus) != set(expected.gpus):
-            found.append(f"{name} has {_named(facts.gpus)}, {first} has {_named(expected.gpus)}")
+            theirs, ours = (" and ".join(sorted(set(each.gpus))) or "no GPU" for each in (facts, expected))
+            found.append(f"{name} has {theirs}, {first} has {ours}")
         if gpus and facts.driver != expected.driver:
             found.append(f"{name} has the GPU driver {facts.driver or 'none'}, {first} has {expected.driver or 'none'}")
         if facts.threads != expected.threads:
@@ -202,13 +187,6 @@ def check_mixture(differences: Sequence[str], *, allowed: bool) -> list[str]:
             "which machine does it; use machines of one kind, or set run.allow_mixture=true"
         )
     return [f"machines differ (run.allow_mixture): {difference}" for difference in differences]
-
-
-def _named(gpus: Sequence[str]) -> str:
-    return " and ".join(sorted(set(gpus))) or "no GPU"
-
-
-# ---------------------------------------------------------------------- whether a cluster has room
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,12 +216,11 @@ def gpus_of_learner(config: GRPOConfig, nodes: Sequence[Node]) -> float:
 def check_room(nodes: Sequence[Node], samplers: int, cpus: float, gpus: float) -> None:
     """Refuse more samplers than the cluster has room for: Ray would wait for a larger one, without a word."""
     room = sum(has_room(node, cpus, gpus) for node in nodes)
-    if room >= samplers:
-        return
-    raise ConfigError(
-        f"distributed.samplers={samplers}: each takes {cpus:g} CPU and {gpus:g} GPU, and the Ray cluster has room for "
-        f"{room}: {_listed(nodes)}; use {room} or fewer, or add machines"
-    )
+    if room < samplers:
+        raise ConfigError(
+            f"distributed.samplers={samplers}: each takes {cpus:g} CPU and {gpus:g} GPU, and the Ray cluster has room "
+            f"for {room}: {_listed(nodes)}; use {room} or fewer, or add machines"
+        )
 
 
 def check_memory(nodes: Sequence[Node], samplers: int, cpus: float, model_bytes: int) -> None:
@@ -297,11 +274,7 @@ def _listed(nodes: Sequence[Node]) -> str:
 
 def has_room(node: Node, cpus: float, gpus: float) -> int:
     """Samplers or learners that there is room for on a node."""
-    room = [have // need for have, need in ((node.cpus, cpus), (node.gpus, gpus)) if need > 0]
-    return int(min(room))
-
-
-# ---------------------------------------------------------------------- whether a cluster's head is there
+    return int(min(have // need for have, need in ((node.cpus, cpus), (node.gpus, gpus)) if need > 0))
 
 
 class Head:
@@ -313,11 +286,7 @@ class Head:
         self._silent_since: float | None = None
 
     def check(self) -> None:
-        """Ask now and then whether it still answers; to be called often.
-
-        Raises:
-            ClusterLostError: it has not for some time.
-        """
+        """Ask now and then whether it still answers, or else raise ClusterLostError; to be called often."""
         now = time.monotonic()
         if now - self._asked >= _LOST_SECONDS / 10:
             self._asked = now
@@ -335,11 +304,6 @@ class Head:
 
 
 def reach(address: str) -> None:
-    """Connect to HOST:PORT and leave it.
-
-    Raises:
-        OSError: nobody answers.
-        OverflowError: it is no port.
-    """
+    """Connect to HOST:PORT and leave it. Raises OSError: nobody answers; OverflowError: it is no port."""
     host, _, port = address.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()

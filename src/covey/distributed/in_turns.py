@@ -7,6 +7,7 @@ by turn, see `covey.distributed.units.RoundDevice`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from covey.distributed.ranks import Ranks
@@ -22,7 +23,6 @@ class RankSampler:
     """A rank's engine, which samples its share of the units."""
 
     def __init__(self, engine: Engine, policy: Any, ranks: Ranks) -> None:
-        """Sample from this rank's own policy."""
         self.engine, self._policy, self._ranks = engine, policy, ranks
 
     def identity(self, weights: Weights) -> tuple[int, str]:
@@ -42,26 +42,12 @@ class RankSampler:
         """Give back the memory for sampling until the next `publish`."""
         self.engine.release()
 
-    def sample(
-        self,
-        requests: Sequence[Request],
-        settings: SamplingSettings,
-        unit_size: int,
-        policy_version: int,
-        progress: Progress | None = None,
-    ) -> list[Completion]:
-        """Completions of all requests, in order; every rank calls it and samples its units, one call each."""
-        calls: Calls = [(list(unit.requests), settings) for unit in make_units(requests, unit_size)]
-        return [completion for found in self.sample_calls(calls, policy_version, progress) for completion in found]
-
-    def sample_calls(
-        self, calls: Calls, policy_version: int, progress: Progress | None = None
-    ) -> list[list[Completion]]:
+    def sample(self, calls: Calls, policy_version: int, progress: Progress | None = None) -> list[list[Completion]]:
         """Completions of each call; every rank calls it and samples its share."""
         sizes = [sum(len(request.token_ids) for request in requests) for requests, _ in calls]
         total = sum(len(requests) for requests, _ in calls)
 
-        def sample(numbers: list[int]) -> Iterator[list[Completion]]:
+        def work(numbers: list[int]) -> Iterator[list[Completion]]:
             over = 0
 
             def tell(done: int, _: int) -> None:
@@ -73,7 +59,7 @@ class RankSampler:
                 yield self.engine(own, settings, policy_version=policy_version, progress=tell)
                 over += len(own)
 
-        return run_shared(self._ranks, sizes, sample)
+        return run_shared(self._ranks, sizes, work)
 
 
 class LeadingSampler:
@@ -82,7 +68,6 @@ class LeadingSampler:
     cuts_units = True
 
     def __init__(self, own: RankSampler, ranks: Ranks, unit_size: int) -> None:
-        """Lead with this rank's own; units have at least `unit_size` completions."""
         self._own, self._ranks, self._unit_size = own, ranks, unit_size
         self.context_length = own.engine.context_length
 
@@ -98,7 +83,7 @@ class LeadingSampler:
             self._own.release()
 
     def close(self) -> None:
-        """The engine stays ready: it needs no process of its own."""
+        """The engine stays ready."""
         self._own.engine.close()
 
     def __call__(
@@ -110,24 +95,17 @@ class LeadingSampler:
         progress: Progress | None = None,
     ) -> list[Completion]:
         """See `covey.types.Generator`."""
-        what = (list(requests), settings, self._unit_size, policy_version)
-        with self._ranks.telling(("sampler", "sample", what, {})):
-            return self._own.sample(*what, progress=progress)
+        calls = [(list(unit), settings) for unit in make_units(requests, self._unit_size)]
+        return [each for found in self._sample(calls, policy_version, progress) for each in found]
+
+    def _sample(self, calls: Calls, version: int, progress: Progress | None = None) -> list[list[Completion]]:
+        with self._ranks.telling(("sampler", "sample", (calls, version), {})):
+            return self._own.sample(calls, version, progress)
 
     def session(
-        self,
-        settings: SamplingSettings,
-        *,
-        policy_version: int,
-        rows: int,
-        own_tokens: int,
-        prompt_lengths: Sequence[int],
+        self, settings: SamplingSettings, *, policy_version: int, own_tokens: int, **room: Any
     ) -> Session[RoundDevice]:
         """Conversations of several turns, in rounds on all ranks."""
-
-        def sample(calls: Calls) -> list[list[Completion]]:
-            with self._ranks.telling(("sampler", "sample_calls", (calls, policy_version), {})):
-                return self._own.sample_calls(calls, policy_version)
-
+        sample = partial(self._sample, version=policy_version)
         device = RoundDevice(sample, self.context_length, own_tokens, self._unit_size)
         return Session(device, settings, policy_version=policy_version)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -42,21 +42,17 @@ class Member(Protocol):
 
         The future raises MemberError if the member failed, and CoveyError for what no other member could do either.
         """
-        ...
 
     def begin(
         self, requests: Sequence[Request], settings: SamplingSettings, version: int, progress: Progress
     ) -> Future[list[Completion]]:
         """Sample the requests in one call, alone; errors are those of `load`."""
-        ...
 
     def watch(self) -> None:
         """Called now and then while it works: the moment to ask how far it is."""
-        ...
 
     def stop(self, *, failed: bool) -> None:
         """End it, whatever it is doing; one that `failed` may be dead already."""
-        ...
 
 
 def done(result: T) -> Future[T]:
@@ -82,8 +78,7 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
 
 def weights_hash(weights: Weights) -> str:
     """SHA-256 of names, shapes and values in float32: of the adapter of any kind, or else of all weights."""
-    adapter = weights.adapter
-    return weights.sha256 if adapter is None else adapter_hash(adapter)
+    return weights.sha256 if weights.adapter is None else adapter_hash(weights.adapter)
 
 
 def adapter_hash(adapter: Adapter) -> str:
@@ -97,13 +92,9 @@ def frozen(weights: Weights) -> Weights:
     if adapter is not None:
         copied = Adapter({name: np.array(array) for name, array in adapter.tensors.items()}, dict(adapter.config))
         return Weights(weights.version, weights.tensors, lambda: copied)
-    held = weights.tensors()
-    tensors = {name: _copied(held[name]) for name in held}
+    held: Mapping[str, Any] = weights.tensors()
+    tensors = {n: x.detach().cpu().clone() if hasattr(x, "detach") else np.array(x) for n, x in held.items()}
     return Weights(weights.version, lambda: tensors)
-
-
-def _copied(array: Any) -> Any:
-    return array.detach().cpu().clone() if hasattr(array, "detach") else np.array(array)
 
 
 class LocalMember:
@@ -116,14 +107,12 @@ class LocalMember:
         self.engine, self.context_length = engine, engine.context_length
 
     def load(self, held: Held) -> Future[str]:
-        """Publish at once."""
         self.engine.publish(held.weights)
         return done(held.sha256)
 
     def begin(
         self, requests: Sequence[Request], settings: SamplingSettings, version: int, progress: Progress
     ) -> Future[list[Completion]]:
-        """Sample at once; errors are raised here."""
         return done(self.engine(requests, settings, policy_version=version, progress=progress))
 
     def watch(self) -> None:

@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -25,15 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from covey.config.whole import GRPOConfig
-from covey.distributed.guards import (
-    Facts,
-    check_mixture,
-    check_models,
-    check_versions,
-    facts_here,
-    installed,
-    mixtures,
-)
+from covey.distributed.guards import Facts, check_mixture, check_models, check_versions, facts_here, installed, mixtures
 from covey.distributed.members import START_SECONDS
 from covey.errors import ConfigError, ModelError
 
@@ -59,17 +51,14 @@ class Ranks:
     """The processes that train, as one of them sees them."""
 
     def __init__(self, rank: int = 0, world: int = 1, timeout_seconds: float = 600.0) -> None:
-        """Join the others, which the environment tells of (`RANK`, `WORLD_SIZE`, `MASTER_ADDR` and so on, as torchrun
-        sets them).
-        """
+        """Join the others, of which the environment tells as torchrun sets it."""
         self.rank, self.world = rank, world
         self._timeout = timeout_seconds
         self._busy = threading.RLock()
         self._ended = threading.Event()
         self._calls: Any = None
         self._torn = ""
-        self._store: Any = None
-        """Until all ranks are known to be ready for calls."""
+        self._store: Any = None  # until all ranks are known to be ready for calls
         if world == 1:
             return
         deadline, starting = timedelta(seconds=timeout_seconds), max(timeout_seconds, START_SECONDS)
@@ -86,11 +75,7 @@ class Ranks:
 
     @classmethod
     def of_torchrun(cls, timeout_seconds: float = 600.0) -> Ranks | None:
-        """The ranks that torchrun has started, or None where it has not.
-
-        Raises:
-            ConfigError: its variables are no numbers.
-        """
+        """The ranks that torchrun has started, or None where it has not. Raises ConfigError."""
         rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
         if rank is None or world is None:
             return None
@@ -101,8 +86,6 @@ class Ranks:
                 "sets them; unset them to run without it"
             )
         return cls(int(rank), int(world), timeout_seconds)
-
-    # ------------------------------------------------------------------ calls, from rank 0 to the others
 
     @contextmanager
     def telling(self, message: Any) -> Iterator[None]:
@@ -150,8 +133,6 @@ class Ranks:
                 finally:
                     self._busy.release()
 
-    # ------------------------------------------------------------------ among equals
-
     def gather(self, own: Any) -> list[Any]:
         """What every rank gives, in the order of ranks, on every rank."""
         if self.world == 1:
@@ -172,9 +153,8 @@ class Ranks:
             total.copy_(here)
 
     def mesh(self, device: str, parts: int) -> DeviceMesh:
-        """The ranks, for tensors that are sharded over each `parts` of them, one after the other, as on one machine.
-
-        One dimension where that is all of them; else two, and the first one has equal parts.
+        """The ranks, for tensors that are sharded over each `parts` of them: two dimensions, the first one of equal
+        parts, or one where that is all ranks.
         """
         backend = "nccl" if device == "cuda" else "gloo"
         numbers = torch.arange(self.world).view(-1, parts)
@@ -205,9 +185,7 @@ class Ranks:
         return TornError(self._torn)
 
     def leave(self) -> None:
-        """Leave the group after a failure, without a word: the others may be waiting for something else, and find out
-        by the connection.
-        """
+        """Leave the group after a failure; the others, which may wait for something else, see the connection end."""
         self._torn = self._torn or "this rank has left"
         self.close()
 
@@ -217,11 +195,8 @@ class Ranks:
             return
         self._ended.set()
         if self.rank == 0 and not self._torn:
-            try:
-                with self.telling(STOP):
-                    pass
-            except RankLostError:
-                pass  # they are gone already
+            with suppress(RankLostError), self.telling(STOP):  # they may be gone already
+                pass
         dist.destroy_process_group()
 
     @contextmanager
@@ -241,9 +216,6 @@ def _plain(error: BaseException) -> str:
     """What gloo and the store say, without where in their source they say it and what they guess."""
     line = re.sub(r"^\[/\S+\]\s*", "", str(error).splitlines()[0] if str(error) else type(error).__name__)
     return line.partition(" This is typically caused")[0][:600]
-
-
-# ---------------------------------------------------------------------- before the first step
 
 
 def check_ranks(ranks: Ranks, config: GRPOConfig) -> list[str]:
@@ -267,11 +239,7 @@ def check_ranks(ranks: Ranks, config: GRPOConfig) -> list[str]:
 
 
 def await_all(store: Any, rank: int, world: int, seconds: float) -> None:
-    """Wait until every rank has come.
-
-    Raises:
-        RuntimeError: some have not; it names them, and where the others are.
-    """
+    """Wait until every rank has come. Raises RuntimeError: some have not; it names them, and where the others are."""
     store.set(f"here-{rank}", whereabouts())
     deadline = time.monotonic() + seconds
     for other in range(world):

@@ -61,18 +61,14 @@ def connect(address: str, actors: int, stored_bytes: int = 0) -> bool:
                 f"{actors} Ray actors on this machine: a process takes {PROCESS_BYTES / 1e9:.1f} GB at the least, and "
                 f"there are {total_memory() / 1e9:.1f} GB; use fewer, or a cluster (distributed.ray_address)"
             )
-        here: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, actors), "include_dashboard": False}
-        here["resources"] = {_LOCAL_MARK: 1}
-        _init("local", object_store_memory=int(max(_LOCAL_STORE_BYTES, 1.2 * stored_bytes)), **here)
+        here = {"num_cpus": max(os.cpu_count() or 1, actors), "resources": {_LOCAL_MARK: 1}}
+        store = int(max(_LOCAL_STORE_BYTES, 1.2 * stored_bytes))
+        _init("local", object_store_memory=store, include_dashboard=False, **here)
     return True
 
 
 def join(address: str) -> bool:
-    """Connect to the cluster that an address names, see `distributed.ray_address`; False where there is none.
-
-    Raises:
-        ConfigError: one is named, and does not answer.
-    """
+    """Connect to the cluster of `distributed.ray_address`; False where there is none. Raises ConfigError."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray will do in its next version
     known = (os.environ.get("RAY_ADDRESS") or address) if address == "auto" else address
@@ -101,11 +97,6 @@ def join(address: str) -> bool:
             "a token is given it by RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
         ) from error
     return True
-
-
-def leave() -> None:
-    """Leave the cluster; one that was started here ends."""
-    ray.shutdown()
 
 
 def is_local() -> bool:
@@ -140,30 +131,17 @@ def _require_reachable(address: str) -> None:
 
 def nodes_there() -> list[Node]:
     """The nodes that live."""
-    found = []
-    for node in ray.nodes():
-        held = node["Resources"]
-        if node["Alive"]:
-            kinds = ("CPU", "GPU", "object_store_memory", "memory")
-            found.append(Node(node["NodeID"], *(held.get(kind, 0.0) for kind in kinds)))
-    return found
+    kinds = ("CPU", "GPU", "object_store_memory", "memory")
+    living = [node for node in ray.nodes() if node["Alive"]]
+    return [Node(node["NodeID"], *(node["Resources"].get(kind, 0.0) for kind in kinds)) for node in living]
 
 
 def with_facts(nodes: Sequence[Node], model: str) -> list[Node]:
-    """The nodes that run a task, with what is installed there and what they are.
-
-    Raises:
-        ConfigError: one does not run a task in time.
-    """
+    """The nodes that run a task, with what they are. Raises ConfigError: one does not run a task in time."""
     here = ray.get_runtime_context().get_node_id()
     probe: Any = ray.remote(num_cpus=0, max_retries=0)(_make_probe())
-    asked = {
-        node.name: probe.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.name, soft=False)).remote(
-            list(PACKAGES), model
-        )
-        for node in nodes
-        if node.name != here
-    }
+    there = {node.name: NodeAffinitySchedulingStrategy(node.name, soft=False) for node in nodes if node.name != here}
+    asked = {n: probe.options(scheduling_strategy=at).remote(list(PACKAGES), model) for n, at in there.items()}
     if not asked:
         return list(nodes)
     _, late = ray.wait(list(asked.values()), num_returns=len(asked), timeout=PROBE_SECONDS)
@@ -249,11 +227,7 @@ def check_cluster(config: GRPOConfig, learners: int) -> tuple[list[Node], list[s
 
 
 def await_room(what: str, cpus: float, gpus: float) -> None:
-    """What is taken by somebody who has just ended is free soon.
-
-    Raises:
-        ConfigError: it was not; `what` is the setting that asks for so much.
-    """
+    """Wait for what somebody has who has just ended. Raises ConfigError: it is not free; `what` is the setting."""
     deadline = time.monotonic() + PROBE_SECONDS
     while True:
         free = ray.available_resources()

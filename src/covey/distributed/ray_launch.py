@@ -31,7 +31,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from covey.config.whole import GRPOConfig
 from covey.distributed.guards import Head, gpus_of_learner
 from covey.distributed.ranks import RankLostError
-from covey.distributed.ray_cluster import CPUS, check_cluster, nodes_there, translated
+from covey.distributed.ray_cluster import CPUS, check_cluster, kill, nodes_there, translated
 from covey.errors import ClusterLostError, ConfigError, CoveyError
 from covey.signals import ENDING, EndedError
 
@@ -68,11 +68,7 @@ except SystemExit as end:
 
 
 class RayRanks:
-    """A Ray cluster that starts ranks.
-
-    Raises:
-        ConfigError: the cluster is too small for the run, or in use, or its machines are not alike.
-    """
+    """A Ray cluster that starts ranks."""
 
     def __init__(
         self,
@@ -84,30 +80,24 @@ class RayRanks:
         self._config, self._arguments, self._work, self._say = config, list(arguments), work, say
         here = ray.get_runtime_context()
         self._head, self._here = Head(here.gcs_address), here.get_node_id()
-        self._gpus = 0.0
 
     def close(self) -> None:
-        """Leave the cluster."""
         if not self._head.lost:
             ray.shutdown()
 
     def start(self, attempt: int, environment: Mapping[str, str]) -> int:
         """Start all ranks, and wait until all have ended.
 
-        Raises:
-            CoveyError: as a rank other than 0 raised it.
-            ConfigError: there is no room.
-            ClusterLostError: the head is gone, or, after the first attempt, there is no room any more.
-            KeyboardInterrupt: this process or rank 0 was interrupted, see `covey.signals`.
+        Raises a CoveyError of a rank other than 0; ConfigError: there is no room; ClusterLostError: the head is gone,
+        or there is no room any more; KeyboardInterrupt: this process or rank 0 was interrupted, see `covey.signals`.
         """
         group = self._reserve(again=attempt > 0)
         actors: dict[int, Any] = {}
         rank_0: subprocess.Popen[bytes] | None = None
         try:
             address, world = ray.util.get_node_ip_address(), self._config.distributed.learners
-            store = TCPStore(
-                address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_PLACE_SECONDS)
-            )
+            seconds = timedelta(seconds=_PLACE_SECONDS)
+            store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=seconds)
             common = {
                 "WORLD_SIZE": str(world),
                 "MASTER_ADDR": address,
@@ -132,8 +122,6 @@ class RayRanks:
             if not self._head.lost:
                 with suppress(Exception):
                     remove_placement_group(group)
-
-    # ------------------------------------------------------------------ places
 
     def _reserve(self, *, again: bool) -> PlacementGroup:
         """A place for each rank, the first one's on this node."""
@@ -211,8 +199,6 @@ class RayRanks:
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
         return {"num_cpus": CPUS, "num_gpus": self._gpus, "scheduling_strategy": place}
 
-    # ------------------------------------------------------------------ life
-
     def _watch(self, rank_0: subprocess.Popen[bytes], runs: dict[Any, int], actors: Mapping[int, Any]) -> int:
         """Wait until rank 0 has ended, or another rank too early."""
         waiting, died, since = list(runs), dict[int, str](), 0.0
@@ -278,8 +264,7 @@ class RayRanks:
             with suppress(Exception):
                 actor.end.remote()  # reaches it without the head
         for actor in actors.values() if not self._head.lost else ():
-            with suppress(Exception):
-                ray.kill(actor, no_restart=True)
+            kill(actor)
 
 
 def _rank_host() -> type:

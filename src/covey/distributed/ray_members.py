@@ -41,7 +41,6 @@ from covey.distributed.ray_cluster import (
     get_result,
     is_local,
     kill,
-    leave,
     nodes_there,
 )
 from covey.errors import ConfigError
@@ -60,7 +59,6 @@ class EngineHost:
 
     def __init__(self, config: GRPOConfig, dtype: str, threads: int) -> None:
         self._config, self._dtype, self._threads, self._finished = config, dtype, threads, 0
-        self._loaded: Any = None
         self._model: Any = None
         self._engine: Any = None
 
@@ -68,16 +66,12 @@ class EngineHost:
         """Load the model; where it is, and what it has."""
         torch.set_num_threads(self._threads)
         chosen = self._config.model
-        self._loaded = load_model(
-            chosen.model,
-            dtype=self._dtype,
-            device=chosen.device,
-            trust_remote_code=chosen.trust_remote_code,
-            quantization=chosen.quantization,
-        )
-        self._model = self._loaded.model
+        how: dict[str, Any] = {"trust_remote_code": chosen.trust_remote_code, "quantization": chosen.quantization}
+        loaded = load_model(chosen.model, dtype=self._dtype, device=chosen.device, **how)
+        self._model, self._tokenizer = loaded.model, loaded.tokenizer
         self._start_engine()
-        return _place() | {"context_length": self._engine.context_length, "base": base_hash(self._model)}
+        where = {"pid": os.getpid(), "host": socket.gethostname(), "node": ray.get_runtime_context().get_node_id()}
+        return where | {"context_length": self._engine.context_length, "base": base_hash(self._model)}
 
     def load(self, tensors: dict[str, Any], config: dict[str, Any] | None, version: int) -> str:
         """Take an adapter, or all weights where `config` is None; the hash of what is in use then."""
@@ -113,13 +107,9 @@ class EngineHost:
 
     def _start_engine(self) -> None:
         """The same engine as in the trainer's process: what it is built from decides how it computes."""
-        view: Any = SimpleNamespace(model=self._model, tokenizer=self._loaded.tokenizer)
+        view: Any = SimpleNamespace(model=self._model, tokenizer=self._tokenizer)
         self._engine = None
         self._engine = BACKEND.make_sampler(self._config, view)
-
-
-def _place() -> dict[str, Any]:
-    return {"pid": os.getpid(), "host": socket.gethostname(), "node": ray.get_runtime_context().get_node_id()}
 
 
 def base_hash(model: Any) -> str:
@@ -161,11 +151,7 @@ class RayMember:
         return answer_of(self._actor.sample.remote, list(requests), settings, version)
 
     def watch(self) -> None:
-        """Ask how many completions are over, without waiting for the answer.
-
-        Raises:
-            ClusterLostError: the head is gone, so that nobody could be started any more.
-        """
+        """Ask how many completions are over, without waiting for the answer. Raises ClusterLostError."""
         self._cluster.head.check()
         with suppress(RayError):
             if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
@@ -185,11 +171,7 @@ class RayMember:
 
 
 class Cluster:
-    """Connects to Ray, looks at the cluster, and starts actors in it.
-
-    Raises:
-        ConfigError: the cluster cannot be reached, is too small, or has other versions than this process.
-    """
+    """Connects to Ray, looks at the cluster, and starts actors in it. Raises ConfigError: the cluster does not do."""
 
     def __init__(self, config: GRPOConfig, policy: TrainedPolicy) -> None:
         self._config, self._policy = config, policy
@@ -200,13 +182,10 @@ class Cluster:
         in_parts = any(p.is_meta or isinstance(p, DTensor) for p in policy.model.parameters())
         self._base = "" if self._trains_all or in_parts else base_hash(policy.model)
         self._lock, self._connected, self._own = threading.RLock(), False, False
-        self._actors: list[Any] = []
-        self._starting: list[Future[Member]] = []
-        self._session = 0
+        self._actors, self._starting, self._session = list[Any](), list[Future[Member]](), 0
         self._stored = sum(p.numel() * p.element_size() for p in policy.model.parameters() if p.requires_grad)
         self._put: tuple[Held, Any] | None = None
-        self._gpus = 0.0
-        self.connect()
+        self._connect()
 
     def make(self, again: bool) -> Future[Member]:
         """Start an actor; it waits for a place in the cluster if one was lost."""
@@ -235,10 +214,10 @@ class Cluster:
             self._put, self._actors = None, []
         wait(self._starting, timeout=CONNECT_SECONDS)  # a call of Ray's after its end would start it again
         if self._connected and self._own and not self.head.lost:
-            leave()
+            ray.shutdown()
         self._connected = False
 
-    def connect(self) -> None:
+    def _connect(self) -> None:
         """Be part of the cluster, one that has room and the same versions; nothing happens if that is so already."""
         with self._lock:
             if not self._connected:
@@ -246,24 +225,21 @@ class Cluster:
                 self._own = connect(chosen.ray_address, chosen.actors, STORED_ADAPTERS * self._stored)
                 self._connected, self.head = True, Head(ray.get_runtime_context().gcs_address)
                 try:
-                    self._preflight()
+                    self._gpus = gpus_of_sampler(self._config, nodes_there())
+                    nodes, said = check_cluster(self._config, learners=0)
+                    check_store(nodes, self._stored)
                 except BaseException:
                     self.close()
                     raise
-
-    def _preflight(self) -> None:
-        self._gpus = gpus_of_sampler(self._config, nodes_there())
-        nodes, said = check_cluster(self._config, learners=0)
-        check_store(nodes, self._stored)
-        for sentence in said:
-            log.warning("%s", sentence)
+                for sentence in said:
+                    log.warning("%s", sentence)
 
     def _start(self, session: int) -> Member:
         chosen = self._config.distributed
         with self._lock:
             if session != self._session:
                 raise MemberError("the run is over")
-            self.connect()
+            self._connect()
             host: Any = ray.remote(concurrency_groups={"watch": 1})(EngineHost)
             options = {"num_cpus": CPUS, "num_gpus": self._gpus, "max_restarts": 0, "max_task_retries": 0}
             actor = host.options(**options).remote(self._config, self._dtype, torch.get_num_threads())
@@ -283,11 +259,7 @@ class Cluster:
 
 
 def look_at_cluster(config: GRPOConfig) -> list[str]:
-    """Connect, look at the cluster as a run would, and leave it; what there is, a line each.
-
-    Raises:
-        ConfigError: as a run would be refused.
-    """
+    """Connect, look at the cluster as a run would, and leave it; what there is, a line each, or a run's ConfigError."""
     began, own = time.monotonic(), connect(config.distributed.ray_address, config.distributed.actors)
     samplers = config.distributed.samplers or 0
     learners = config.distributed.learners if config.distributed.learners > 1 and not is_local() else 0
@@ -296,7 +268,7 @@ def look_at_cluster(config: GRPOConfig) -> list[str]:
         address = ray.get_runtime_context().gcs_address
     finally:
         if own:
-            leave()
+            ray.shutdown()
     lines = [
         f"node {node.name}: {node.cpus:g} CPUs, {node.gpus:g} GPUs, "
         f"{node.memory / 1e9:.1f} GB, object store {node.store_bytes / 1e9:.1f} GB"

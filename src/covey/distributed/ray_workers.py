@@ -11,7 +11,7 @@ import ray
 from covey.config.whole import GRPOConfig
 from covey.distributed.guards import installed
 from covey.distributed.members import START_SECONDS, MemberError
-from covey.distributed.ray_cluster import CPUS, await_room, connect, get_result, kill, leave
+from covey.distributed.ray_cluster import CPUS, await_room, connect, get_result, kill
 from covey.distributed.reward_workers import Answer, Piece, RewardHost, Rewards, placed
 from covey.errors import ConfigError, RewardError, ServingError
 
@@ -22,21 +22,15 @@ _MOST_TRIES = 3
 
 
 class RewardActors:
-    """Actors that score pieces, started when they are needed.
-
-    Raises:
-        ConfigError: the cluster cannot be reached, has no room, or other versions or files than this process.
-        ServingError: an actor cannot be started.
-    """
+    """Actors that score pieces, started when they are needed. Raises ConfigError or ServingError: they cannot be."""
 
     def __init__(self, config: GRPOConfig, rewards: Rewards, timeout_seconds: float) -> None:
         self._config, self._rewards, self._timeout = config, rewards, timeout_seconds
-        self._actors: list[Any] = []
-        self._own = False
         self._start()
 
     def _start(self) -> None:
         chosen, count = self._config.distributed, self._config.distributed.reward_workers or 0
+        self._actors: list[Any] = []
         self._own = connect(chosen.ray_address, chosen.actors)
         try:
             await_room(f"distributed.reward_workers={count}", count * CPUS, 0.0)
@@ -60,16 +54,11 @@ class RewardActors:
             raise
 
     def score(self, pieces: Sequence[Piece]) -> list[Answer]:
-        """The pieces' rewards, each from the next free worker.
-
-        Raises:
-            RewardError: as a function raised it; or workers died, or fell silent, at the same rows again and again.
-        """
+        """The pieces' rewards, each from the next free worker. Raises RewardError, also where workers die or hang."""
         if not self._actors:
             self._start()
         idle, waiting, calls = list(self._actors), list(range(len(pieces))), dict[Any, tuple[int, Any]]()
-        found: dict[int, Answer] = {}
-        silent = 0
+        found, silent = dict[int, Answer](), 0
         while len(found) < len(pieces):
             while idle and waiting:
                 number, actor = waiting.pop(0), idle.pop(0)
@@ -98,7 +87,7 @@ class RewardActors:
         for actor in self._actors if ray.is_initialized() else ():
             kill(actor)
         if self._own and ray.is_initialized():
-            leave()
+            ray.shutdown()
         self._actors, self._own = [], False
 
 
@@ -111,11 +100,7 @@ def _hopeless(piece: Piece, why: str) -> RewardError:
 
 
 def pickled(functions: Sequence[Any]) -> bytes:
-    """Reward functions by value.
-
-    Raises:
-        ConfigError: one cannot be sent to another process.
-    """
+    """Reward functions by value. Raises ConfigError: one cannot be sent to another process."""
     for function in functions:
         try:
             ray.cloudpickle.dumps(function)

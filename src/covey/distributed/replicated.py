@@ -54,10 +54,7 @@ def share_out(sizes: Sequence[int], world: int) -> list[list[int]]:
 def run_shared(ranks: Ranks, sizes: Sequence[int], work: Callable[[list[int]], Iterable[Result]]) -> list[Result]:
     """Every rank runs its part of some items, and knows the results of all.
 
-    Raises:
-        torch.OutOfMemoryError: memory ran out, on whichever rank.
-        CoveyError: as `work` raised it, on whichever rank.
-        ModelError: a rank failed otherwise; it is named.
+    All raise what one has met: torch.OutOfMemoryError and CoveyErrors as they are, else a ModelError that names it.
     """
     numbers = share_out(sizes, ranks.world)[ranks.rank]
     own: list[Result] = []
@@ -91,16 +88,14 @@ class SharedPacks:
     alone = False
 
     def __init__(self, ranks: Ranks) -> None:
-        """With these ranks, which may be one."""
         self._ranks = ranks
 
     def map(self, work: Work[Result], packs: Sequence[Pack]) -> list[Result]:
-        """See `Share.map`. When memory runs out on one rank, all begin again with smaller packs."""
+        """When memory runs out on one rank, all begin again with smaller packs."""
         sizes = [pack.num_tokens for pack in packs]
         return run_shared(self._ranks, sizes, lambda numbers: work([packs[number] for number in numbers]))
 
     def sum(self, parameters: Sequence[Tensor], packs: int, *, side_by_side: bool) -> ExactSum:
-        """See `Share.sum`."""
         return ExactSum(parameters, packs, self._ranks.add)
 
 
@@ -108,22 +103,23 @@ class LeadingLearner:
     """Rank 0's learner: what it is called, all ranks call. See `covey.pytorch.learner.Learner` for the methods."""
 
     def __init__(self, learner: Learner, ranks: Ranks) -> None:
-        """Lead with this rank's own learner."""
         self._own, self._ranks = learner, ranks
 
     @property
     def steps(self) -> int:
-        """Optimiser steps taken."""
         return self._own.steps
 
     @property
     def tokens_per_micro_batch(self) -> int:
-        """Tokens under way in passes, on each rank."""
         return self._own.tokens_per_micro_batch
 
     @tokens_per_micro_batch.setter
     def tokens_per_micro_batch(self, tokens: int) -> None:
-        self._together("__setattr__", "tokens_per_micro_batch", tokens)
+        self._together("__setattr__", "tokens_per_micro_batch", self._most_tokens(tokens))
+
+    def _most_tokens(self, tokens: int) -> int:
+        """As many of these as are known to fit."""
+        return tokens
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -135,31 +131,23 @@ class LeadingLearner:
             return _call(self._own, self._ranks, name, args, settings)
 
     def scores(self, batch: Batch, rows: NDArray[np.int64], **settings: Any) -> tuple[FloatNT, FloatNT | None]:
-        """See `Learner.scores`."""
         found: tuple[FloatNT, FloatNT | None] = self._together("scores", batch, rows, **settings)
         return found
 
     def forward_backward(
         self, batch: Batch, rows: NDArray[np.int64], objective: Objective, **settings: Any
     ) -> Gradients:
-        """See `Learner.forward_backward`."""
         found: Gradients = self._together("forward_backward", batch, rows, _Spelled.of(objective), **settings)
         return found
 
     def optim_step(self, learning_rate: float) -> float:
-        """See `Learner.optim_step`.
-
-        Raises:
-            ModelError: the ranks' weights are not equal any more.
-        """
+        """Raises ModelError: the ranks' weights are not equal any more."""
         return float(self._together("optim_step", learning_rate))
 
     def restore(self, tensors: Mapping[str, Mapping[str, Any]], steps: int) -> None:
-        """See `Learner.restore`."""
         self._together("restore", {name: dict(group) for name, group in tensors.items()}, steps)
 
     def tensors(self) -> dict[str, dict[str, Any]]:
-        """See `Learner.tensors`."""
         return self._own.tensors()
 
     def use_optimizer(self, optimizer: Any, scheduler: Any = None) -> None:
@@ -186,11 +174,7 @@ class _Spelled:
 
 
 def follow(ranks: Ranks, learner: Learner, sampler: Any = None, policy: Any = None) -> None:
-    """Another rank: call what rank 0 calls, until it says that the run has ended.
-
-    Raises:
-        TornError: the ranks cannot go on together.
-    """
+    """Another rank: call what rank 0 calls, until it says that the run has ended. Raises TornError."""
     while (message := ranks.hear()) != STOP:
         target, name, args, settings = message
         try:

@@ -52,15 +52,10 @@ class Rewards:
 
     @classmethod
     def of(cls, config: GRPOConfig, pickled: bytes) -> Rewards:
-        """Those of this process, as it stands."""
         return cls(config, pickled, dict(USER_FILES), user_file_hashes(), os.getcwd(), tuple(sys.path))
 
     def make(self) -> list[Any]:
-        """The functions.
-
-        Raises:
-            ConfigError: a file of the user's is missing here or another one, or they cannot be made.
-        """
+        """The functions. Raises ConfigError: a file of the user's is missing here or another one."""
         if Path(self.folder).is_dir():
             os.chdir(self.folder)
         sys.path += [path for path in self.paths if path not in sys.path]
@@ -70,11 +65,7 @@ class Rewards:
 
 
 def named_rewards(config: GRPOConfig) -> list[Any]:
-    """The reward functions that the settings name: `rewards.functions`, or else those of `data.task`.
-
-    Raises:
-        ConfigError: they cannot be found.
-    """
+    """The reward functions that the settings name: `rewards.functions`, or else those of `data.task`."""
     if config.rewards.functions:
         return [load_function(name) for name in config.rewards.functions]
     task = configured_task(config.data.task, config.data.dataset, config.data.eval_dataset)
@@ -128,19 +119,13 @@ class RewardWorkers:
     """Scoring by pieces; the `elsewhere` of a `covey.rollout.scoring.Scorer`."""
 
     def __init__(
-        self,
-        score: Callable[[Sequence[Piece]], list[Answer]],
-        unit_size: int,
-        close: Callable[[], None] = lambda: None,
+        self, score: Callable[[Sequence[Piece]], list[Answer]], unit_size: int, close: Callable[[], None] = lambda: None
     ) -> None:
-        """Who scores pieces, which are whole groups of at least so many rows."""
         self._score, self._unit_size, self.close = score, unit_size, close
         self._compared = False
 
     @classmethod
     def here(cls, scorer: Scorer, unit_size: int) -> RewardWorkers:
-        """In this process."""
-
         def score(pieces: Sequence[Piece]) -> list[Answer]:
             found: list[Answer] = []
             for piece in pieces:
@@ -193,9 +178,8 @@ def _counters(state: Any) -> Any:
     """A trainer's state as plain values: its history would be sent with each piece, and its class needs torch."""
     if state is None:
         return None
-    plain = (bool, int, float, str, type(None))
-    held = {name: value for name, value in vars(state).items() if isinstance(value, plain)}
-    return SimpleNamespace(**held, log_history=[])
+    plain = bool | int | float | str | None
+    return SimpleNamespace(**{n: x for n, x in vars(state).items() if isinstance(x, plain)}, log_history=[])
 
 
 def _joined(found: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:

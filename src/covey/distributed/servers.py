@@ -22,23 +22,18 @@ def connect(
     config: GRPOConfig, url: str, vocabulary: int, number: int | None = None, *, again: bool = False
 ) -> RemoteEngine:
     """A server, for this run folder: a resumed run is the same trainer."""
-    chosen = config.server
-    timeout = (
-        chosen.server_timeout if number is None else min(chosen.server_timeout, config.distributed.timeout_seconds)
-    )
+    chosen, timeout = config.server, config.server.server_timeout
+    if number is not None:
+        timeout = min(timeout, config.distributed.timeout_seconds)
     client = InferenceClient(url, chosen.server_token, timeout=timeout, retry_seconds=chosen.server_retry_seconds)
     if again:
         client.health(retry=True)
     folder = Path(config.run.output_dir).resolve()
     trainer = f"{socket.gethostname()}:{folder}"[-200:]  # as much as a server takes for a name
     adapters = Path(chosen.adapter_folder or f"{folder}-adapters")
-    return RemoteEngine(
-        client,
-        trainer=trainer,
-        dialect=find_dialect(chosen.inference_server_kind),
-        folder=adapters if number is None else adapters / f"server-{number + 1}",
-        vocabulary=vocabulary,
-    )
+    own = adapters if number is None else adapters / f"server-{number + 1}"
+    dialect = find_dialect(chosen.inference_server_kind)
+    return RemoteEngine(client, trainer=trainer, dialect=dialect, folder=own, vocabulary=vocabulary)
 
 
 def make_member(config: GRPOConfig, vocabulary: int, number: int, again: bool) -> Future[Member]:
@@ -59,9 +54,9 @@ class RemoteMember:
         def publish() -> str:
             try:
                 self.engine.publish(held.weights)
-            except RefusedError:
-                raise
             except ServingError as error:
+                if isinstance(error, RefusedError):
+                    raise
                 raise MemberError(str(error)) from error
             return held.sha256
 

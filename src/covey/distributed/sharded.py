@@ -10,7 +10,7 @@ small pack, before and after sharding (`Probe`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,6 @@ class Scoring(nn.Module):
     """A policy's model as one module whose call scores a pack."""
 
     def __init__(self, policy: Policy) -> None:
-        """Of this policy; the model's weights become those of this module."""
         super().__init__()
         self.model = policy.model
         self._policy = policy
@@ -60,11 +59,7 @@ class Scoring(nn.Module):
 
 
 def wrap(policy: Policy, mesh: DeviceMesh) -> Scoring:
-    """Shard a policy's model over the last dimension of a mesh: layer by layer, and the rest as one.
-
-    Raises:
-        ModelError: the model does not say what its layers are.
-    """
+    """Shard a policy's model over the last dimension of a mesh: layer by layer, and the rest as one."""
     layers = [module for module in policy.model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ModelError(
@@ -91,11 +86,7 @@ class ShardedPolicy(Policy):
     in_shards = True
 
     def __init__(self, policy: Policy, ranks: Ranks, parts: int | None = None) -> None:
-        """Shard a policy in place, which is not to be used on its own any more.
-
-        Raises:
-            ModelError: sharded, its loss or gradients are others, or weights that were tied are not.
-        """
+        """Shard a policy in place. Raises ModelError: its loss, gradients or tied weights are others then."""
         held = policy.held
         held.fused, held.fused_obstacle = None, "the weights are sharded"  # they hold joined copies
         expected, tied = Probe.of(policy, 1.0), tied_names(policy.model)
@@ -115,14 +106,11 @@ class ShardedPolicy(Policy):
         self._root = wrap(self, mesh)
 
     def score(self, pack: Pack | Piece, *, reference: bool = False, **settings: Any) -> TokenScores:
-        """See `Policy.score`."""
-        if reference:
-            with self.reference.active():
-                return TokenScores(*self._root(pack, settings))
-        return TokenScores(*self._root(pack, settings))
+        with self.reference.active() if reference else nullcontext():
+            return TokenScores(*self._root(pack, settings))
 
     @contextmanager
-    def layer_by_layer(self) -> Iterator[Mapping[str, Tensor]]:
+    def layer_by_layer(self) -> Iterator[LayerByLayer]:
         """All weights by the names of the bare model, adapters added; all ranks read the same in the same order."""
         held = LayerByLayer(self.model, self._root)
         try:
@@ -149,31 +137,28 @@ class ShardedPolicy(Policy):
 
     def merged(self, name: str) -> dict[str, Tensor]:
         """The weight of this name, and those that are gathered together with it, in the host's memory of rank 0."""
-        held = LayerByLayer(self.model, self._root)
-        try:
+        with self.layer_by_layer() as held:
             held[name]
             wanted = held.beside(name) if self.ranks.rank == 0 else []
             return {other: held[other].to("cpu", copy=True) for other in wanted}
-        finally:
-            held.close()
 
     def adapter(self) -> Adapter | None:
-        """The adapter, on rank 0."""
+        """On rank 0."""
         state = self.state_dict()
         return adapter_of(self.model, state) if self.ranks.rank == 0 else None
 
     def state_dict(self) -> dict[str, Tensor]:
-        """See `Policy.state_dict`; empty on other ranks than 0."""
+        """Empty on other ranks than 0."""
         return self.gathered(self.named_trainable_parameters())
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """See `Policy.load_state_dict`; other ranks than 0 give tensors on the meta device."""
+        """Other ranks than 0 give tensors on the meta device."""
         own = dict(self.named_trainable_parameters())
         check_fits({name: p.shape for name, p in own.items()}, state, f"{self.source}: the saved policy")
         super().load_state_dict({name: self.own_part(name, state[name].to(p.dtype)) for name, p in own.items()})
 
     def save_pretrained(self, path: str | Path, state: dict[str, Tensor] | None = None) -> None:
-        """See `Policy.save_pretrained`; rank 0 writes what all hold."""
+        """Rank 0 writes what all hold."""
         if self.uses_peft:
             state = self.state_dict()
         else:
@@ -217,7 +202,6 @@ class LayerByLayer(Mapping[str, Tensor]):
         return [other for other, owner in self._owner.items() if owner is self._owner[name]]
 
     def close(self) -> None:
-        """Nothing is whole any more."""
         if self._open is not None:
             self._open.reshard()
             self._open = None
@@ -246,7 +230,7 @@ class ShardedReference(Reference):
     """A reference that is sharded as its policy is."""
 
     def __init__(self, whole: Reference) -> None:
-        """In place of the one that the policy had before it was sharded; nothing was trained since."""
+        """In place of the one that the policy had when it was whole."""
         super().__init__(whole._model, **whole.how, from_current=not whole.is_base_model)
 
     @contextmanager
@@ -278,7 +262,6 @@ class Probe:
 
     @classmethod
     def of(cls, policy: Policy, share: float) -> Probe:
-        """Measure a policy."""
         pack = probe_pack(policy.held.lm)
         logp = policy.score(pack).logp
         loss = (logp * torch.linspace(-1.0, 1.0, len(logp), dtype=logp.dtype, device=logp.device)).sum()
@@ -364,11 +347,9 @@ class LeadingPolicy:
         return Weights(version, lambda: Gathered(names, partial(self._together, "merged")), make_adapter)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """See `Policy.load_state_dict`."""
         self._together("load_state_dict", state, told=(without_data(state),))
 
     def save_pretrained(self, path: str | Path) -> None:
-        """See `Policy.save_pretrained`."""
         self._together("save_pretrained", path)
 
 
@@ -376,7 +357,7 @@ class Gathered(Mapping[str, Tensor]):
     """Whole weights, fetched when they are read; those that came with the last one are kept."""
 
     def __init__(self, names: Sequence[str], fetch: Callable[[str], dict[str, Tensor]]) -> None:
-        """Of these names; `fetch` returns the one that it is asked for, and others."""
+        """`fetch` returns the one that it is asked for, and others."""
         self._names, self._fetch = dict.fromkeys(names), fetch
         self._last: dict[str, Tensor] = {}
 

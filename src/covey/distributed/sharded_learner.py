@@ -51,7 +51,6 @@ class MemoryNote:
     """
 
     def __init__(self, run: str | Path) -> None:
-        """Of the run in this folder."""
         self._run = Path(run).expanduser()
         self._file = self._run / "memory.json"
 
@@ -109,13 +108,9 @@ class MemoryNote:
 
 
 def training_bytes(model: nn.Module, *, keeps_copy: bool) -> int:
-    """Memory of a model's weights, gradients, AdamW's moments, the exact sum and the reference's copy, if there is one.
-
-    The passes need more.
-    """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    copies = 3 + keeps_copy
-    return sum(p.nbytes for p in model.parameters()) + sum(copies * p.nbytes + 8 * p.numel() for p in trained)
+    """Memory of weights, gradients, AdamW's moments, the exact sum and the reference's copy; the passes need more."""
+    trained = [(3 + keeps_copy) * p.nbytes + 8 * p.numel() for p in model.parameters() if p.requires_grad]
+    return sum(p.nbytes for p in model.parameters()) + sum(trained)
 
 
 def parts(config: GRPOConfig, needed: int, device: torch.device, ranks: Ranks) -> int:
@@ -141,23 +136,20 @@ def parts(config: GRPOConfig, needed: int, device: torch.device, ranks: Ranks) -
 
 def check_sharded(config: GRPOConfig) -> None:
     """Refuse what is not served in shards."""
-    algorithm, chosen = config.algorithm, config.model
+    algorithm, chosen, optim = config.algorithm, config.model, config.optim
     exact = algorithm.kl_estimator.startswith("exact") and algorithm.beta > 0
     adapts = chosen.use_peft and chosen.adapter is None and algorithm.reference_update == "none"
-    refused = {
-        f"optim.autocast={config.optim.autocast!r}": (config.optim.autocast != "none", "set it to none"),
-        f"optim.offload={config.optim.offload}": (config.optim.offload, "set it to false"),
-        f"optim.optimizer={config.optim.optimizer!r}": (config.optim.optimizer != "adamw", "set it to adamw"),
-        f"model.quantization={chosen.quantization!r}": (chosen.quantization != "none", "set it to none"),
-        f"model.lora_dropout={chosen.lora_dropout}": (chosen.lora_dropout > 0, "set it to 0"),
-        f"algorithm.kl_estimator={algorithm.kl_estimator!r}": (
-            exact and not adapts,
-            "use k3, or a fresh adapter, whose reference is the model without it",
-        ),
-    }
-    for name, (applies, fix) in refused.items():
-        if applies:
-            raise ConfigError(f"{name}: is not served with distributed.learner_kind='sharded'; {fix}")
+    instead = "use k3, or a fresh adapter, whose reference is the model without it"
+    for name, value, refused, fix in (
+        ("optim.autocast", optim.autocast, optim.autocast != "none", "set it to none"),
+        ("optim.offload", optim.offload, optim.offload, "set it to false"),
+        ("optim.optimizer", optim.optimizer, optim.optimizer != "adamw", "set it to adamw"),
+        ("model.quantization", chosen.quantization, chosen.quantization != "none", "set it to none"),
+        ("model.lora_dropout", chosen.lora_dropout, chosen.lora_dropout > 0, "set it to 0"),
+        ("algorithm.kl_estimator", algorithm.kl_estimator, exact and not adapts, instead),
+    ):
+        if refused:
+            raise ConfigError(f"{name}={value!r}: is not served with distributed.learner_kind='sharded'; {fix}")
 
 
 class ShardedPacks:
@@ -166,16 +158,11 @@ class ShardedPacks:
     alone = False
 
     def __init__(self, ranks: Ranks) -> None:
-        """With these ranks."""
         self._ranks = ranks
         self.own = 0
 
     def map(self, work: Work[Result], packs: Sequence[Pack]) -> list[Result]:
-        """See `Share.map`. Ranks with fewer packs run the smallest of all again; nobody looks at what comes out.
-
-        Raises:
-            ModelError: a rank failed; the ranks cannot go on together.
-        """
+        """Ranks with fewer packs run the smallest of all again; nobody looks at what comes out."""
         sizes = [pack.num_tokens for pack in packs]
         shares = share_out(sizes, self._ranks.world)
         own = shares[self._ranks.rank]
@@ -193,7 +180,6 @@ class ShardedPacks:
         return [results[number] for number in range(len(packs))]
 
     def sum(self, parameters: Sequence[Tensor], packs: int, *, side_by_side: bool) -> ShardedSum:
-        """See `Share.sum`."""
         return ShardedSum(self)
 
 
@@ -201,13 +187,12 @@ class ShardedSum(GradientSum):
     """See `covey.pytorch.gradient_sum.GradientSum`: FSDP2 adds each pack's gradients over the ranks, in floats."""
 
     def __init__(self, share: ShardedPacks) -> None:
-        """For the packs that `share` hands out next."""
         super().__init__(())
         self._share = share
         self._done = 0
 
     def differentiate(self, loss: Tensor) -> Sequence[Tensor | None]:
-        """See `GradientSum.differentiate`; packs that fill up count nothing."""
+        """Packs that fill up count nothing."""
         self._done += 1
         torch.autograd.backward(loss if self._done <= self._share.own else loss * 0.0)
         return ()
@@ -220,7 +205,6 @@ class ShardedTensors(dict[str, dict[str, Tensor]]):
     """Tensors in shards, with what writes them: see `covey.training.checkpoint.WrittenTogether`."""
 
     def __init__(self, tensors: dict[str, dict[str, Tensor]], write: Callable[[Path], dict[str, dict[str, Tensor]]]):
-        """Of these groups."""
         super().__init__(tensors)
         self.write = write
 
@@ -242,8 +226,7 @@ class ShardedLearner(Learner):
             if error.__cause__ is None or not is_out_of_memory(error.__cause__):
                 raise
             tokens, ranks, why = self.tokens_per_micro_batch, self.policy.ranks, str(error.__cause__).splitlines()[0]
-            said = self._note.halve(tokens, f"rank {ranks.rank} of {ranks.world}", why) if self._note else ""
-            if said:
+            if self._note and (said := self._note.halve(tokens, f"rank {ranks.rank} of {ranks.world}", why)):
                 log.warning("%s", said)
                 raise
             raise NoMemoryError(
@@ -252,7 +235,7 @@ class ShardedLearner(Learner):
             ) from error
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """See `Learner.tensors`; in shards, as they are."""
+        """In shards, as they are."""
         policy = self.policy
         return {
             "policy": {name: p.detach() for name, p in policy.named_trainable_parameters()},
@@ -261,11 +244,7 @@ class ShardedLearner(Learner):
         }
 
     def write(self, folder: str) -> dict[str, dict[str, Tensor]]:
-        """Each rank writes its part into a folder. Where not all see it, rank 0 has all tensors in its host's memory.
-
-        Raises:
-            RunFolderError: a rank could not write.
-        """
+        """Each rank writes its part into a folder; where not all see it, rank 0 returns all tensors."""
         ranks, tensors = self.policy.ranks, self.tensors()
         if not all(ranks.gather(Path(folder).is_dir())):
             return {name: self.policy.gathered(group.items()) for name, group in tensors.items()}
@@ -274,7 +253,7 @@ class ShardedLearner(Learner):
         return {}
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
-        """See `Learner.restore`; other ranks than 0 give tensors without data."""
+        """Other ranks than 0 give tensors without data."""
         policy = self.policy
         policy.load_state_dict(tensors["policy"])
         policy.reference.load_state_dict({n: policy.own_part(n, t) for n, t in tensors["reference"].items()})
@@ -283,11 +262,7 @@ class ShardedLearner(Learner):
         self.steps = steps
 
     def restore_from(self, folder: str, groups: list[str], steps: int) -> bool:
-        """Restore what `write` has written, on any number of ranks: each reads its own parts.
-
-        Raises:
-            ModelError, CheckpointError: it is of another model, or cannot be read.
-        """
+        """Restore what `write` has written, on any number of ranks: each reads its own parts. Raises ModelError."""
         policy, ranks = self.policy, self.policy.ranks
         if not all(ranks.gather(Path(folder).is_dir())):
             return False
@@ -320,25 +295,16 @@ class LeadingShardedLearner(LeadingLearner):
         """Lead with this rank's own learner; `note` may know that packs must be smaller than the settings say."""
         super().__init__(learner, ranks)
         self._note = note
-        if note is not None and note.at_most(learner.tokens_per_micro_batch) < learner.tokens_per_micro_batch:
+        if self._most_tokens(learner.tokens_per_micro_batch) < learner.tokens_per_micro_batch:
             self.tokens_per_micro_batch = learner.tokens_per_micro_batch
 
-    @property
-    def tokens_per_micro_batch(self) -> int:
-        """Tokens under way in passes, on each rank; never more than are known to fit."""
-        return self._own.tokens_per_micro_batch
-
-    @tokens_per_micro_batch.setter
-    def tokens_per_micro_batch(self, tokens: int) -> None:
-        chosen = tokens if self._note is None else self._note.at_most(tokens)
-        self._together("__setattr__", "tokens_per_micro_batch", chosen)
+    def _most_tokens(self, tokens: int) -> int:
+        return tokens if self._note is None else self._note.at_most(tokens)
 
     def tensors(self) -> dict[str, dict[str, Any]]:
-        """See `Learner.tensors`."""
         return ShardedTensors(self._own.tensors(), lambda folder: self._together("write", str(folder)))
 
     def restore(self, tensors: Mapping[str, Mapping[str, Any]], steps: int) -> None:
-        """See `Learner.restore`."""
         if isinstance(tensors, ShardFiles) and self._together(
             "restore_from", str(tensors.folder), list(tensors), steps
         ):

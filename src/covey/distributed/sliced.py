@@ -35,7 +35,6 @@ class SlicedPolicy(ShardedPolicy):
     """A sharded policy that was never whole."""
 
     def __init__(self, few: Policy, hollow: HollowPolicy, config: GRPOConfig, ranks: Ranks, over: int) -> None:
-        """Read this rank's slices; all ranks call this."""
         files, device = hollow.files, few.device
         runner, why = choose_runner(few.model, sampler_dtype(config, files.dtype), device)
         self.runner = runner.name
@@ -107,11 +106,7 @@ class HollowPolicy:
 def read_in_slices(config: GRPOConfig, ranks: Ranks, backend: Backend) -> SlicedPolicy | None:
     """The policy of a run, each rank's part read by itself; None where a model is not to be sharded.
 
-    All ranks call this.
-
-    Raises:
-        NotSlicedError: each rank must load the model whole.
-        ModelError: see `SlicedPolicy`.
+    All ranks call this. Raises NotSlicedError: each rank must load the model whole; ModelError: see `SlicedPolicy`.
     """
     if ranks.world == 1 or config.distributed.learner_kind == "replicated":
         return None
@@ -119,9 +114,8 @@ def read_in_slices(config: GRPOConfig, ranks: Ranks, backend: Backend) -> Sliced
     if chosen.trust_remote_code:
         raise NotSlicedError("model.trust_remote_code is on, and a model's own code may load anything")
     device = chosen_device(chosen.device)
-    dtype = chosen_dtype(
-        trained_dtype(chosen.dtype, all_weights=not chosen.use_peft and chosen.adapter is None), device
-    )
+    all_weights = not chosen.use_peft and chosen.adapter is None
+    dtype = chosen_dtype(trained_dtype(chosen.dtype, all_weights=all_weights), device)
     hollow = few = None
     obstacle = ""
     try:

@@ -24,9 +24,7 @@ _GRACE_SECONDS = 5.0
 def make_sampler(config: GRPOConfig, backend: Backend, policy: TrainedPolicy) -> Sampler:
     """What samples: the backend's engine, servers in its place, or actors; several, or units, are a fleet.
 
-    Raises:
-        ServingError: a server cannot be reached.
-        ConfigError: there is no Ray, or its cluster does not do.
+    Raises ServingError: a server cannot be reached; ConfigError: there is no Ray, or its cluster does not do.
     """
     chosen, urls = config.distributed, config.server.urls
     if not config.server.upload_adapters_to_server:
@@ -47,11 +45,7 @@ def make_sampler(config: GRPOConfig, backend: Backend, policy: TrainedPolicy) ->
 
 
 def scale_scoring(config: GRPOConfig, scorer: Scorer, *, named: bool) -> None:
-    """Let reward workers score in place of this process, where the settings ask for them.
-
-    Raises:
-        ConfigError: nothing is left for them, a function cannot be sent, or the cluster does not do.
-    """
+    """Let reward workers score in place of this process, where the settings ask for them."""
     chosen, count = config.distributed, config.distributed.reward_workers
     if count is None:
         return
@@ -99,11 +93,7 @@ def _starter(config: GRPOConfig) -> str:
 
 
 def look_at_cluster(config: GRPOConfig) -> list[str]:
-    """What a run with actors would find of its cluster, a line each; nothing is loaded or trained.
-
-    Raises:
-        ConfigError: the run has none, or it would be refused.
-    """
+    """What a run with actors would find of its cluster, a line each, or the ConfigError that would refuse it."""
     chosen = config.distributed
     if not chosen.actors and chosen.learners == 1:
         raise ConfigError(

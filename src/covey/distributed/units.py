@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -25,19 +25,6 @@ from covey.types import Completion, Request, SamplingSettings
 
 _PATIENCE_SECONDS = 0.05
 """Then the worlds are asked whether they have more to say."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Unit:
-    """Requests that are sampled in one call."""
-
-    first: int
-    requests: tuple[Request, ...]
-
-    @property
-    def longest_prompt(self) -> int:
-        """In tokens."""
-        return max(len(request.token_ids) for request in self.requests)
 
 
 @dataclass(slots=True, eq=False)
@@ -53,22 +40,14 @@ class Job:
     result: list[Completion] | None = None
 
 
-def make_units(requests: Sequence[Request], size: int) -> list[Unit]:
+def make_units(requests: Sequence[Request], size: int) -> list[Sequence[Request]]:
     """Cut requests into units: whole groups in order, until they have at least `size` completions."""
     starts = [0] if requests else []
     for place, (before, request) in enumerate(pairwise(requests), start=1):
         same = before.token_ids is request.token_ids or np.array_equal(before.token_ids, request.token_ids)
         if not same and place - starts[-1] >= size:
             starts.append(place)
-    return [Unit(start, tuple(requests[start:end])) for start, end in pairwise([*starts, len(requests)])]
-
-
-class Workers(Protocol):
-    """What samples turns: a `covey.distributed.fleet.Fleet`."""
-
-    def do(
-        self, jobs: Sequence[Job], over: Callable[[], bool], tell: Callable[[], None] = ..., seconds: float = ...
-    ) -> None: ...
+    return [requests[start:end] for start, end in pairwise([*starts, len(requests)])]
 
 
 class _Turns(Device):
@@ -97,17 +76,17 @@ class _Turns(Device):
 
 
 class FleetDevice(_Turns):
-    """Turns on a fleet, each at its conversation's member."""
+    """Turns on a fleet, each at its conversation's member; `do` is the fleet's."""
 
-    def __init__(self, workers: Workers, version: int, context_length: int, own_tokens: int, homes: int) -> None:
+    def __init__(self, do: Callable[..., None], version: int, context_length: int, own_tokens: int, homes: int) -> None:
         super().__init__(context_length, own_tokens, homes)
-        self._workers, self._version = workers, version
+        self._do, self._version = do, version
         self._asked: list[tuple[Job, list[Row]]] = []
 
     def decode(self, waiting: int) -> Iterator[Drawn]:
         """The turns that are over, after a moment none if there are none."""
         jobs = [job for home in range(len(self._waiting)) for job in self._jobs_of(home)]
-        self._workers.do(jobs, lambda: any(job.result for job, _ in self._asked), seconds=_PATIENCE_SECONDS)
+        self._do(jobs, lambda: any(job.result for job, _ in self._asked), seconds=_PATIENCE_SECONDS)
         over = [(job, rows) for job, rows in self._asked if job.result is not None]
         self._asked = [(job, rows) for job, rows in self._asked if job.result is None]
         for job, rows in over:
@@ -123,10 +102,8 @@ class FleetDevice(_Turns):
         alike: dict[SamplingSettings, list[Row]] = {}
         for row in sorted(rows, key=lambda row: row.stream):
             alike.setdefault(_settings_of(row), []).append(row)
-        jobs = []
-        for settings, some in alike.items():
-            jobs.append(Job([_request_of(row) for row in some], settings, self._version, home=home))
-            self._asked.append((jobs[-1], some))
+        jobs = [Job(list(map(_request_of, some)), how, self._version, home=home) for how, some in alike.items()]
+        self._asked += zip(jobs, alike.values(), strict=True)
         return jobs
 
 
@@ -157,10 +134,9 @@ class RoundDevice(_Turns):
         for row in rows:
             number = self._numbers.setdefault(row.stream[:-1], len(self._numbers))
             alike.setdefault((number // self._unit_size, _settings_of(row)), []).append(row)
-        calls = [([_request_of(row) for row in some], settings) for (_, settings), some in alike.items()]
+        calls = [(list(map(_request_of, some)), settings) for (_, settings), some in alike.items()]
         for some, found in zip(alike.values(), self._sample(calls), strict=True):
-            for row, completion in zip(some, found, strict=True):
-                yield _drawn(row, completion)
+            yield from map(_drawn, some, found)
 
 
 def _settings_of(row: Row) -> SamplingSettings:

@@ -16,11 +16,7 @@ from covey.jax.grpo_config import GRPOConfig
 def pad_prompts(
     batch: Mapping[str, Any], config: GRPOConfig, model: Any
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Prompts `[B, P]`, P a bucket's width, and their lengths `[B]`.
-
-    Raises:
-        ConfigError: no prompts, another shape or type, an empty prompt, or an id that the model does not know.
-    """
+    """Prompts `[B, P]`, P a bucket's width, and their lengths `[B]`. Raises ConfigError for all that is no prompt."""
     prompts = batch.get("prompts")
     if prompts is None:
         raise ConfigError(f"batch has {', '.join(batch) or 'nothing'}: prompts are what it is about; pass 'prompts'")
@@ -35,10 +31,8 @@ def pad_prompts(
         padded = np.asarray(prompts)
         lengths = np.asarray(batch.get("prompt_lengths", np.full(len(padded), padded.shape[1])), np.int32)
     if lengths.shape != (len(padded),) or len(lengths) == 0:
-        raise ConfigError(
-            f"prompt_lengths of shape {lengths.shape} for {len(padded)} prompts: each of at least one prompt has "
-            "one length; pass [B]"
-        )
+        told = f"prompt_lengths of shape {lengths.shape} for {len(padded)} prompts"
+        raise ConfigError(f"{told}: each of at least one prompt has one length; pass [B]")
     if lengths.min() < 1 or lengths.max() > padded.shape[1]:
         raise ConfigError(
             f"prompt_lengths={lengths.min()}..{lengths.max()}: a prompt has 1 to {padded.shape[1]} tokens here; "
@@ -85,7 +79,7 @@ def check_fit(params: Any, shapes: Any) -> None:
 
 
 def is_numeric(value: Any) -> bool:
-    """True for an array of numbers, which compiled code can take."""
+    """Whether compiled code can take it."""
     return isinstance(value, np.ndarray | jax.Array) and jnp.issubdtype(value.dtype, jnp.number)
 
 

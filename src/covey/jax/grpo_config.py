@@ -23,13 +23,8 @@ from covey.errors import ConfigError
 
 _RENAMED = {"beta": "kl_coeff", "num_generations": "num_samples_per_prompt"}
 """Option of a recipe -> its name here; either will do."""
-_DEFAULTS = {
-    "loss_type": "reinforce",
-    "kl_estimator": "k1",
-    "adv_estimator": "dr_grpo",
-    "num_generations": 8,
-    "max_completion_length": 64,
-}
+_DEFAULTS: dict[str, Any] = {"loss_type": "reinforce", "kl_estimator": "k1", "adv_estimator": "dr_grpo"}
+_DEFAULTS |= {"num_generations": 8, "max_completion_length": 64}
 _ORDER = """
     kl_coeff num_samples_per_prompt temperature max_completion_length eos_token_ids pad_token_id top_k top_p min_p
     loss_type loss_parameters kl_estimator adv_estimator scale_rewards epsilon num_iterations entropy_coef
@@ -116,11 +111,7 @@ class GRPOConfig(BaseModel, extra="forbid", frozen=True, strict=True):
 
     @classmethod
     def of(cls, settings: GRPOConfig | Mapping[str, Any]) -> GRPOConfig:
-        """A config as it is, or from a dictionary.
-
-        Raises:
-            ConfigError: see `__init__`.
-        """
+        """A config as it is, or from a dictionary."""
         if isinstance(settings, cls):
             return settings
         if not isinstance(settings, Mapping):

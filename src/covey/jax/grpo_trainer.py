@@ -74,12 +74,10 @@ class GRPOTrainer(Trainer):
         self.grpo_config = config = GRPOConfig.of(grpo_config)
         self.passes_per_batch = config.algorithm.num_iterations
         if ref_model is None and config.algorithm.uses_reference:
-            raise ConfigError(
-                f"ref_model=None: kl_coeff={config.kl_coeff} compares with it; pass it, or set kl_coeff to 0"
-            )
+            told = f"ref_model=None: kl_coeff={config.kl_coeff} compares with it; pass it, or set kl_coeff to 0"
+            raise ConfigError(told)
         self._objective = config.objective
-        drift = config.algorithm.reference_drift
-        self._reads_reference = self._objective.estimates_kl or drift is not None
+        self._reads_reference = self._objective.estimates_kl or config.algorithm.reference_drift is not None
         self.policy_model, self.ref_model = policy_model, ref_model
         self.reward_fn, self.mesh = reward_fn, check_mesh(mesh)
         self.ref_params = None
@@ -93,8 +91,6 @@ class GRPOTrainer(Trainer):
         self._reward_failure: RewardError | None = None
         self._sample = jax.jit(self._sample_rows)
         self._record = jax.jit(self._record_rows)
-
-    # ------------------------------------------------------------------ state
 
     @property
     def ref_params(self) -> Any:
@@ -142,32 +138,26 @@ class GRPOTrainer(Trainer):
 
     def _made(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What a function makes, each array split from the beginning: no device needs to hold all of it."""
-        where = None
-        if self.mesh is not None:
-            where = variables_sharding(jax.eval_shape(function, *arguments), self.mesh, self.policy_model)
+        made = jax.eval_shape(function, *arguments)
+        where = None if self.mesh is None else variables_sharding(made, self.mesh, self.policy_model)
         return jax.jit(function, out_shardings=where)(*arguments)
 
     def _check_logits(self, variables: Any, dummy_input: jax.Array) -> None:
         found = jax.eval_shape(self.policy_model.apply, variables, dummy_input)
         shape = getattr(found, "shape", None)
         if shape is None or len(shape) != 3 or shape[:2] != dummy_input.shape:
-            raise ConfigError(
-                f"policy_model: apply(params, tokens) returned {shape or type(found).__name__} for tokens of shape "
-                f"{dummy_input.shape}; it must return logits [B, L, V]"
-            )
+            returned = f"returned {shape or type(found).__name__} for tokens of shape {dummy_input.shape}"
+            raise ConfigError(f"policy_model: apply(params, tokens) {returned}; it must return logits [B, L, V]")
 
     def constants(self) -> dict[str, Any]:
         """The reference, unless it is the frozen base."""
         return {} if self.ref_params is None else {"reference": self.ref_params}
 
     def set_constants(self, constants: Mapping[str, Any]) -> None:
-        """Take the reference that `constants` returned."""
         self.ref_params = constants.get("reference")
 
     def _given(self) -> dict[str, Any]:
         return {"frozen": self.frozen_params, "reference": self.ref_params}
-
-    # ------------------------------------------------------------------ batches
 
     def prepare_batch(self, state: TrainState, batch: Batch) -> Batch:
         """Pad, check and place a batch; sample it here for columns that are no arrays, or a Python reward on a mesh.
@@ -203,8 +193,6 @@ class GRPOTrainer(Trainer):
         placed = {name: place_rows(x, self.mesh) if is_numeric(x) else x for name, x in columns.items()}
         return {**arrays, "columns": placed}
 
-    # ------------------------------------------------------------------ the seven steps
-
     def compute_loss(self, params: Any, batch: Batch) -> jax.Array:
         """The loss of a batch; differentiable in `params`, and one function for `jax.jit`.
 
@@ -224,7 +212,7 @@ class GRPOTrainer(Trainer):
         return self.loss_and_metrics(params, batch)[0]
 
     def loss_and_metrics(self, params: Any, batch: Batch) -> tuple[jax.Array, Metrics]:
-        """The loss, and what else there is to know: rewards, lengths, KL, entropy, clipping, masks."""
+        """The loss, and what else there is to know."""
         record = batch if "responses" in batch else self.rollout(params, batch)
         algorithm, objective = self.grpo_config.algorithm, self._objective
         given = record.get("constants", self._given())
@@ -262,15 +250,6 @@ class GRPOTrainer(Trainer):
         left, _ = combine_masks(base, {name: ~tokens for name, tokens in excluded.items()})
         return terms.loss, _metrics(record, terms.metrics, left)
 
-    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One optimiser step on a batch of prompts, or on a record of `rollout`; see `Trainer.train_step`.
-
-        Raises:
-            ConfigError: see `prepare_batch`.
-            RewardError: from the reward function.
-        """
-        return super().train_step(state, batch)
-
     def _advance(self, state: TrainState, ready: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
         with self._clear_errors():
             found = super()._advance(state, ready)
@@ -307,14 +286,10 @@ class GRPOTrainer(Trainer):
         rewards, valid = self._rewards(prompts, lengths, sampled, batch.get("columns", {}))
         return {**self._record(params, given, sampled, rewards, valid), "constants": given}
 
-    def _sample_rows(
-        self, params: Any, given: Any, prompts: jax.Array, lengths: jax.Array, key: jax.Array
-    ) -> dict[str, jax.Array]:
+    def _sample_rows(self, params: Any, given: Any, prompts: Any, lengths: Any, key: Any) -> dict[str, jax.Array]:
         return sample(self.policy_model, {**given["frozen"], **params}, prompts, lengths, key, self.grpo_config)
 
-    def _rewards(
-        self, prompts: jax.Array, lengths: jax.Array, sampled: Mapping[str, jax.Array], columns: Mapping[str, Any]
-    ) -> tuple[Any, Any]:
+    def _rewards(self, prompts: Any, lengths: Any, sampled: Batch, columns: Batch) -> tuple[Any, Any]:
         """Rewards `[R]`, NaN where there is none, and what the validity mask keeps `[R]`."""
         group, responses, mask = self.grpo_config.sampling.num_generations, sampled["responses"], sampled["mask"]
         count = len(mask)
@@ -324,9 +299,7 @@ class GRPOTrainer(Trainer):
             return call_jax_reward(self.reward_fn, responses, mask, repeated), np.ones(count, np.bool_)
         dtype = np.float32  # whatever the model's: a callback's thread does not know of JAX's 64-bit mode
 
-        def host(
-            prompts: Any, lengths: Any, responses: Any, mask: Any, columns: Mapping[str, Any]
-        ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        def host(prompts: Any, lengths: Any, responses: Any, mask: Any, columns: Mapping[str, Any]) -> tuple[Any, Any]:
             assert self._host_rewards is not None
             rows = (np.repeat(np.asarray(prompts), group, axis=0), np.repeat(np.asarray(lengths), group))
             repeated = {name: [entry for entry in value for _ in range(group)] for name, value in columns.items()}
@@ -344,14 +317,12 @@ class GRPOTrainer(Trainer):
             if not is_numeric(value):
                 raise ConfigError(
                     f"columns[{name!r}] holds no numbers: text cannot enter compiled code; call rollout(params, batch) "
-                    "first and compute_loss on what it returns, or train_step, which does so"
+                    "first and compute_loss on what it returns, or train_step"
                 )
         shapes = (jax.ShapeDtypeStruct((count,), dtype), jax.ShapeDtypeStruct((count,), np.bool_))
         return jax.pure_callback(host, shapes, prompts, lengths, responses, mask, dict(columns))
 
-    def _record_rows(
-        self, params: Any, given: Any, sampled: Mapping[str, jax.Array], rewards: jax.Array, valid: jax.Array
-    ) -> dict[str, Any]:
+    def _record_rows(self, params: Any, given: Any, sampled: Batch, rewards: Any, valid: Any) -> dict[str, Any]:
         algorithm, group = self.grpo_config.algorithm, self.grpo_config.sampling.num_generations
         logprobs = sampled["old_logprobs"]
         rewards = jax.lax.stop_gradient(jnp.asarray(rewards, logprobs.dtype))
@@ -404,16 +375,12 @@ class GRPOTrainer(Trainer):
 
 
 def _metrics(record: Batch, sums: Mapping[str, jax.Array], left: jax.Array) -> Metrics:
-    """As `covey.metric_names` defines them, but every completion is run, and `mask_ratio` is always told.
-
-    `left` `[R, T]` are the tokens whose surrogate no mask takes.
-    """
+    """See `covey.metric_names`; `left` `[R, T]` are the tokens whose surrogate no mask takes."""
     tokens = jnp.maximum(sums["active_tokens"], 1)
-    sampled = jnp.sum(record["mask"])
     found = {
         "policy_loss": sums["policy_loss"],
         "reward": jnp.nanmean(record["rewards"]),
-        "completions/mean_length": sampled / record["mask"].shape[0],
+        "completions/mean_length": jnp.sum(record["mask"]) / record["mask"].shape[0],
         "completions/clipped_ratio": jnp.mean(~record["finished"]),
         "mask_ratio": jnp.mean(jnp.any(left, axis=1)),
         "sampling_steps": record["steps"] if "steps" in record else jnp.zeros((), jnp.int32),

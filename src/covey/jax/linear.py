@@ -34,13 +34,8 @@ def _backward(kept: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arr
     grad_a = _product(grad_low, x, 0, 0).T
     grad_b = scale * _product(low, grad, 0, 0)
     grad_kernel = _product(x, grad, 0, 0)  # compiled away where the kernel is frozen
-    return (
-        grad_x.astype(x.dtype),
-        grad_kernel.astype(kernel.dtype),
-        grad_a.astype(a.dtype),
-        grad_b.astype(b.dtype),
-        None,
-    )
+    grads = (grad_x.astype(x.dtype), grad_kernel.astype(kernel.dtype), grad_a.astype(a.dtype), grad_b.astype(b.dtype))
+    return *grads, None
 
 
 def wide_product(x: jax.Array, y: jax.Array) -> jax.Array:

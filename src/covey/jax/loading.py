@@ -32,12 +32,10 @@ class Place(NamedTuple):
 
     @property
     def is_transposed(self) -> bool:
-        """Matrices of linear layers are; the embedding is `[V, hidden]` on both sides."""
         return self.path[-1] in ("kernel", "head", "a", "b")
 
     @property
     def saved_shape(self) -> tuple[int, ...]:
-        """The shape of the array in a file."""
         return self.shape[::-1] if self.is_transposed else self.shape
 
 
@@ -96,11 +94,7 @@ def load_hf(
 def collection(
     wanted: Iterable[Place], tensors: dict[str, Any], dtype: jnp.dtype[Any] | None, what: str, fix: str
 ) -> dict[str, Any]:
-    """A Flax collection from tensors by name, which are taken out of `tensors`, so that memory holds them once.
-
-    Raises:
-        ModelError: names or shapes differ.
-    """
+    """A Flax collection from tensors by name, which are taken out of `tensors`, so that memory holds them once."""
     wanted = list(wanted)
     check_fits({place.name: place.saved_shape for place in wanted}, tensors, what, fix)
     found: dict[tuple[str, ...], Any] = {}
@@ -120,17 +114,14 @@ def _read_config(path: Path) -> ModelConfig:
         raise ModelError(f"{path}: model_type={kind!r} is not supported in JAX; use one of {', '.join(_TYPES)}")
     kind = found["model_type"]
 
-    def refuse(name: str, reason: str) -> ModelError:
-        return ModelError(f"{path}: {name}={found.get(name)!r}: {reason}; train this model with the PyTorch trainer")
-
-    if found.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise refuse("hidden_act", "the feed-forward layers here use silu")
-    if found.get("mlp_bias"):
-        raise refuse("mlp_bias", "the feed-forward layers here have no bias")
-    if found.get("quantization_config"):
-        raise refuse("quantization_config", "quantised weights are not read")
-    if kind.startswith("qwen") and found.get("use_sliding_window"):
-        raise refuse("use_sliding_window", "the layers here share one window")
+    for name, refused, reason in (
+        ("hidden_act", found.get("hidden_act", "silu") not in ("silu", "swish"), "feed-forward layers here use silu"),
+        ("mlp_bias", found.get("mlp_bias"), "the feed-forward layers here have no bias"),
+        ("quantization_config", found.get("quantization_config"), "quantised weights are not read"),
+        ("use_sliding_window", kind.startswith("qwen") and found.get("use_sliding_window"), "layers share one window"),
+    ):
+        if refused:
+            raise ModelError(f"{path}: {name}={found[name]!r}: {reason}; train this model with the PyTorch trainer")
     bias = bool(found.get("attention_bias", False))
     try:
         rope: Any = found.get("rope_parameters") or {}
@@ -163,13 +154,8 @@ def _rope_scaling(path: Path, rope: Mapping[str, Any]) -> RopeScaling | None:
     if kind == "linear":
         return RopeScaling("linear", float(rope["factor"]))
     if kind == "llama3":
-        return RopeScaling(
-            "llama3",
-            float(rope["factor"]),
-            float(rope["low_freq_factor"]),
-            float(rope["high_freq_factor"]),
-            int(rope["original_max_position_embeddings"]),
-        )
+        factor, low, high = (float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+        return RopeScaling("llama3", factor, low, high, int(rope["original_max_position_embeddings"]))
     raise ModelError(f"{path}: rope_type={kind!r} is not supported in JAX; use default, linear or llama3")
 
 

@@ -103,33 +103,20 @@ class ModelConfig:
     remat: bool = False
 
     def __post_init__(self) -> None:
-        """Check that the parts fit.
-
-        Raises:
-            ConfigError: heads that do not divide, or an odd head dimension.
-        """
+        """Raises ConfigError: the parts do not fit."""
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_kv_heads={self.num_kv_heads}: {self.num_heads} query heads share them evenly; "
-                "choose a divisor of num_heads"
-            )
+            raise ConfigError(f"num_kv_heads={self.num_kv_heads}: choose a divisor of num_heads={self.num_heads}")
         if self.head_dim is None and self.hidden_size % self.num_heads:
-            raise ConfigError(
-                f"num_heads={self.num_heads}: does not divide hidden_size={self.hidden_size}; set head_dim"
-            )
+            raise ConfigError(f"num_heads={self.num_heads}: does not divide hidden_size; set head_dim")
         if self.width_of_head % 2:
             raise ConfigError(f"head_dim={self.width_of_head}: rotary embedding turns pairs; choose an even number")
         if self.lora_rank < 0:
             raise ConfigError(f"lora_rank={self.lora_rank}: a rank is 0 (no LoRA) or more; choose one")
-        for name in self.lora_modules:
-            if name not in LINEAR_LAYERS:
-                raise ConfigError(
-                    f"lora_modules={name!r}: no such linear layer; choose from {', '.join(LINEAR_LAYERS)}"
-                )
+        for name in set(self.lora_modules) - set(LINEAR_LAYERS):
+            raise ConfigError(f"lora_modules={name!r}: no such linear layer; choose from {', '.join(LINEAR_LAYERS)}")
 
     @property
     def width_of_head(self) -> int:
-        """`head_dim`, or what it is where it is not set."""
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
 
@@ -140,7 +127,6 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return an array of the shape of `x`."""
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
@@ -204,7 +190,6 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return an array of the shape of `x`."""
         c = self.config
         gate = _linear(c, c.intermediate_size, False, "gate_proj")(x)
         up = _linear(c, c.intermediate_size, False, "up_proj")(x)
@@ -250,19 +235,16 @@ class Transformer(nn.Module):
         attention, mlp = (nn.remat(Attention, static_argnums=(3,)), nn.remat(MLP)) if c.remat else (Attention, MLP)
         for index in range(c.num_layers):
             before = RMSNorm(c.norm_eps, name=f"layer_{index}_attention_norm")(x)
+            mix = _causal(positions, c.sliding_window)
             if cache is not None:
                 mix = _cached(cache[index], positions, c.sliding_window, written.append)
-            else:
-                mix = _causal(positions, c.sliding_window)
             x = x + attention(c, name=f"layer_{index}_attention")(before, rotation, mix)
             x = x + mlp(c, name=f"layer_{index}_mlp")(RMSNorm(c.norm_eps, name=f"layer_{index}_mlp_norm")(x))
         x = RMSNorm(c.norm_eps, name="final_norm")(x)
         if columns is not None:
             x = jnp.take_along_axis(x, columns[:, :, None], axis=1)
-        if c.tie_embeddings:
-            head = embedding.T
-        else:
-            head = self.param("head", nn.initializers.lecun_normal(), (c.hidden_size, c.vocab_size))
+        shape = (c.hidden_size, c.vocab_size)
+        head = embedding.T if c.tie_embeddings else self.param("head", nn.initializers.lecun_normal(), shape)
         logits = wide_product(x.reshape(-1, c.hidden_size), head).reshape(*x.shape[:-1], c.vocab_size)
         return logits if cache is None else (logits, tuple(written))
 
@@ -282,10 +264,7 @@ def _linear(config: ModelConfig, features: int, bias: bool, name: str) -> Linear
 
 
 def _rotation(config: ModelConfig, positions: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines `[N, L, 1, head_dim / 2]`.
-
-    They are behind a barrier: the compiler would compute them again for each head of each layer.
-    """
+    """Cosines and sines `[N, L, 1, head_dim / 2]`, behind a barrier: else they are computed for each head again."""
     width = config.width_of_head
     wide = jnp.promote_types(dtype, jnp.float32)
     inverse = config.rope_theta ** (-jnp.arange(0, width, 2, dtype=wide) / width)
@@ -321,15 +300,10 @@ def _causal(positions: jax.Array, window: int | None) -> Attend:
 
 
 def _cached(cache: KeysValues, positions: jax.Array, window: int | None, keep: Callable[[KeysValues], Any]) -> Attend:
-    """The same, with keys and values written into a cache at `positions`, and all that it holds before them seen.
-
-    `keep` takes the new cache. What lies beyond its end is not written: a finished row may be advanced past it.
-    """
+    """The same with a cache: written at `positions`, but for rows past its end, and given to `keep`."""
 
     def write(cache: KeysValues, positions: jax.Array, new: KeysValues) -> KeysValues:
-        """One row. Row by row, since devices that share the rows of a batch would exchange the whole cache for a
-        scatter over all of them.
-        """
+        """One row: devices that share a batch would exchange the whole cache for a scatter over all rows."""
         keys = cache[0].at[:, :, positions].set(new[0].transpose(1, 2, 0), mode="drop")
         return keys, cache[1].at[:, positions].set(new[1].swapaxes(0, 1), mode="drop")
 
@@ -349,10 +323,7 @@ def _seen(positions: jax.Array, slots: jax.Array, window: int | None) -> jax.Arr
 
 
 def _mix(q: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> jax.Array:
-    """Attention of queries `[N, L, H, D]`: mixed values of the slots that they see, `[N, L, S]`.
-
-    Scores, their exponentials and both sums are float32 at least; what is multiplied keeps its type.
-    """
+    """Attention of queries `[N, L, H, D]` on the slots that they see, `[N, L, S]`; sums are float32 at least."""
     many, length, size, heads = q.shape[0], q.shape[1], q.shape[3], keys.shape[1]
     grouped = q.reshape(many, length, heads, -1, size).transpose(0, 2, 3, 1, 4)  # [N, K, G, L, D]
     rows = grouped.shape[2] * length

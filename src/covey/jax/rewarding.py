@@ -33,24 +33,16 @@ def jax_reward(function: F) -> F:
 
 
 def is_jax_reward(function: Any) -> bool:
-    """True for a function marked by `jax_reward`."""
     return bool(getattr(function, _MARK, False))
 
 
 def call_jax_reward(function: Any, responses: Any, mask: Any, columns: Mapping[str, Any]) -> Any:
-    """Its rewards `[R]`.
-
-    Raises:
-        RewardError: it returned another shape.
-    """
+    """Its rewards `[R]`. Raises RewardError: it returned another shape."""
     rewards = function(responses, mask, **_accepted(function, columns))
     if getattr(rewards, "shape", None) != (responses.shape[0],):
-        shape = getattr(rewards, "shape", type(rewards).__name__)
-        raise RewardError(
-            f"reward function {_name(function)!r} returned {shape} for {responses.shape[0]} responses; it must return "
-            f"an array of shape ({responses.shape[0]},), one reward for each",
-            function=_name(function),
-        )
+        shape, name = getattr(rewards, "shape", type(rewards).__name__), _name(function)
+        told = f"reward function {name!r} returned {shape} for {responses.shape[0]} responses; it must return an array"
+        raise RewardError(f"{told} of shape ({responses.shape[0]},), one reward for each", function=name)
     return rewards
 
 
@@ -65,9 +57,7 @@ class HostRewards:
         if not callable(function) and not hasattr(function, "batch_verify"):
             raise ConfigError(f"reward_fn={function!r}: cannot be called; pass a function or a verifier")
         if config.validity_min_length is not None and decode is None:
-            raise ConfigError(
-                "validity_min_length: validity is judged on text; pass decode=tokenizer.decode, or unset it"
-            )
+            raise ConfigError("validity_min_length: validity is judged on text; pass decode=tokenizer.decode")
         self.function, self.name = function, _name(function)
         if decode is None and _wants_text(function):
             raise ConfigError(
@@ -86,8 +76,7 @@ class HostRewards:
     ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Rewards `[R]`, NaN for None, and what `validity_mask` keeps `[R]`. Arguments have one row a response.
 
-        Raises:
-            RewardError: the function raised, or returned anything but one finite number or None for each response.
+        Raises RewardError: the function raised, or returned anything but one finite number or None for each response.
         """
         asked = [self._content(row[:length]) for row, length in zip(prompts, lengths, strict=True)]
         said = [self._content(self._without_end(row[kept])) for row, kept in zip(responses, mask, strict=True)]
@@ -96,15 +85,14 @@ class HostRewards:
         except RewardError as error:
             raise RewardError(f"reward function {self.name!r}: {error}", function=self.name) from error
         except (Exception, SystemExit) as error:
+            hint = " (responses are lists of token ids here: pass decode= for texts)" if self.decode is None else ""
             raise RewardError(
                 f"reward function {self.name!r} raised {describe_error(error)} for {len(said)} responses; correct it, "
-                "or return None for a response that it cannot score"
-                + (" (responses are lists of token ids here: pass decode= for texts)" if self.decode is None else ""),
+                f"or return None for a response that it cannot score{hint}",
                 function=self.name,
             ) from error
-        rewards = read_rewards(
-            self.name, returned, [str(index // self.config.num_samples_per_prompt) for index in range(len(said))]
-        )
+        groups = [str(index // self.config.num_samples_per_prompt) for index in range(len(said))]
+        rewards = read_rewards(self.name, returned, groups)
         valid = np.ones(len(said), np.bool_)
         if self.config.validity_min_length is not None:
             valid = create_sampling_mask(said, min_length=self.config.validity_min_length)

@@ -42,17 +42,9 @@ def sample(
 ) -> dict[str, jax.Array]:
     """`num_samples_per_prompt` responses to each prompt, those of a prompt next to each other.
 
-    The prompts run once each, their keys and values are repeated for the group where the model has a cache. The loop
-    ends when all responses have. A row draws from its own key, so it does not depend on the rows beside it.
-
-    Args:
-        model: a Flax module: `apply(variables, tokens) -> logits`; with `init_cache`, as in `Transformer`, each
-            step runs on one token, without it on the whole rows.
-        variables: what it is applied with; constants for differentiation.
-        prompts: `[B, P]` ids, padded on the right.
-        lengths: `[B]` tokens of each prompt.
-        key: random key.
-        config: how to draw.
+    The model maps tokens to logits in `apply(variables, tokens)`; one with `init_cache`, as `Transformer`, runs on one
+    token a step, others on whole rows. Prompts `[B, P]`, padded on the right, run once each; their keys and values are
+    repeated for the group. The loop ends when all responses have. A row draws from its own key.
 
     Returns:
         `responses` `[R, T]`, the padding token after the end. `mask` `[R, T]`, True on sampled tokens, the
@@ -64,9 +56,8 @@ def sample(
     group, limit = config.sampling.num_generations, config.sampling.max_completion_length
     variables = jax.lax.stop_gradient(variables)
     logits, state = _start(model, variables, prompts, lengths, limit)
-    logits, state, prompts, lengths = jax.tree.map(
-        lambda x: jnp.repeat(x, group, axis=0), (logits, state, prompts, lengths)
-    )
+    begun = (logits, state, prompts, lengths)
+    logits, state, prompts, lengths = jax.tree.map(lambda x: jnp.repeat(x, group, axis=0), begun)
     rows = logits.shape[0]
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
     dtype = jnp.promote_types(logits.dtype, jnp.float32)
@@ -124,20 +115,11 @@ def _advance(model: Any, variables: Any) -> Advance:
 def _decode(advance: Advance, state: Any, u: jax.Array, config: GRPOConfig, *, beyond: int) -> tuple[Draw, jax.Array]:
     """Run each row's token, draw the next, and so on until no row may go on.
 
-    Args:
-        advance: runs the model.
-        state: `[R]` tokens that are not run yet, the positions where they belong, and how many more each row may draw
-            (0 = it rests); and what `advance` begins with.
-        u: `[R, C]` a random number for each token.
-        config: how tokens are drawn.
-        beyond: the position of rows that rest, where `advance` writes nothing.
-
-    Returns:
-        The draws, `[R, C]` each, with tokens of -1 where a row rested; and the steps that were taken.
+    The state is `[R]` tokens that are not run yet, the positions where they belong, how many more each row may draw
+    (0 = it rests), and what `advance` begins with; `u` `[R, C]` a random number a token, `beyond` where rows rest.
+    Returns the draws, `[R, C]` each, with tokens of -1 where a row rested, and the number of steps.
     """
-    shapes = jax.eval_shape(
-        lambda token, position, budget, state: draw(advance(token, position, state)[0], u[:, 0], config), *state
-    )
+    shapes = jax.eval_shape(lambda token, at, _, state: draw(advance(token, at, state)[0], u[:, 0], config), *state)
     drawn = jax.tree.map(lambda x: jnp.zeros((x.shape[0], u.shape[1], *x.shape[1:]), x.dtype), shapes)
     drawn = drawn._replace(tokens=drawn.tokens - 1)
 
@@ -164,7 +146,6 @@ def _left(drawn: jax.Array, budget: jax.Array, config: GRPOConfig) -> jax.Array:
 
 
 def _ends(tokens: jax.Array, config: GRPOConfig) -> jax.Array:
-    """Whether each of `[...]` tokens is one of the `eos_token_ids`."""
     return jnp.any(tokens[..., None] == jnp.asarray(config.eos_token_ids, jnp.int32), axis=-1)
 
 

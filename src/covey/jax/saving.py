@@ -44,15 +44,8 @@ class LoadedAdapter(NamedTuple):
     tensors: Mapping[str, Array]
 
 
-# ---------------------------------------------------------------------- adapters
-
-
 def adapter_tensors(config: ModelConfig, lora: Any) -> dict[str, Array]:
-    """LoRA factors by PEFT's names: `lora_A` `[r, in]`, `lora_B` `[out, r]`.
-
-    Raises:
-        ModelError: it holds no factors, not the same ones in all layers, or others than the config says.
-    """
+    """LoRA factors by PEFT's names: `lora_A` `[r, in]`, `lora_B` `[out, r]`. Raises ModelError: not the config's."""
     lora = _collection(lora, "lora")
     return _export(lora, _factors(config, _modules(lora)), "lora", "pass the `lora` collection of a Transformer")
 
@@ -96,17 +89,10 @@ def save_adapter(folder: str | Path, config: ModelConfig, lora: Any, *, base_mod
     """
     tensors = adapter_tensors(config, lora)
     alpha = float(config.lora_alpha)
-    settings = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
-        "inference_mode": True,
-        "r": config.lora_rank,
-        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,  # some readers take integers only
-        "lora_dropout": 0.0,
-        "target_modules": list(_modules(_collection(lora, "lora"))),
-        "bias": "none",
-    }
+    settings: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model}
+    settings |= {"inference_mode": True, "r": config.lora_rank, "lora_dropout": 0.0, "bias": "none"}
+    settings["lora_alpha"] = int(alpha) if alpha.is_integer() else alpha  # some readers take integers only
+    settings["target_modules"] = list(_modules(_collection(lora, "lora")))
     Adapter(tensors, settings).write(folder)
 
 
@@ -158,15 +144,8 @@ def _modules(lora: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name in LINEAR_LAYERS if name in held)
 
 
-# ---------------------------------------------------------------------- models
-
-
 def model_tensors(config: ModelConfig, params: Any) -> dict[str, Array]:
-    """A model's weights by Hugging Face's names, in their own type; a tied embedding is there once.
-
-    Raises:
-        ModelError: an array is missing, has another shape, or has no place.
-    """
+    """A model's weights by Hugging Face's names, in their own type; a tied embedding is there once."""
     advice = "pass the `params` collection of a Transformer of this config"
     return _export(_collection(params, "params"), places(config), "params", advice)
 
@@ -184,25 +163,19 @@ def save_model(folder: str | Path, config: ModelConfig, params: Any, hf_config: 
         ModelError: see `model_tensors`; `hf_config` is another model's; or the folder holds other weights.
         RunFolderError: it cannot be written.
     """
-    tensors = model_tensors(config, params)
-    heads = hf_config.get("num_attention_heads")
-    for name, found, ours in (
-        ("vocab_size", hf_config.get("vocab_size"), config.vocab_size),
-        ("hidden_size", hf_config.get("hidden_size"), config.hidden_size),
-        ("intermediate_size", hf_config.get("intermediate_size"), config.intermediate_size),
-        ("num_hidden_layers", hf_config.get("num_hidden_layers"), config.num_layers),
-        ("num_attention_heads", heads, config.num_heads),
-        ("num_key_value_heads", hf_config.get("num_key_value_heads") or heads, config.num_kv_heads),
-        ("head_dim", hf_config.get("head_dim") or config.hidden_size // config.num_heads, config.width_of_head),
-        ("tie_word_embeddings", bool(hf_config.get("tie_word_embeddings", False)), config.tie_embeddings),
-    ):
-        if found != ours:
-            raise ModelError(
-                f"hf_config: {name}={found!r}, but the model has {ours!r}; pass the config.json of its base model"
-            )
+    tensors, told = model_tensors(config, params), dict(hf_config)
+    told["num_key_value_heads"] = told.get("num_key_value_heads") or told.get("num_attention_heads")
+    told["head_dim"] = told.get("head_dim") or config.hidden_size // config.num_heads
+    told["tie_word_embeddings"] = bool(told.get("tie_word_embeddings", False))
+    ours = {name: getattr(config, name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    ours |= {"num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads}
+    ours |= {"num_key_value_heads": config.num_kv_heads, "head_dim": config.width_of_head}
+    for name, held in (ours | {"tie_word_embeddings": config.tie_embeddings}).items():
+        if told.get(name) != held:
+            found = f"{name}={told.get(name)!r}, but the model has {held!r}"
+            raise ModelError(f"hf_config: {found}; pass the config.json of its base model")
     kind = tensors["model.embed_tokens.weight"].dtype.name
     settings = {key: value for key, value in hf_config.items() if key != "torch_dtype"} | {"dtype": kind}
-    text = json.dumps(settings, indent=2) + "\n"
     folder = Path(folder)
     with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -210,10 +183,7 @@ def save_model(folder: str | Path, config: ModelConfig, params: Any, hf_config: 
     if others:
         raise ModelError(f"{folder}: holds {others[0]}, which readers would mix with this model; give an empty folder")
     write_tensors(folder / MODEL_WEIGHTS, tensors)
-    write_atomically(folder / MODEL_CONFIG, text)
-
-
-# ---------------------------------------------------------------------- both
+    write_atomically(folder / MODEL_CONFIG, json.dumps(settings, indent=2) + "\n")
 
 
 def _factors(config: ModelConfig, modules: tuple[str, ...]) -> Iterator[Place]:
@@ -237,9 +207,8 @@ def _export(tree: Any, places: Iterator[Place], what: str, advice: str) -> dict[
         if value is None:
             raise ModelError(f"{what}: no {'/'.join(place.path)}; {advice}")
         if value.shape != place.shape:
-            raise ModelError(
-                f"{what}: {'/'.join(place.path)} has shape {value.shape}, the config says {place.shape}; {advice}"
-            )
+            told = f"has shape {value.shape}, the config says {place.shape}"
+            raise ModelError(f"{what}: {'/'.join(place.path)} {told}; {advice}")
         # A view would be written in the order of its buffer, which is that of the untransposed matrix.
         array = np.asarray(value)
         tensors[place.name] = np.ascontiguousarray(array.T if place.is_transposed else array)

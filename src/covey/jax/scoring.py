@@ -33,17 +33,11 @@ def score(
     support: jax.Array | None = None,
     reference: Callable[[], Any] | None = None,
 ) -> Scores:
-    """Log-probabilities and entropies of responses, differentiable in `variables`.
+    """Log-probabilities and entropies of `responses` `[R, T]`, differentiable in `variables`.
 
-    Args:
-        model: see `covey.jax.sampling.sample`.
-        variables: what it is applied with.
-        tokens: `[R, L]`, each prompt with its response.
-        lengths: `[R]` tokens before the response.
-        responses: `[R, T]`.
-        config: temperature and KL estimator.
-        support: `[R, T, ceil(V / 8)]` bits of what could be drawn; probabilities are then those among these tokens.
-        reference: gives `(model, variables)` of the reference for a KL over the vocabulary.
+    `tokens` `[R, L]` hold each prompt with its response, `lengths` `[R]` the tokens before it. `support`
+    `[R, T, ceil(V / 8)]` are bits of what could be drawn: probabilities are then those among these tokens. `reference`
+    gives `(model, variables)` of the reference for a KL over the vocabulary.
     """
     columns = lengths[:, None] - 1 + jnp.arange(responses.shape[1])
 
@@ -68,11 +62,7 @@ def score(
 def log_probabilities(logits: jax.Array, temperature: float, support: jax.Array | None = None) -> jax.Array:
     """Of `softmax(logits / temperature)`, `[..., V]`, in at least float32.
 
-    Args:
-        logits: `[..., V]`.
-        temperature: above 0.
-        support: `[..., ceil(V / 8)]` bits of the only tokens there are; where none is set, nothing was recorded and all
-            are possible.
+    `support` `[..., ceil(V / 8)]` are bits of the only tokens there are; where none is set, all are possible.
     """
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) / temperature
     if support is not None:
@@ -93,32 +83,16 @@ def loss_terms(
 ) -> LossTerms:
     """The loss of a step, differentiable in `found`, and its metrics; see `policy_loss`.
 
-    Args:
-        found: of the policy.
-        rows: `[R, T]` each, by name: `mask`, `advantages`, `weights`, and `old`, the sampler's log-probabilities. Where
-            the objective needs them `reference`, `kl_weights`, `entropy_weights` and `selected`. With a correction
-            `trainer_old`, the trainer's log-probabilities under the weights that sampled.
-        objective: what to minimise.
-        correction: for a sampler that differs, or None.
+    `rows` are `[R, T]` each: `mask`, `advantages`, `weights`, and `old`, the sampler's log-probabilities; where needed
+    `reference`, `kl_weights`, `entropy_weights`, `selected`, and `trainer_old`, the trainer's of the same weights.
     """
     old, factor = rows["old"], None
     if correction is not None:
         old = rows["trainer_old"]
         counted = rows["mask"] | (rows["kl_weights"] > 0) if "kl_weights" in rows else rows["mask"]
         factor = mismatch_correction(old, rows["old"], counted, *astuple(correction))
-    return policy_loss(
-        found.logp,
-        old,
-        rows["advantages"],
-        rows["mask"],
-        rows["weights"],
-        objective,
-        ref=rows.get("reference"),
-        kl=found.kl,
-        entropy=found.entropy if objective.differentiates_entropy else jax.lax.stop_gradient(found.entropy),
-        correction=factor,
-        kl_weights=rows.get("kl_weights"),
-        sampler=rows["old"],
-        selected=rows.get("selected"),
-        entropy_weights=rows.get("entropy_weights"),
-    )
+    entropy = found.entropy if objective.differentiates_entropy else jax.lax.stop_gradient(found.entropy)
+    always = (rows["advantages"], rows["mask"], rows["weights"], objective)
+    others: dict[str, Any] = {name: rows.get(name) for name in ("kl_weights", "selected", "entropy_weights")}
+    others |= {"ref": rows.get("reference"), "sampler": rows["old"], "correction": factor}
+    return policy_loss(found.logp, old, *always, kl=found.kl, entropy=entropy, **others)

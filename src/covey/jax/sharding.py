@@ -41,11 +41,7 @@ _VOCABULARY: _Rules = {"embedding": (2, 0), "head": (2, 1)}
 
 
 def check_mesh(mesh: Mesh | None) -> Mesh | None:
-    """The mesh, its axes left to the compiler. Those of `jax.make_mesh` are not: gathers would have to name theirs.
-
-    Raises:
-        ConfigError: an axis of another name than `data` and `tensor`.
-    """
+    """The mesh, its axes left to the compiler. Those of `jax.make_mesh` are not: gathers would have to name theirs."""
     if mesh is None:
         return None
     for name in mesh.axis_names:
@@ -78,11 +74,7 @@ def place(variables: Any, mesh: Mesh | None, model: Any = None) -> Any:
 
 
 def place_rows(arrays: Any, mesh: Mesh | None, counted: str = "prompts") -> Any:
-    """Arrays spread on their first axis, which counts prompts or responses; scalars copied.
-
-    Raises:
-        ConfigError: a number of them that the mesh's axis does not divide.
-    """
+    """Arrays spread on their first axis, which counts prompts or responses and must divide; scalars copied."""
     if mesh is None:
         return arrays
     parts, copied = _size(mesh, DATA), NamedSharding(mesh, PartitionSpec())
@@ -119,7 +111,4 @@ def _size(mesh: Mesh, axis: str) -> int:
 
 def _name(key: Any) -> str:
     """Of a dictionary's, a tuple's or a dataclass's entry."""
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+    return str(next((getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)), key))

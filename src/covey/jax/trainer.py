@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -110,11 +111,8 @@ class Trainer(ABC):
         norm = optax.tree.norm(grads)
         moves = jnp.isfinite(norm) & (norm > 0)
         moved = state.apply_gradients(grads=grads)
-        kept = jax.tree.map(
-            lambda new, old: jnp.where(moves, new, old),
-            (moved.params, moved.opt_state),
-            (state.params, state.opt_state),
-        )
+        new, old = ((each.params, each.opt_state) for each in (moved, state))
+        kept = jax.tree.map(partial(jnp.where, moves), new, old)
         after = moved.replace(params=kept[0], opt_state=kept[1])
         return after, metrics | {"loss": loss, "grad_norm": norm, "updated": moves.astype(jnp.int32)}
 
@@ -165,8 +163,6 @@ class Trainer(ABC):
                 self.save_checkpoint(state, checkpoint_folder)
                 saved = taken
         return state
-
-    # ------------------------------------------------------------------ checkpoints
 
     def constants(self) -> dict[str, Any]:
         """Arrays outside of the state that a resumed run needs unchanged; saved with it."""
@@ -261,10 +257,8 @@ def make_optimizer(
     if lr_scheduler_type == "constant":
         rate = optax.constant_schedule(learning_rate)
     elif max_steps is None or max_steps <= warmup_steps:
-        raise ConfigError(
-            f"max_steps={max_steps}: schedule {lr_scheduler_type!r} ends there; set it above "
-            f"warmup_steps={warmup_steps}"
-        )
+        told = f"max_steps={max_steps}: schedule {lr_scheduler_type!r} ends there"
+        raise ConfigError(f"{told}; set it above warmup_steps={warmup_steps}")
     elif lr_scheduler_type == "linear":
         rate = optax.linear_schedule(learning_rate, 0.0, max_steps - warmup_steps)
     else:

@@ -9,6 +9,7 @@ FAULT="kill in call N"            the process dies in that call of its engine
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -72,11 +73,10 @@ def die(folder: Path, moments: list[str]) -> None:
 def die_in_call(number: int) -> None:
     from covey.pytorch.engine import engine
 
-    call, calls = engine.Engine.__call__, {"n": 0}
+    call, calls = engine.Engine.__call__, itertools.count(1)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        calls["n"] += 1
-        if calls["n"] == number:
+        if next(calls) == number:
             os.kill(os.getpid(), signal.SIGKILL)
         return call(*args, **kwargs)
 
