@@ -55,7 +55,6 @@ def test_flat_and_sectioned_forms_are_the_same() -> None:
     assert flat == GRPOConfig(**sections, run=of_run, algorithm=of_algorithm)
     assert flat == GRPOConfig("runs/x", **dotted, beta=0.0)  # the folder may come first without a name
     assert flat.sampling.num_generations == flat.num_generations == 8
-    assert flat.completions_per_step == 64
     default = GRPOConfig()
     assert (default.num_generations, default.beta, default.epsilon) == (16, 0.04, 0.2)  # grpo-architecture.md
     assert (default.loss_type, default.scale_rewards, default.kl_estimator) == ("grpo", "group", "k3")

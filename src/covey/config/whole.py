@@ -91,11 +91,6 @@ class GRPOConfig(Section, frozen=True):
         raise AttributeError(f"GRPOConfig has no setting {name!r}" + (f"; did you mean {close[0]}?" if close else ""))
 
     @property
-    def completions_per_step(self) -> int:
-        """Completions that one optimiser step trains on: `prompts_per_step * num_generations`."""
-        return self.data.prompts_per_step * self.sampling.num_generations
-
-    @property
     def max_steps_ahead(self) -> int:
         """Most steps that may be sampled before the one under way is trained on."""
         return self.schedule.max_staleness // self.algorithm.optimizer_steps
