@@ -83,8 +83,9 @@ class TestEvaluations:
             make(held_out=HELD_OUT, save_strategy="best", **EVERY_STEP)
         trainer = make(held_out=HELD_OUT, save_strategy="best", metric_for_best_model="loss", **EVERY_STEP)
         assert trainer.args.metric_for_best_model == "eval_reward"
+        said = r"metric_for_best_model=.*(nobody measures it|there is no such reward)"
         for metric in ("accuracy", "eval_f1", "eval_rewards/other/mean"):
-            with pytest.raises(ConfigError, match=r"best_model=.*(nobody measures it|there is no such reward)"):
+            with pytest.raises(ConfigError, match=said):
                 make(held_out=HELD_OUT, metric_for_best_model=metric, **EVERY_STEP)
 
     def test_several_sets_at_the_start_and_with_the_best_at_the_end(self, make: Any, tmp_path: Path) -> None:
