@@ -1,4 +1,4 @@
-"""Random cases, and their gradients in torch, in JAX and by a reference of plain loops."""
+"""Random cases, and their gradients in torch and in JAX."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ import torch
 
 from covey.algorithms import LOSSES, Objective, count_step, make_objective, policy_loss, token_weights
 from covey.algorithms.arrays import to_library_of
-from loss_reference import Completed, reference_loss
 
-LENGTH = 7  # max_completion_length of all cases
-LOSS_TYPES = sorted(LOSSES)
 TERMS = ("beta", "kl_estimator", "entropy_coef")
 SMALL = {"kl_cov": {"kl_cov_ratio": 0.3}, "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.01, "clip_cov_ub": 2.0}}
 """Parameters with which a loss that selects a few of many tokens selects some of a small case."""
@@ -68,19 +65,14 @@ def random_case(seed: int, rows: int = 5, tokens: int = 6, spread: float = 0.4) 
     )
 
 
-def selection_of(case: Case, objective: Objective) -> Any:
-    """What the loss selects of a whole step, None for one that does not."""
-    if objective.loss.select is None:
-        return None
-    return objective.select(case.logp, case.old, case.advantages, case.mask, case.entropy)
-
-
 def loss_of(case: Case, objective: Objective, counts: Any = None, selected: Any = None) -> Any:
     """`LossTerms` of a case, or of a part of one with the whole one's counts and selection."""
     counts, dtype = count_step(case.mask) if counts is None else counts, case.logp.dtype
-    weights = token_weights(case.mask, counts, objective.aggregation, LENGTH, dtype=dtype)
+    weights = token_weights(case.mask, counts, objective.aggregation, 7, dtype=dtype)
     apart = objective.kl_aggregation and token_weights(case.mask, counts, objective.kl_aggregation, dtype=dtype)
-    selected = selection_of(case, objective) if selected is None else to_library_of(case.logp, selected)
+    if selected is None and objective.loss.select is not None:
+        selected = objective.select(case.logp, case.old, case.advantages, case.mask, case.entropy)
+    selected = None if selected is None else to_library_of(case.logp, selected)
     return policy_loss(
         case.logp, case.old, case.advantages, case.mask, weights, objective,
         ref=case.ref, kl=case.kl, entropy=case.entropy, correction=case.correction, selected=selected, kl_weights=apart,
@@ -113,24 +105,3 @@ def finite_difference(f: Callable[[np.ndarray], float], x: np.ndarray, step: flo
         down[index] -= step
         gradient[index] = (f(up) - f(down)) / (2 * step)
     return gradient
-
-
-def by_the_reference(case: Case, loss_type: str, **settings: Any) -> tuple[float, np.ndarray]:
-    """Value and gradient in `logp` by `loss_reference`, row by row and without the masked tokens; settings as in
-    `objective_of`.
-    """
-    sequences = []
-    for row, mask in enumerate(case.mask):
-        logp, old, ref, entropy, factor = (
-            torch.tensor(x[row, mask]) for x in (case.logp, case.old, case.ref, case.entropy, case.correction)
-        )
-        # `old` is the policy that the factors lead to from the sampler's
-        advantage, sampler = float(case.advantages[row, 0]), old - factor.log()
-        sequences.append(Completed(logp.requires_grad_(), sampler, ref, entropy, advantage, old, not mask.any()))
-    how = {"loss_type": loss_type, "correction": "token_truncate", "cap": 1e9, "max_length": LENGTH}
-    value, _ = reference_loss(sequences, **how, **own_settings(loss_type, settings))
-    gradient = np.zeros_like(case.logp)
-    found = torch.autograd.grad(value, [each.logp for each in sequences], allow_unused=True)
-    for row, (mask, each) in enumerate(zip(case.mask, found, strict=True)):
-        gradient[row, mask] = 0.0 if each is None else each.numpy()
-    return float(value.detach()), gradient

@@ -1,7 +1,5 @@
 """JAX in float64 for these tests only; the setting is thread-wide, so it is put back after each module."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import jax

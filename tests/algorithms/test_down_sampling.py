@@ -1,7 +1,5 @@
 """Which completions of a group are trained on: rules by hand and by trying all, and what they leave of a batch."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -129,16 +127,10 @@ def test_a_rule_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert batch_of(groups, down_sampling="own_rules.py:longest:2").mask.any(axis=1).tolist() == [False, True, True]
     assert not batch_of(groups, down_sampling="own_rules.py:nothing:2").mask.any()
     groups[0].reward_parts["own"] = np.array([0.0, 1.0, 1.0])
-    for name, said in {
-        "far": "from 0 to 2",
-        "twice": "each once",
-        "many": "3 indices",
-        "fails": "KeyError",
-        "leaves": r"own_rules.py:leaves.* raised SystemExit",
-        "cheats": "read-only",
-        "cheats_in_parts": "read-only",
-    }.items():
-        with pytest.raises(ConfigError, match=said):
+    said = {"far": "from 0 to 2", "twice": "each once", "many": "3 indices", "fails": "KeyError"}
+    said |= {"leaves": "own_rules.py:leaves.* raised SystemExit", "cheats": "read-only", "cheats_in_parts": "read-only"}
+    for name, words in said.items():
+        with pytest.raises(ConfigError, match=words):
             batch_of(groups, down_sampling=f"own_rules.py:{name}:2")
     assert groups[0].rewards.tolist() == [0, 1, 1]
 
@@ -146,11 +138,7 @@ def test_a_rule_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_settings_that_cannot_be_meant() -> None:
     for words, rule, more in (
         ("nothing would be left out", "max_variance:8", {"num_generations": 8}),
-        (
-            r"at most 12 completions \(sampling.max_gene",
-            "max_variance:12",
-            {"num_generations": 4, "max_generations": 12},
-        ),
+        (r"at most 12 completions \(sampling.max_ge", "max_variance:12", {"num_generations": 4, "max_generations": 12}),
         ("max_variance", "max_varianz", {"num_generations": 8}),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -1,7 +1,5 @@
 """Ratios, surrogates and token weights by hand; whole losses are compared with the textbook in test_objective."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 from typing import Any
@@ -11,20 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from covey.algorithms import (
-    AGGREGATORS,
-    LOG_RATIO_LIMIT,
-    LOSSES,
-    LossInputs,
-    StepCounts,
-    clip_surrogate,
-    count_step,
-    gspo_token_ratio,
-    make_objective,
-    sequence_ratio,
-    token_ratio,
-    token_weights,
-)
+from covey import algorithms as alg
 from covey.errors import ConfigError
 
 RATIO = np.array([0.5, 0.9, 1.0, 1.1, 1.5, 4.0])
@@ -34,23 +19,27 @@ def test_ratios_by_hand() -> None:
     old = np.zeros((2, 3))
     logp = np.log([[2.0, 8.0, 5.0], [3.0, 1.0, 1.0]])
     mask = np.array([[True, True, False], [False, False, False]])
-    np.testing.assert_allclose(token_ratio(logp, old, mask), [[2, 8, 1], [1, 1, 1]])
-    np.testing.assert_allclose(sequence_ratio(logp, old, mask), [[4, 4, 4], [1, 1, 1]])  # sqrt(2 · 8)
-    np.testing.assert_allclose(gspo_token_ratio(logp, old, mask), [[4, 4, 4], [1, 1, 1]])
+    np.testing.assert_allclose(alg.token_ratio(logp, old, mask), [[2, 8, 1], [1, 1, 1]])
+    np.testing.assert_allclose(alg.sequence_ratio(logp, old, mask), [[4, 4, 4], [1, 1, 1]])  # sqrt(2 · 8)
+    np.testing.assert_allclose(alg.gspo_token_ratio(logp, old, mask), [[4, 4, 4], [1, 1, 1]])
+    x = alg.LossInputs(np.log([[2.0, 8.0]]), np.zeros((1, 2)), -np.ones((1, 2)), np.ones((1, 2), bool))
+    for name in ("grpo", "cispo", "sapo"):
+        found = alg.make_objective(name, importance_sampling_level="sequence")
+        np.testing.assert_allclose(found.loss.surrogate(x, dict(found.parameters)).ratio, [[4, 4]])
 
 
 def test_sequence_ratio_shares_its_gradient_and_the_token_form_does_not() -> None:
     old, mask = torch.zeros(1, 2), torch.tensor([[True, True]])
     logp = torch.log(torch.tensor([[2.0, 8.0]])).requires_grad_()
-    (shared,) = torch.autograd.grad(sequence_ratio(logp, old, mask)[0, 0], logp)
-    (own,) = torch.autograd.grad(gspo_token_ratio(logp, old, mask)[0, 0], logp)
+    (shared,) = torch.autograd.grad(alg.sequence_ratio(logp, old, mask)[0, 0], logp)
+    (own,) = torch.autograd.grad(alg.gspo_token_ratio(logp, old, mask)[0, 0], logp)
     torch.testing.assert_close(shared, torch.tensor([[2.0, 2.0]]))  # w / 2 tokens
     torch.testing.assert_close(own, torch.tensor([[4.0, 0.0]]))  # w
     # ordinary ratios are not touched by the limit
-    d = np.array([[-700.0, -30.0, -5.0, 0.0, 5.0, 19.99, LOG_RATIO_LIMIT, 21.0]])
-    ratio = token_ratio(d, np.zeros_like(d), np.ones_like(d, dtype=bool))
+    d = np.array([[-700.0, -30.0, -5.0, 0.0, 5.0, 19.99, alg.LOG_RATIO_LIMIT, 21.0]])
+    ratio = alg.token_ratio(d, np.zeros_like(d), np.ones_like(d, dtype=bool))
     np.testing.assert_array_equal(ratio[0, :-1], np.exp(d[0, :-1]))
-    assert ratio[0, -1] == math.exp(LOG_RATIO_LIMIT)
+    assert ratio[0, -1] == math.exp(alg.LOG_RATIO_LIMIT)
 
 
 def test_clip_is_the_printed_formula() -> None:
@@ -58,32 +47,32 @@ def test_clip_is_the_printed_formula() -> None:
         a = np.full_like(RATIO, advantage)
         w = RATIO if delta is None else np.minimum(RATIO, delta)
         printed = -np.minimum(w * a, np.clip(w, 1 - 0.2, 1 + 0.3) * a)
-        np.testing.assert_allclose(clip_surrogate(RATIO, a, 0.2, 0.3, delta).loss, printed)
+        np.testing.assert_allclose(alg.clip_surrogate(RATIO, a, 0.2, 0.3, delta).loss, printed)
 
 
 def test_where_the_clip_acts() -> None:
-    up, down = (clip_surrogate(RATIO, sign * np.ones_like(RATIO), 0.2, 0.3) for sign in (1, -1))
+    up, down = (alg.clip_surrogate(RATIO, sign * np.ones_like(RATIO), 0.2, 0.3) for sign in (1, -1))
     assert (up.high.tolist(), up.low.any()) == ([False] * 4 + [True] * 2, False)
     assert (down.low.tolist(), down.high.any()) == ([True] + [False] * 5, False)
-    assert clip_surrogate(RATIO, -np.ones_like(RATIO), 0.2, 0.3, 2.0).high.tolist() == [False] * 5 + [True]
+    assert alg.clip_surrogate(RATIO, -np.ones_like(RATIO), 0.2, 0.3, 2.0).high.tolist() == [False] * 5 + [True]
     # A ratio exactly on a bound is not clipped; with epsilon 0 that is every ratio of the first pass.
     ratio = torch.ones(2, requires_grad=True)
-    loss = clip_surrogate(ratio, torch.tensor([1.0, -1.0]), 0.0, 0.0).loss.sum()
+    loss = alg.clip_surrogate(ratio, torch.tensor([1.0, -1.0]), 0.0, 0.0).loss.sum()
     assert torch.autograd.grad(loss, ratio)[0].tolist() == [-1.0, 1.0]
 
 
-def one_row(logp: Any, ratio: Any, advantages: Any) -> LossInputs:
+def one_row(logp: Any, ratio: Any, advantages: Any) -> alg.LossInputs:
     """Tokens of one row each with a ratio."""
     old = logp - (torch.log(ratio) if isinstance(ratio, torch.Tensor) else np.log(ratio))
-    return LossInputs(logp[:, None], old[:, None], advantages[:, None], advantages[:, None] == advantages[:, None])
+    return alg.LossInputs(logp[:, None], old[:, None], advantages[:, None], advantages[:, None] == advantages[:, None])
 
 
 def test_cispo_keeps_the_gradient_of_capped_tokens() -> None:
     logp = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
     ratio = torch.exp(torch.tensor([0.5, 3.0], dtype=torch.float64))  # 1.65 and 20.1
     x = one_row(logp, ratio, torch.tensor([2.0, 2.0], dtype=torch.float64))
-    x = LossInputs(x.logp, x.old.detach(), x.advantages, x.mask)
-    surrogate = LOSSES["cispo"](x, epsilon_max=5.0)
+    x = alg.LossInputs(x.logp, x.old.detach(), x.advantages, x.mask)
+    surrogate = alg.LOSSES["cispo"](x, epsilon_max=5.0)
     (gradient,) = torch.autograd.grad(surrogate.loss.sum(), logp)
     assert gradient.tolist() == pytest.approx([-2 * math.exp(0.5), -10.0])
     assert surrogate.high[:, 0].tolist() == [False, True]
@@ -93,7 +82,7 @@ def test_sapo_gate_by_hand() -> None:
     # at w = 1 the gate is 2 / tau and its slope 1
     def loss(ratio: Any, dtype: type = np.float64) -> Any:
         x = one_row(np.zeros(2, dtype), np.asarray(ratio, dtype), np.array([1.0, -1.0], dtype))
-        return LOSSES["sapo"](x, *temperatures).loss[:, 0]
+        return alg.LOSSES["sapo"](x, *temperatures).loss[:, 0]
 
     temperatures = (1.0, 2.0)
     np.testing.assert_allclose(loss([1.0, 1.0]), [-2.0, 1.0])
@@ -104,15 +93,15 @@ def test_sapo_gate_by_hand() -> None:
 
 
 def test_the_averages_of_the_shelf() -> None:
-    assert {name: loss.aggregation for name, loss in LOSSES.items()} == {
+    assert {name: loss.aggregation for name, loss in alg.LOSSES.items()} == {
         **dict.fromkeys(("grpo", "gspo", "gspo_token", "sapo", "gmpo"), "sequence_mean"),
         **dict.fromkeys(("bnpo", "dapo", "cispo", "vespo", "clip_cov", "kl_cov"), "token_mean"),
         "dr_grpo": "constant_length",
         **dict.fromkeys(("reinforce", "luspo"), "sequence_sum_mean"),
         "reinforce_kept": "sequence_sum_kept",
     }
-    assert {name for name, loss in LOSSES.items() if loss.kl_aggregation} == {"reinforce_kept"}
-    assert hash(make_objective("grpo")) == hash(make_objective("grpo"))
+    assert {name for name, loss in alg.LOSSES.items() if loss.kl_aggregation} == {"reinforce_kept"}
+    assert hash(alg.make_objective("grpo")) == hash(alg.make_objective("grpo"))
 
 
 def test_upper_ranges() -> None:
@@ -128,15 +117,8 @@ def test_upper_ranges() -> None:
         ("gspo", {"epsilon": 0.2, "epsilon_high": 0.25}, 0.25),
         ("luspo", {}, 2.5e-3),
     ):
-        objective = make_objective(loss_type, **settings)
+        objective = alg.make_objective(loss_type, **settings)
         assert objective.loss.surrogate(x, dict(objective.parameters)).loss[0, 0] == pytest.approx(-(1 + upper))
-
-
-def test_the_level_of_the_ratio() -> None:
-    x = LossInputs(np.log([[2.0, 8.0]]), np.zeros((1, 2)), -np.ones((1, 2)), np.ones((1, 2), bool))
-    for name in ("grpo", "cispo", "sapo"):
-        found = make_objective(name, importance_sampling_level="sequence")
-        np.testing.assert_allclose(found.loss.surrogate(x, dict(found.parameters)).ratio, [[4, 4]])
 
 
 def test_errors_name_the_value_and_the_nearest_name() -> None:
@@ -159,7 +141,12 @@ def test_errors_name_the_value_and_the_nearest_name() -> None:
         ({"beta": -1.0}, "beta=-1.0"),
     ):
         with pytest.raises(ConfigError, match=message):
-            make_objective(**changes)
+            alg.make_objective(**changes)
+    with pytest.raises(ConfigError, match="did you mean 'token_mean'"):
+        alg.token_weights(MASK, alg.count_step(MASK), "tokens_mean")
+    for length in (None, 0):
+        with pytest.raises(ConfigError, match=f"max_completion_length={length}"):
+            alg.token_weights(MASK, alg.count_step(MASK), "constant_length", length)
 
 
 MASK = np.array([[1, 1, 0], [1, 0, 0], [0, 0, 0]], dtype=bool)
@@ -173,27 +160,19 @@ def test_token_weights_by_hand_in_all_libraries() -> None:
         ("sequence_sum_mean", [[1 / 3, 1 / 3, 0], [1 / 3, 0, 0], [0, 0, 0]]),
         ("sequence_sum_kept", [[1 / 2, 1 / 2, 0], [1 / 2, 0, 0], [0, 0, 0]]),  # the empty row does not count
     ):
-        counts = StepCounts(completions=3, active_tokens=3, kept=2)
-        np.testing.assert_allclose(token_weights(MASK, counts, aggregation, 4), expected)
-        tensor = token_weights(torch.from_numpy(MASK), counts, aggregation, 4, dtype=torch.float64)
+        counts = alg.StepCounts(completions=3, active_tokens=3, kept=2)
+        np.testing.assert_allclose(alg.token_weights(MASK, counts, aggregation, 4), expected)
+        tensor = alg.token_weights(torch.from_numpy(MASK), counts, aggregation, 4, dtype=torch.float64)
         np.testing.assert_allclose(tensor.numpy(), expected)
-        compiled = jax.jit(lambda m, how=aggregation: token_weights(m, count_step(m), how, 4))
+        compiled = jax.jit(lambda m, how=aggregation: alg.token_weights(m, alg.count_step(m), how, 4))
         np.testing.assert_allclose(compiled(MASK), expected)
 
 
 def test_counts_add_up_and_an_empty_step_has_no_nan() -> None:
-    total = sum([count_step(MASK[:1]), count_step(MASK[1:])], StepCounts())
+    total = sum([alg.count_step(MASK[:1]), alg.count_step(MASK[1:])], alg.StepCounts())
     assert (total.completions, int(total.active_tokens), int(total.kept)) == (3, 3, 2)
-    assert total == count_step(MASK)
+    assert total == alg.count_step(MASK)
     empty = np.zeros((2, 3), dtype=bool)
-    for aggregation in AGGREGATORS:
-        for counts in (count_step(empty), StepCounts()):
-            assert (token_weights(empty, counts, aggregation, 4) == 0).all()
-
-
-def test_averages_that_are_none_are_named() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'token_mean'"):
-        token_weights(MASK, count_step(MASK), "tokens_mean")
-    for length in (None, 0):
-        with pytest.raises(ConfigError, match=f"max_completion_length={length}"):
-            token_weights(MASK, count_step(MASK), "constant_length", length)
+    for aggregation in alg.AGGREGATORS:
+        for counts in (alg.count_step(empty), alg.StepCounts()):
+            assert (alg.token_weights(empty, counts, aggregation, 4) == 0).all()

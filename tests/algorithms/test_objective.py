@@ -1,7 +1,6 @@
 """The loss: against the textbook, across libraries, across splits, and on input that must not break it."""
 
-from __future__ import annotations
-
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -10,32 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from algorithm_cases import (
-    LENGTH,
-    LOSS_TYPES,
-    Case,
-    by_the_reference,
-    jax_gradient,
-    loss_of,
-    objective_of,
-    random_case,
-    selection_of,
-    torch_gradient,
-)
+from algorithm_cases import SMALL, Case, jax_gradient, loss_of, objective_of, own_settings, random_case, torch_gradient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.algorithms import (
-    KL_ESTIMATORS,
-    StepCounts,
-    add_metrics,
-    count_step,
-    make_objective,
-    mean_metrics,
-    policy_loss,
-    token_weights,
-)
+from covey import algorithms as alg
 from covey.errors import ConfigError
+from loss_reference import Completed, reference_loss
 
 BOUNDED = settings(max_examples=12, deadline=None, derandomize=True)
 
@@ -77,44 +57,53 @@ def test_each_loss_type_by_hand() -> None:
         # no covariance is between 1 and 5
         ("clip_cov", (-1.2 - 0.5 + 1.6) / 3),
     ):
-        assert float(loss_of(hand_case(), make_objective(loss_type)).loss) == pytest.approx(expected, abs=1e-6)
+        assert float(loss_of(hand_case(), alg.make_objective(loss_type)).loss) == pytest.approx(expected, abs=1e-6)
 
 
 def test_metrics_by_hand() -> None:
     case = hand_case()
     case.ref = case.logp + np.log(2.0)  # k3 = 2 - log 2 - 1 = 0.306853 on each token
     case.entropy = np.array([[1.0, 2.0], [4.5, np.nan]])
-    metrics = loss_of(case, make_objective("grpo", beta=0.5, entropy_coef=0.1)).metrics
-    assert {name: float(value) for name, value in metrics.items()} == pytest.approx(
-        {
-            "policy_loss": 0.375,
-            # weights are 1/4, 1/4, 1/2: entropy (1 + 2) / 4 + 4.5 / 2 = 3
-            "loss": 0.375 + 0.5 * 0.306853 - 0.1 * 3.0,
-            "kl_sum": 3 * 0.306853,
-            "entropy_sum": 7.5,
-            "clip_high_sum": 1,
-            "clip_low_sum": 1,
-            "clip_region_sum": 2,
-            "ratio_sum": 2.5,
-            "ratio_min": 0.5,
-            "ratio_max": 1.5,
-            "active_tokens": 3,
-        },
-        abs=1e-6,
-    )
-    means = mean_metrics(metrics)
+    metrics = loss_of(case, alg.make_objective("grpo", beta=0.5, entropy_coef=0.1)).metrics
+    # weights are 1/4, 1/4, 1/2: entropy (1 + 2) / 4 + 4.5 / 2 = 3
+    expected = {"policy_loss": 0.375, "loss": 0.375 + 0.5 * 0.306853 - 0.1 * 3.0, "active_tokens": 3}
+    expected |= {"kl_sum": 3 * 0.306853, "entropy_sum": 7.5, "ratio_sum": 2.5, "ratio_min": 0.5, "ratio_max": 1.5}
+    expected |= {"clip_high_sum": 1, "clip_low_sum": 1, "clip_region_sum": 2}
+    assert {name: float(value) for name, value in metrics.items()} == pytest.approx(expected, abs=1e-6)
+    means = alg.mean_metrics(metrics)
     assert (means["entropy"], means["active_tokens"]) == (2.5, 3)
     assert means["ratio"] == pytest.approx(2.5 / 3)
 
 
+def by_the_reference(case: Case, loss_type: str, **settings: Any) -> tuple[float, np.ndarray]:
+    """Value and gradient in `logp` by `loss_reference`, row by row and without the masked tokens; settings as in
+    `objective_of`.
+    """
+    sequences = []
+    for row, mask in enumerate(case.mask):
+        logp, old, ref, entropy, factor = (
+            torch.tensor(x[row, mask]) for x in (case.logp, case.old, case.ref, case.entropy, case.correction)
+        )
+        # `old` is the policy that the factors lead to from the sampler's
+        advantage, sampler = float(case.advantages[row, 0]), old - factor.log()
+        sequences.append(Completed(logp.requires_grad_(), sampler, ref, entropy, advantage, old, not mask.any()))
+    how = {"loss_type": loss_type, "correction": "token_truncate", "cap": 1e9, "max_length": 7}  # as `loss_of` has it
+    value, _ = reference_loss(sequences, **how, **own_settings(loss_type, settings))
+    gradient = np.zeros_like(case.logp)
+    found = torch.autograd.grad(value, [each.logp for each in sequences], allow_unused=True)
+    for row, (mask, each) in enumerate(zip(case.mask, found, strict=True)):
+        gradient[row, mask] = 0.0 if each is None else each.numpy()
+    return float(value.detach()), gradient
+
+
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", alg.LOSSES)
 def test_value_and_gradient_are_those_of_the_reference(loss_type: str, wide: bool) -> None:
     changes = {"epsilon": 0.3, "epsilon_high": 0.5, "delta": 1.7} if wide else {}
     check(random_case(seed=3), loss_type, beta=0.3, entropy_coef=0.2, kl_estimator="k2", **changes)
 
 
-@pytest.mark.parametrize("estimator", sorted(KL_ESTIMATORS))
+@pytest.mark.parametrize("estimator", sorted(alg.KL_ESTIMATORS))
 def test_kl_term_and_its_gradient_are_those_of_the_reference(estimator: str) -> None:
     check(random_case(seed=4), "bnpo", beta=2.0, kl_estimator=estimator)
 
@@ -134,7 +123,7 @@ def check(case: Case, loss_type: str, **settings: object) -> None:
     np.testing.assert_allclose(jax_grad, torch_grad, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", alg.LOSSES)
 @BOUNDED
 @given(seed=st.integers(0, 10**6), rows=st.integers(1, 7), tokens=st.integers(1, 5), data=st.data())
 def test_any_split_of_a_step_leaves_loss_and_gradient_unchanged(
@@ -146,10 +135,11 @@ def test_any_split_of_a_step_leaves_loss_and_gradient_unchanged(
     cuts = sorted(data.draw(st.lists(st.integers(0, rows), max_size=3)))
     parts = [part for part in np.split(order, cuts) if len(part)]
     objective = objective_of(loss_type, beta=0.1, entropy_coef=0.01, kl_estimator="k3_unbiased")
-    counts = reduce(StepCounts.__add__, (count_step(case.mask[part]) for part in parts))
-    selected = selection_of(case, objective)
-
-    whole_value, whole = torch_gradient(case, of(objective))
+    counts = reduce(alg.StepCounts.__add__, (alg.count_step(case.mask[part]) for part in parts))
+    select = objective.loss.select and objective.select
+    selected = select and select(case.logp, case.old, case.advantages, case.mask, case.entropy)
+    # one selection: where all advantages are equal, covariances are rounding, which is another in each library
+    whole_value, whole = torch_gradient(case, lambda c: loss_of(c, objective, selected=selected).loss)
     total, gathered, metrics = 0.0, np.zeros_like(whole), []
     for part in parts:
         piece = case.map(lambda x, part=part: x[part])
@@ -160,10 +150,10 @@ def test_any_split_of_a_step_leaves_loss_and_gradient_unchanged(
     assert total == pytest.approx(whole_value, abs=1e-12)
     np.testing.assert_allclose(gathered, whole, rtol=0, atol=1e-12)
     expected = {name: float(value) for name, value in loss_of(case, objective).metrics.items()}
-    assert {name: float(value) for name, value in add_metrics(metrics).items()} == pytest.approx(expected, abs=1e-9)
+    assert {name: float(value) for name, value in alg.add_metrics(metrics).items()} == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", alg.LOSSES)
 def test_masked_positions_may_hold_anything(loss_type: str) -> None:
     clean = random_case(seed=6)
     garbage = np.resize([np.nan, np.inf, -np.inf, 1e30], clean.mask.shape)
@@ -179,7 +169,7 @@ def test_masked_positions_may_hold_anything(loss_type: str) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("size", [80.0, 1e4])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", alg.LOSSES)
 def test_huge_log_ratios_give_finite_values_and_gradients(loss_type: str, size: float, dtype: type) -> None:
     case = random_case(seed=7, rows=8)
     signs = np.resize([1.0, -1.0, -1.0], case.mask.shape)
@@ -187,7 +177,7 @@ def test_huge_log_ratios_give_finite_values_and_gradients(loss_type: str, size: 
     case.ref = case.logp + size * np.roll(signs, 1, axis=1)
     case.mask[:] = True
     case = case.map(lambda x: x if x.dtype == bool else x.astype(dtype))
-    for estimator in KL_ESTIMATORS:
+    for estimator in alg.KL_ESTIMATORS:
         objective = objective_of(loss_type, beta=0.5, kl_estimator=estimator)
         terms = loss_of(case, objective)
         assert terms.loss.dtype == dtype
@@ -196,13 +186,13 @@ def test_huge_log_ratios_give_finite_values_and_gradients(loss_type: str, size: 
     assert all(np.isfinite(found).all() for found in jax_gradient(case, of(objective)))
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", alg.LOSSES)
 def test_a_step_without_an_active_token_has_loss_zero(loss_type: str) -> None:
     case = random_case(seed=8)
     case.mask[:] = False
     terms = loss_of(case, objective_of(loss_type, beta=0.1))
     assert float(terms.loss) == 0
-    means = mean_metrics(terms.metrics)
+    means = alg.mean_metrics(terms.metrics)
     assert (means["kl"], means["ratio"], means["ratio_min"], means["ratio_max"]) == (0, 1, 1, 1)
     np.testing.assert_array_equal(torch_gradient(case, of(objective_of(loss_type)))[1], 0)
 
@@ -218,10 +208,10 @@ def test_on_policy_the_gradient_of_every_ratio_loss_is_that_of_reinforce() -> No
 
 def test_a_precomputed_kl_is_added_and_differentiated() -> None:
     case = random_case(seed=10).map(torch.from_numpy)
-    weights = token_weights(case.mask, count_step(case.mask), "token_mean", dtype=torch.float64)
-    objective = make_objective("bnpo", beta=0.7, kl_estimator="exact")
+    weights = alg.token_weights(case.mask, alg.count_step(case.mask), "token_mean", dtype=torch.float64)
+    objective = alg.make_objective("bnpo", beta=0.7, kl_estimator="exact")
     kl = case.kl.clone().requires_grad_()
-    terms = policy_loss(case.logp, case.old, 0 * case.advantages, case.mask, weights, objective, kl=kl)
+    terms = alg.policy_loss(case.logp, case.old, 0 * case.advantages, case.mask, weights, objective, kl=kl)
     assert float(terms.loss.detach()) == pytest.approx(0.7 * float(case.kl[case.mask].mean()))
     (gradient,) = torch.autograd.grad(terms.loss, kl)
     np.testing.assert_allclose(gradient, 0.7 * weights)
@@ -229,13 +219,13 @@ def test_a_precomputed_kl_is_added_and_differentiated() -> None:
 
 def test_advantages_may_be_one_per_row_and_weights_of_another_precision() -> None:
     case = random_case(seed=11)
-    objective = make_objective("grpo")
-    weights = token_weights(case.mask, count_step(case.mask), "sequence_mean")
-    full = policy_loss(case.logp, case.old, case.advantages, case.mask, weights, objective)
-    rows = policy_loss(case.logp, case.old, case.advantages[:, 0], case.mask.astype(np.int64), weights, objective)
+    objective = alg.make_objective("grpo")
+    weights = alg.token_weights(case.mask, alg.count_step(case.mask), "sequence_mean")
+    full = alg.policy_loss(case.logp, case.old, case.advantages, case.mask, weights, objective)
+    rows = alg.policy_loss(case.logp, case.old, case.advantages[:, 0], case.mask.astype(np.int64), weights, objective)
     assert float(rows.loss) == float(full.loss)
     single = random_case(seed=11).map(lambda x: x if x.dtype == bool else x.astype(np.float32))
-    mixed = policy_loss(single.logp, single.old, single.advantages, single.mask, weights, objective)
+    mixed = alg.policy_loss(single.logp, single.old, single.advantages, single.mask, weights, objective)
     assert mixed.loss.dtype == np.float32
 
 
@@ -243,16 +233,101 @@ def test_jax_in_its_default_precision() -> None:
     """Without x64 nothing may ask for 64-bit types: JAX warns about those, and warnings are errors here."""
     with jax.enable_x64(False):
         case = random_case(seed=12).map(lambda x: jnp.asarray(x if x.dtype == bool else x.astype(np.float32)))
-        terms = jax.jit(lambda c: loss_of(Case(**c), make_objective("grpo", beta=0.1)))(vars(case))
+        terms = jax.jit(lambda c: loss_of(Case(**c), alg.make_objective("grpo", beta=0.1)))(vars(case))
         assert terms.loss.dtype == jnp.float32
-    expected = float(loss_of(random_case(seed=12), make_objective("grpo", beta=0.1)).loss)
+    expected = float(loss_of(random_case(seed=12), alg.make_objective("grpo", beta=0.1)).loss)
     assert float(terms.loss) == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_term_without_its_input_is_an_error() -> None:
-    case = random_case(seed=13)
-    weights = token_weights(case.mask, count_step(case.mask), "sequence_mean", LENGTH)
     exact = {"beta": 0.1, "kl_estimator": "exact"}
     for missing, changes in {"ref": {"beta": 0.1}, "kl": exact, "entropy": {"entropy_coef": 0.1}}.items():
         with pytest.raises(ConfigError, match=missing):
-            policy_loss(case.logp, case.old, case.advantages, case.mask, weights, make_objective("grpo", **changes))
+            loss_of(replace(random_case(seed=13), **{missing: None}), alg.make_objective("grpo", **changes))
+
+
+ADVANTAGES = (1.6, -1.3, 0.0, -0.4, 0.7, -2.0)
+MASKS: tuple[dict[str, Any], ...] = (
+    {},
+    {"off_policy": 0.0},
+    {"quantile": 0.4},
+    {"drift": 0.0},
+    {"off_policy": 0.0, "quantile": 0.5, "drift": 0.1, "drift_reduction": "sum"},
+)
+OTHERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"beta": 0.3, "entropy_coef": 0.1},
+    {"beta": 0.3, "kl_estimator": "k3_unbiased", "correction": "sequence_truncate", "cap": 1.1},
+    {"beta": 0.3, "kl_estimator": "k1", "correction": "sequence_mask", "cap": 1.3},
+    {"beta": 0.3, "kl_estimator": "k2", "correction": "token_mask", "cap": 1.2},
+    {"correction": "token_truncate", "cap": 1.1, "level": "sequence"},
+)
+
+
+def completed(seed: int) -> list[Completed]:
+    rng = np.random.default_rng(seed)
+    found = []
+    for advantage in ADVANTAGES:
+        length = int(rng.integers(2, 8))
+        logp = torch.tensor(-rng.exponential(1.0, length))
+        near = [logp + torch.tensor(rng.normal(0, 0.3, length)) for _ in range(3)]
+        entropy = torch.tensor(rng.exponential(1.0, length))
+        found.append(Completed(logp.requires_grad_(), near[0], near[1], entropy.requires_grad_(), advantage, near[2]))
+    return found
+
+
+def by_covey(sequences: list[Completed], options: dict[str, Any]) -> tuple[torch.Tensor, dict[str, float]]:
+    def grid(name: str) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence([getattr(s, name) for s in sequences], batch_first=True)
+
+    logp, old, ref, entropy, trainer_old = map(grid, ("logp", "old", "ref", "entropy", "trainer_old"))
+    base = torch.arange(logp.shape[1])[None] < torch.tensor([len(s.logp) for s in sequences])[:, None]
+    advantages = torch.tensor([s.advantage for s in sequences], dtype=torch.float64)
+    keep, acting, now = {}, {}, logp.detach()
+    if "off_policy" in options:
+        acting["off_policy_mask"] = alg.off_policy_mask(now, old, advantages, base, options["off_policy"])
+    if "quantile" in options:
+        acting["top_entropy_quantile"] = alg.top_entropy_mask(entropy.detach(), base, options["quantile"])
+    if "drift" in options:
+        reduction = options.get("drift_reduction", "per_token_mean")
+        keep["drift"] = alg.reference_drift_mask(now, ref, base, options["drift"], reduction)
+    mask, _ = alg.combine_masks(base, keep)
+    advantages, _ = alg.without_surrogate(advantages, base, acting)
+    given = {name: options.get(name) for name in ("beta", "kl_estimator", "entropy_coef")}
+    given |= SMALL.get(options["loss_type"], {}) | {"importance_sampling_level": options.get("level")}
+    objective = alg.make_objective(options["loss_type"], **given)
+    factor = None
+    if "correction" in options:
+        counted = base if objective.kl_aggregation else mask
+        how = options["correction"], options["cap"]
+        factor, old = alg.mismatch_correction(trainer_old, old, counted, *how), trainer_old
+    wide, apart = {"dtype": torch.float64}, objective.kl_aggregation
+    weights = alg.token_weights(mask, alg.count_step(mask), objective.aggregation, options["max_length"], **wide)
+    apart = apart and alg.token_weights(base, alg.count_step(base), apart, **wide)
+    selected = None if objective.loss.select is None else objective.select(logp, old, advantages, mask)
+    given = {"ref": ref, "entropy": entropy, "correction": factor, "kl_weights": apart, "selected": selected}
+    terms = alg.policy_loss(logp, old, advantages, mask, weights, objective, **given)
+    sums = {name: float(terms.metrics[f"{name}_sum"] / terms.metrics["active_tokens"]) for name in ("kl", "entropy")}
+    return terms.loss, sums | {"policy_loss": float(terms.metrics["policy_loss"])}
+
+
+@pytest.mark.parametrize("masks", MASKS, ids=lambda m: "-".join(m) or "all")
+@pytest.mark.parametrize("others", OTHERS, ids=lambda m: "-".join(map(str, m.values())) or "plain")
+@pytest.mark.parametrize("loss_type", sorted(alg.LOSSES))
+def test_every_loss_with_every_mask_kl_term_and_correction_is_the_reference_s(
+    loss_type: str, others: dict[str, Any], masks: dict[str, Any]
+) -> None:
+    options = {"loss_type": loss_type, "max_length": 9, **others, **masks, **SMALL.get(loss_type, {})}
+    if loss_type.startswith("gspo") or "importance_sampling_level" not in alg.LOSSES[loss_type].parameters:
+        options.pop("level", None)
+    ours, theirs = completed(3), completed(3)
+    loss, metrics = by_covey(ours, options)
+    expected, wanted = reference_loss(theirs, **options)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-10, abs=1e-12)
+    assert metrics == pytest.approx({name: wanted[name] for name in metrics}, rel=1e-10, abs=1e-12)
+    loss.backward()
+    expected.backward()
+    for mine, other in zip(ours, theirs, strict=True):
+        for one, two in ((mine.logp.grad, other.logp.grad), (mine.entropy.grad, other.entropy.grad)):
+            found = (torch.zeros_like(mine.logp) if each is None else each for each in (one, two))
+            torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)

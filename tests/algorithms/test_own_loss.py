@@ -1,7 +1,5 @@
 """A loss of one's own, in a file: found, tried, as on the shelf; and credit that is lost where a ratio is shared."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,10 @@ from covey.training.setup import check_estimator
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "gmpo" / "gmpo.py"
 HEAD = "from covey.algorithms import LossInputs, Surrogate, loss\n"
+
+
+def mine(returned: str, parameters: str = "x", before: str = "") -> str:
+    return f"{before}def mine({parameters}):\n    return {returned}\n"
 
 
 @pytest.fixture
@@ -75,9 +77,7 @@ def test_a_function_from_python_needs_no_decorator() -> None:
 
 
 def test_parameters_of_a_setting_s_name_get_the_setting(folder: Path) -> None:
-    code = (
-        "@loss()\ndef mine(x, epsilon=0.4, tau=1.0):\n    return Surrogate(-epsilon * tau * x.ratio * x.advantages)\n"
-    )
+    code = mine("Surrogate(-epsilon * tau * x.ratio * x.advantages)", "x, epsilon=0.4, tau=1.0", "@loss()\n")
     (folder / "mine.py").write_text(HEAD + code)
     assert dict(GRPOConfig(loss_type="mine.py:mine").algorithm.objective().parameters) == {}
     config = GRPOConfig(loss_type="mine.py:mine", epsilon=0.1, loss_parameters={"tau": 2.0})
@@ -116,10 +116,6 @@ def test_the_sampler_s_log_probabilities_are_those_before_the_correction() -> No
         assert seen[-1][1].equal(before)
 
 
-def mine(returned: str, parameters: str = "x", before: str = "") -> str:
-    return f"{before}def mine({parameters}):\n    return {returned}\n"
-
-
 @pytest.mark.parametrize(
     ("code", "message"),
     [
@@ -135,10 +131,7 @@ def mine(returned: str, parameters: str = "x", before: str = "") -> str:
         (mine("Surrogate(-x.advantages * x.logp)", "x, tau"), "lacks its parameter 'tau'; set algorithm.l"),
         (mine("Surrogate(-x.advantages * x.logp)", before="@loss(aggregation='men')\n"), "aggregation='men'"),
         (mine("x", before="@loss(select=lambda x: x.mask[0])\n"), "selects something else than tokens"),
-        (
-            "def mine(x):\n    x.advantages[:] = 0\n    return Surrogate(x.advantages)\n",
-            "ValueError: .*read-only at .*mine.py:3",
-        ),
+        (mine("Surrogate(x.advantages.fill(0))"), "ValueError: .*read-only at .*mine.py:3"),
         (mine("Surrogate(-x.advantages * x.logp, x.ratio)"), "low or high that are not booleans"),
         (mine("x", before="@loss(select=lambda x: 1 / 0)\n"), "its select raised ZeroDivisionError"),
         ("raise OSError('no')\n", "importing mine.py failed with OSError: no at .*mine.py:2"),
@@ -232,19 +225,20 @@ def check(loss: str, world: object = None, **more: Any) -> None:
     check_estimator(GRPOConfig(loss_type=loss, **more), world)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("more", BY_TOKEN, ids=str)
-def test_credit_of_tokens_needs_a_ratio_of_tokens(more: dict[str, Any]) -> None:
-    for name in sorted(SHARED):
-        with pytest.raises(ConfigError, match=rf"{more['adv_estimator']}.*{name}.*gspo_token"):
-            check(name, **more)
+def test_credit_of_tokens_needs_a_ratio_of_tokens_and_that_of_completions_goes_with_every_loss() -> None:
+    for more in BY_TOKEN:
+        for name in sorted(SHARED):
+            with pytest.raises(ConfigError, match=rf"{more['adv_estimator']}.*{name}.*gspo_token"):
+                check(name, **more)
+        with pytest.raises(ConfigError, match="gspo_token"):
+            check("dapo", loss_parameters={"importance_sampling_level": "sequence"}, **more)
+        for fine in ("gspo_token", "grpo", "vespo", "cispo"):
+            check(fine, **more)
+        check("luspo", loss_parameters={"importance_sampling_level": "gspo_token"}, **more)
+    # the trainer for Flax modules says so too
     with pytest.raises(ConfigError, match="gspo_token"):
-        check("dapo", loss_parameters={"importance_sampling_level": "sequence"}, **more)
-    for fine in ("gspo_token", "grpo", "vespo", "cispo"):
-        check(fine, **more)
-    check("luspo", loss_parameters={"importance_sampling_level": "gspo_token"}, **more)
-
-
-def test_credit_of_completions_goes_with_every_loss() -> None:
+        JaxConfig(loss_type="gspo", **BY_TOKEN[1])
+    JaxConfig(loss_type="gspo_token", **BY_TOKEN[1])
     for estimator in ("grpo", "rloo", "opo", "reinforce_plus_plus", "remax"):
         for name in LOSSES:
             check(name, adv_estimator=estimator)
@@ -263,17 +257,9 @@ def test_turns_of_agents_have_a_credit_of_their_own() -> None:
     check(**agents, adv_estimator="gigpo", adv_parameters={"step_advantage_weight": 0.0})
 
 
-def test_losses_and_estimators_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(OWN)
-
+def test_losses_and_estimators_of_a_file(folder: Path) -> None:
+    (folder / "mine.py").write_text(OWN)
     with pytest.raises(ConfigError, match=r"mine.py:falling.*mine.py:shared"):
         check("mine.py:shared", adv_estimator="mine.py:falling")
     check("mine.py:shared", adv_estimator="mine.py:level")
     check("mine.py:single", adv_estimator="mine.py:falling")
-
-
-def test_the_trainer_for_flax_modules_says_so_too() -> None:
-    with pytest.raises(ConfigError, match="gspo_token"):
-        JaxConfig(loss_type="gspo", **BY_TOKEN[1])
-    JaxConfig(loss_type="gspo_token", **BY_TOKEN[1])

@@ -25,8 +25,8 @@ def episode(prompt: list[int], *segments: list[int], support: Support | None = N
     return row_of(sum(segments, prompt), sampled, support)
 
 
-def one_pack(*episodes: Episode) -> Pack:
-    (pack,) = pack_episodes(episodes, whole_trees=True)
+def one_pack(*episodes: Episode, budget: int = 8192) -> Pack:
+    (pack,) = pack_episodes(episodes, None, budget, whole_trees=True)
     return pack
 
 
@@ -329,10 +329,12 @@ def test_a_prompt_with_large_completions_by_hand() -> None:
     assert followers == [([10 * n] * 6, 4, [n - 1], (Branch(0, 6, -1, 4),)) for n in (2, 1)]
 
 
-def test_small_forks_of_a_long_run_are_run_together() -> None:
+@pytest.mark.parametrize("budget", [8, 8192])
+def test_small_forks_of_a_long_run_are_run_together(budget: int) -> None:
     """A conversation of 20 tokens with a way out of 2 tokens at every fifth: the run, then all ways out at once."""
     run = list(range(100, 121))
-    pack = one_pack(episode(run[:20], run[20:]), *(episode([*run[:n], 1, 2], [3]) for n in (5, 10, 15)))
+    forks = [episode([*run[:n], 1, 2], [3]) for n in (5, 10, 15)]
+    pack = one_pack(episode(run[:20], run[20:]), *forks, budget=budget)
     (trunk,) = pieces_of(pack, 24)
     (together,) = trunk.followers
     assert trunk.num_tokens == 20
@@ -340,10 +342,12 @@ def test_small_forks_of_a_long_run_are_run_together() -> None:
     assert together.position_ids.tolist() == [15, 16, 10, 11, 5, 6]
 
 
-def test_a_thousand_forks_along_one_run() -> None:
+@pytest.mark.parametrize("budget", [8, 8192])
+def test_a_thousand_forks_along_one_run(budget: int) -> None:
     """Deeper than Python's calls may be nested: each fork is followed by more than fits beside the run."""
     run = [0] * 2000
-    pack = one_pack(episode(run, [9]), *(episode([*run[: 2 * n], *[n] * 4], [9]) for n in range(1, 1000)))
+    forks = [episode([*run[: 2 * n], *[n] * 4], [9]) for n in range(1, 1000)]
+    pack = one_pack(episode(run, [9]), *forks, budget=budget)
     entered, left = [], []
     walk(pieces_of(pack, 8), lambda piece: entered.append(piece.past), lambda piece, _: left.append(piece.past))
     assert len(entered) == len(left) > 1000

@@ -1,7 +1,5 @@
 """Trainers of this folder's scripts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

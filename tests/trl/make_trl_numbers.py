@@ -8,8 +8,6 @@ policy's first and second pass, the reference, vLLM, and entropies. Advantages, 
 are those of `_generate_and_score_completions` and `_compute_loss`, in float32.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`push_to_hub` and model cards of `covey.trl.GRPOTrainer`, against a small hub on loopback."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import torch
 from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM, LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
+from trl_runs import trained
 
 from command import Command
 from covey.errors import HubError
@@ -19,8 +18,7 @@ LORA: dict[str, Any] = {"peft_config": LoraConfig(target_modules=["q_proj"]), "l
 
 
 def test_a_trained_model_is_uploaded(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = make(out=tmp_path / "tiny-GRPO", max_steps=1, save_steps=1, hub_token=TOKEN)
-    trainer.train()
+    trainer = trained(make(out=tmp_path / "tiny-GRPO", max_steps=1, save_steps=1, hub_token=TOKEN))
     with fake_hub(monkeypatch) as hub:
         place = trainer.push_to_hub("First try", dataset_name="me/rows", tags="poetry")
     assert place == f"{hub.url}/me/tiny-GRPO/commit/0"
@@ -52,8 +50,7 @@ def test_the_end_of_training_uploads(make: Any, tmp_path: Path, monkeypatch: pyt
 
 def test_covey_export_reads_the_run(covey: Command, make: Any, model_folder: Path, tmp_path: Path) -> None:
     """Final weights and those of a checkpoint, though the adapter's form is in no setting of the run."""
-    trainer = make(**LORA, save_steps=1)
-    trainer.train()
+    trainer = trained(make(**LORA, save_steps=1))
     for options in ((), ("--checkpoint", 1)):
         out = tmp_path / f"export{len(options)}"
         status, _, said = covey("export", tmp_path / "covey", out, *options)

@@ -1,7 +1,5 @@
 """Checkpoints in transformers' layout: whole or not at all, whatever kills a run; the newest whole one is taken."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -96,9 +94,7 @@ def test_json_that_is_none_is_found_though_its_hash_is_right(taken: Any, tmp_pat
     before, newest = (tmp_path / "out" / f"checkpoint-{number}" for number in (2, 3))
     for name, text in (("trainer_state.json", "[]"), ("trainer_state.json", "null"), ("covey.json", "{}")):
         with publishing(newest) as aside:
-            for path in before.iterdir():
-                if path.name != "COMPLETE":
-                    shutil.copy(path, aside)
+            shutil.copytree(before, aside, ignore=shutil.ignore_patterns("COMPLETE"), dirs_exist_ok=True)
             (aside / name).write_text(text)
         assert taken(True) == "step_000002"
 

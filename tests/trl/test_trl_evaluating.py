@@ -1,14 +1,12 @@
 """Evaluations as transformers' users know them: a loss, sets by name, streams, early stopping, the best of several."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_models import tiny_model, tiny_tokenizer
 from transformers import EarlyStoppingCallback, TrainerCallback
-from trl_runs import ROWS, Seen, Stream, unique_letters
+from trl_runs import ROWS, Seen, Stream, trained, unique_letters
 
 from covey.errors import ConfigError, DataError
 
@@ -57,11 +55,6 @@ class TestEvaluations:
         kept = Path(trainer.args.output_dir) / "checkpoint-1"
         assert (trainer.state.best_model_checkpoint, kept.is_dir()) == (str(kept), True)
 
-    @pytest.mark.parametrize("metric", ["accuracy", "eval_f1", "eval_rewards/other/mean"])
-    def test_a_metric_that_nobody_measures_is_refused_before_training(self, make: Any, metric: str) -> None:
-        with pytest.raises(ConfigError, match=r"metric_for_best_model=.*(nobody measures it|there is no such reward)"):
-            make(held_out=HELD_OUT, metric_for_best_model=metric, **EVERY_STEP)
-
     def test_a_metric_that_a_function_logs_chooses_the_best(self, make: Any) -> None:
         """What is logged in an evaluation stays in it."""
         values = iter([0.2, 0.9, 0.5, 0.4])
@@ -75,8 +68,7 @@ class TestEvaluations:
         def forwards(completions: list[str], **columns: Any) -> list[float]:
             return logs(completions, **columns)
 
-        trainer = make(logs, held_out=HELD_OUT, metric_for_best_model="accuracy", **BEST)
-        trainer.train()
+        trainer = trained(make(logs, held_out=HELD_OUT, metric_for_best_model="accuracy", **BEST))
         history = trainer.state.log_history
         assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.9, 2)
         assert [record["eval_accuracy"] for record in history if "eval_accuracy" in record] == [0.2, 0.9, 0.5]
@@ -85,13 +77,16 @@ class TestEvaluations:
         assert trainer.evaluate(HELD_OUT)["eval_rows"] == 9.0
         assert make(forwards, held_out=HELD_OUT, metric_for_best_model="accuracy", **EVERY_STEP)
 
-    def test_the_best_are_saved_only_where_a_metric_says_which(self, make: Any) -> None:
-        with pytest.raises(
-            ConfigError, match="save_strategy='best' and metric_for_best_model=None: nothing says which"
-        ):
+    def test_the_best_are_saved_only_where_a_metric_that_is_measured_says_which(self, make: Any) -> None:
+        said = "save_strategy='best' and metric_for_best_model=None: nothing says which"
+        with pytest.raises(ConfigError, match=said):
             make(held_out=HELD_OUT, save_strategy="best", **EVERY_STEP)
         trainer = make(held_out=HELD_OUT, save_strategy="best", metric_for_best_model="loss", **EVERY_STEP)
         assert trainer.args.metric_for_best_model == "eval_reward"
+        said = r"metric_for_best_model=.*(nobody measures it|there is no such reward)"
+        for metric in ("accuracy", "eval_f1", "eval_rewards/other/mean"):
+            with pytest.raises(ConfigError, match=said):
+                make(held_out=HELD_OUT, metric_for_best_model=metric, **EVERY_STEP)
 
     def test_several_sets_at_the_start_and_with_the_best_at_the_end(self, make: Any, tmp_path: Path) -> None:
         told: list[set[str]] = []
@@ -101,8 +96,7 @@ class TestEvaluations:
                 told.append({name.split("_")[1] for name in metrics})
 
         more = {"metric_for_best_model": "eval_data2_reward", "eval_on_start": True, "callbacks": [Watching()]}
-        trainer = make(held_out=SETS, **BEST, **more, save_total_limit=1)
-        trainer.train()
+        trainer = trained(make(held_out=SETS, **BEST, **more, save_total_limit=1))
         for name in SETS:
             key = f"eval_{name}_reward"
             found = {record["step"]: record[key] for record in trainer.state.log_history if key in record}
@@ -123,8 +117,7 @@ class TestEvaluations:
             make(held_out={"data1": HELD_OUT, "data2": [{"question": "Sparse is"}]}, **EVERY_STEP)
 
     def test_streams_are_held_out_rows_too(self, make: Any) -> None:
-        trainer = make(unique_letters, Stream(ROWS), Stream(HELD_OUT), **EVERY_STEP)
-        trainer.train()
+        trainer = trained(make(unique_letters, Stream(ROWS), Stream(HELD_OUT), **EVERY_STEP))
         evaluated = [record for record in trainer.state.log_history if "eval_loss" in record]
         assert [record["eval_num_completions"] for record in evaluated] == [9.0] * 3
         assert trainer.evaluate(Stream(HELD_OUT[:1]))["eval_num_completions"] == 3.0
@@ -139,7 +132,7 @@ class TestEvaluations:
         with pytest.raises(ConfigError, match="`dispatch_batches=False`"):
             make(rows=Stream(ROWS), accelerator_config={"dispatch_batches": True}, max_steps=-1)
 
-    def test_the_latest_generation_is_there_to_be_read(self, make: Any) -> None:
+    def test_the_latest_generation_and_the_entropy_s_weight_as_it_moves_are_there_to_be_read(self, make: Any) -> None:
         def reward(completions: list[str], log_extra: Any, **columns: Any) -> list[float]:
             log_extra("first", [completion[:1] for completion in completions])
             return unique_letters(completions)
@@ -153,6 +146,9 @@ class TestEvaluations:
         assert logs["extra"]["first"] == [completion[:1] for completion in logs["completion"]]
         assert logs["rewards"] == {"reward": unique_letters(logs["completion"])}
         assert len(logs["prompt"]) == len(logs["advantages"]) == 3
+        trainer = make(entropy_coef=0.01, use_adaptive_entropy=True, entropy_target=15.0, entropy_coef_delta=0.005)
+        trainer.train()
+        assert trainer.entropy_coef == pytest.approx(0.01 + 3 * 0.005)
 
     def test_losses_of_which_something_is_said(self, make: Any, caplog: pytest.LogCaptureFixture) -> None:
         """TRL adds a balance loss by default to a model that has one; 0 asks for none. Some losses sum tokens."""
@@ -166,8 +162,3 @@ class TestEvaluations:
             caplog.clear()
             make(importance_sampling_level="sequence", loss_type=loss_type)
             assert ("weights each sequence by its completion length" in caplog.text) == (loss_type != "grpo")
-
-    def test_the_weight_of_the_entropy_is_told_as_it_moves(self, make: Any) -> None:
-        trainer = make(entropy_coef=0.01, use_adaptive_entropy=True, entropy_target=15.0, entropy_coef_delta=0.005)
-        trainer.train()
-        assert trainer.entropy_coef == pytest.approx(0.01 + 3 * 0.005)

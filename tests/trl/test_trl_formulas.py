@@ -3,8 +3,6 @@
 `make_trl_numbers.py` made them. Everything between TRL's options and the gradient by the log-probabilities is Covey's.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import astuple
 from pathlib import Path

@@ -1,13 +1,10 @@
 """What scripts ask for beside training: older versions' batches, tables, trackers, rollouts, `model.generate`."""
 
-from __future__ import annotations
-
 import io
 import math
 import signal
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +16,7 @@ import torch
 from rich.console import Console
 from tiny_models import END_ID, PAD_ID
 from transformers import GenerationMixin
-from trl_runs import ROWS, Seen, changed, unique_letters, weights
+from trl_runs import ROWS, Seen, changed, trained, unique_letters, weights
 
 from covey.errors import ConfigError, GenerationError
 from covey.trl import DatasetMixtureConfig, GRPOConfig, GRPOTrainer, RichProgressCallback, get_dataset
@@ -62,8 +59,7 @@ def test_what_a_script_reads_around_a_run(make: Any, tmp_path: Path, capsys: pyt
 
     options = {"max_steps": -1, "num_train_epochs": 0.5, "log_completions": True, "num_completions_to_print": 2}
     options |= {"callbacks": [RichProgressCallback()], "logging_steps": 1}
-    trainer = make(reward, Letters(), ROWS[:2], **options)
-    trainer.train()
+    trainer = trained(make(reward, Letters(), ROWS[:2], **options))
     assert threads
     assert trainer.state.global_step == 2  # half of four prompts
     trainer.args.distributed_state.wait_for_everyone()
@@ -84,7 +80,7 @@ def test_what_a_script_reads_around_a_run(make: Any, tmp_path: Path, capsys: pyt
 
 
 def test_a_table_of_completions_on_the_screen_and_at_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "prompt": prompt,
             "completion": f"c{at}",
@@ -134,8 +130,7 @@ def test_rollouts_of_openenv_examples(make: Any) -> None:
         names = ("prompt_ids", "completion_ids", "logprobs", "size")
         return {name: [output[name] for output in outputs] for name in names}
 
-    trainer = make(lambda completions, size, **rest: size, max_steps=2, rollout_func=rollout)
-    trainer.train()
+    trainer = trained(make(lambda completions, size, **rest: size, max_steps=2, rollout_func=rollout))
     assert len(seen) == 2
     assert all(len(texts) == 3 and len(set(texts)) > 1 for texts in seen)  # different ones of the same prompt
     with pytest.raises(ConfigError, match="generation_overrides"):
@@ -219,26 +214,16 @@ def test_vllm_in_this_process_if_it_is_installed(monkeypatch: pytest.MonkeyPatch
     assert asked(repetition_penalty=1.1).sampling.engine == "covey"  # the model's own generate samples
 
 
-def says(*turns: list[int]) -> Callable[..., torch.Tensor]:
-    """A `generate` that appends these tokens, padded, whatever it is asked."""
-    width = max(map(len, turns))
-    padded = torch.tensor([[*turn, *[PAD_ID] * (width - len(turn))] for turn in turns])
-
-    def generate(input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
-        return torch.cat([input_ids, padded], dim=1)
-
-    return generate
-
-
 @pytest.mark.parametrize("where", ["model", "transformers"])
 def test_a_generate_that_was_replaced_samples(where: str, make: Any) -> None:
     """What follows the end of a turn is padding; a turn without an end is cut off; all of it is trained on."""
     seen = Seen()
     turns = ([5, 6, END_ID], list(range(10, 21)), [7, END_ID, 8])
+    padded = torch.tensor([[*turn, *[PAD_ID] * (11 - len(turn))] for turn in turns])
     trainer = make(seen, max_steps=2, mask_truncated_completions=True)
     before = weights(trainer)
     target = trainer.model if where == "model" else GenerationMixin
-    with patch.object(target, "generate", side_effect=says(*turns)):
+    with patch.object(target, "generate", side_effect=lambda input_ids, **_: torch.cat([input_ids, padded], dim=1)):
         trainer.train()
     assert seen.all("completion_ids") == [[5, 6, END_ID], list(range(10, 18)), [7, END_ID]] * 2
     last = trainer.state.log_history[-1]
@@ -263,27 +248,23 @@ def test_options_of_generate(make: Any, tmp_path: Path) -> None:
 
 def test_resuming_draws_what_the_unbroken_run_does(make: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"generation_kwargs": {"num_beams": 2, "length_penalty": -0.1}, "save_steps": 1}
-    whole = make(Seen(), max_steps=2, **options)
-    whole.train()
+    whole = trained(make(Seen(), max_steps=2, **options))
     resumed = make(Seen(), max_steps=2, **options)
     torch.rand(5)  # whatever else draws from torch's own stream
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert changed(resumed, weights(whole)) == set()
 
 
-@pytest.mark.parametrize(
-    ("generate", "message"),
-    [
-        (lambda input_ids, **_: input_ids, "at least one more token"),
-        (lambda input_ids, **_: torch.cat([input_ids, input_ids])[:, :1], "as many rows"),
-        (lambda **_: 1 / 0, "ZeroDivisionError"),
-    ],
-)
-def test_a_generate_that_does_not_work(generate: Any, message: str, make: Any) -> None:
-    trainer = make(Seen(), max_steps=2)
-    trainer.model.generate = generate
-    with pytest.raises(GenerationError, match=message):
-        trainer.train()
+def test_a_generate_that_does_not_work(make: Any, tmp_path: Path) -> None:
+    for message, generate in {
+        "at least one more token": lambda input_ids, **_: input_ids,
+        "as many rows": lambda input_ids, **_: torch.cat([input_ids, input_ids])[:, :1],
+        "ZeroDivisionError": lambda **_: 1 / 0,
+    }.items():
+        trainer = make(Seen(), out=tmp_path / message, max_steps=2)
+        trainer.model.generate = generate
+        with pytest.raises(GenerationError, match=message):
+            trainer.train()
 
 
 def test_formulas_by_hand() -> None:

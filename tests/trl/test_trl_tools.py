@@ -4,8 +4,6 @@ chat templates, which are tried when the trainer is made.
 The model is real and so are its log-probabilities; only which token is drawn is written down, so that there are calls.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import tempfile
@@ -19,7 +17,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from tiny_models import END_ID, tiny_model
-from trl_runs import OPENS, TOOLS, TURNS, Seen, add, changed, made, messages, tokenizer_of, weights
+from trl_runs import OPENS, TOOLS, TURNS, Seen, add, made, messages, moved_by_training, tokenizer_of, weights
 
 import covey
 from covey.errors import ConfigError, DataError, GenerationError
@@ -35,6 +33,7 @@ from covey.trl.tools import Call, tool_schema
 
 TEMPLATE = TOOLS + TURNS + OPENS
 ROWS = [{"prompt": [{"role": "user", "content": text}], "secret": n} for n, text in enumerate(["Add", "Sum", "Plus"])]
+NESTED = "<function=say>\n<parameter=text>\n1\n</parameter>\n<parameter=n>\n2\n</parameter>\n</function>"
 SMALL = {"learning_rate": 0.01, "max_completion_length": 200, "max_steps": 1}
 Script = Callable[[int, int], str]
 """(sample, turn) -> what is said in that turn."""
@@ -42,13 +41,10 @@ Agent = Callable[..., GRPOTrainer]
 
 
 async def later(a: int, b: int) -> int:
-    """Add two numbers, in time.
-
-    Args:
-        a: The first.
-        b: The second.
-    """
     return a + b
+
+
+later.__doc__ = add.__doc__
 
 
 def broken(a: int) -> int:
@@ -140,11 +136,7 @@ class TestTools:
 
         peft = LoraConfig(target_modules=["q_proj", "v_proj"]) if lora else None
         trainer = agent(script, results, max_steps=2, logging_steps=1, tools=[add, later], peft_config=peft)
-        before = {
-            name: old for name, old in weights(trainer).items() if trainer.model.get_parameter(name).requires_grad
-        }
-        trainer.train()
-        assert changed(trainer, before) == set(before)
+        assert moved_by_training(trainer) == {name for name, p in trainer.model.named_parameters() if p.requires_grad}
         record = trainer.state.log_history[0]
         assert (record["tools/call_frequency"], record["tools/failure_frequency"]) == (2.0, 0.0)
         # What the engine computed turn by turn is what the trainer computes of the whole sequence.
@@ -257,11 +249,7 @@ class TestTools:
         [
             ('x <tool_call>\n{"name": "say", "arguments": {"text": "1", "n": 2}}\n</tool_call>', {"text": "1", "n": 2}),
             ('x <tool_call>{"name": "say", "arguments": "{\\"n\\": 2}"}', {"n": 2}),
-            (
-                "x <tool_call>\n<function=say>\n<parameter=text>\n1\n</parameter>\n<parameter=n>\n2\n</parameter>\n"
-                "</function>\n</tool_call>",
-                {"text": "1", "n": 2},
-            ),
+            (f"x <tool_call>\n{NESTED}\n</tool_call>", {"text": "1", "n": 2}),
             ('{"name": "say", "parameters": {"n": 2}}', {"n": 2}),
             ('x {"name": "say", "parameters": {"n": 2}}', None),
             ("x", None),
@@ -403,6 +391,8 @@ class TestEnvironments:
         assert len(trainer.environments or []) == 3  # no more at once than a training step has
 
 
+WRONG_ROLLOUTS = [({"logprobs": None}, "logprobs has a NoneType"), ({"logprobs": [[-1.0]] * 3}, "equally many")]
+WRONG_ROLLOUTS += [({"completion_ids": [[1]]}, "completion_ids has 1 for 3 prompts")]
 WITHOUT_RESULTS = "{% for m in messages if m['role'] != 'tool' %}{{ m['content'] }}{% endfor %}"
 
 
@@ -454,25 +444,15 @@ class TestRolloutFunctions:
             return earned
 
         trainer = agent(None, reward, rollout_func=roll, logging_steps=1)
-        before = weights(trainer)
-        trainer.train()
+        assert moved_by_training(trainer) == set(weights(trainer))
         (prompts, group), *_ = asked
         assert (len(prompts), group, prompts[0]) == (3, 3, prompts[2])
-        assert changed(trainer, before) == set(before)
         record = trainer.state.log_history[0]
         assert (record["rewards/reward/mean"], record["completions/mean_length"]) == (1, 3)
         assert record["ratio/mean"] == pytest.approx(1, abs=1e-5)
         assert least <= record["sampling/sampling_logp_difference/max"] <= most
 
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            ({"logprobs": None}, "logprobs has a NoneType"),
-            ({"completion_ids": [[1]]}, "completion_ids has 1 for 3 prompts"),
-            ({"logprobs": [[-1.0]] * 3}, "equally many"),
-        ],
-        ids=str,
-    )
+    @pytest.mark.parametrize(("change", "message"), WRONG_ROLLOUTS, ids=str)
     def test_what_is_wrong_is_said(self, change: dict[str, Any], message: str, agent: Agent) -> None:
         whole = {"prompt_ids": [[5]] * 3, "completion_ids": [[6, 7]] * 3, "logprobs": [[-1.0, -1.0]] * 3}
         with pytest.raises(GenerationError, match=message):
@@ -512,20 +492,12 @@ def begun(template: str, out: Path, rows: Any, tools: Any) -> str:
 
 
 class TestTemplates:
-    @pytest.mark.parametrize(
-        ("template", "message"),
-        [
-            (TOOLS + HIDDEN, "what a tool returned"),
-            (TOOLS + LAST_ONLY, "what each of 2 calls in a turn returned"),
-            (TURNS, "does not show the model its tools"),
-        ],
-        ids=["no results", "the last result only", "no tools"],
-    )
-    def test_templates_that_hide_something_are_refused_at_the_start(
-        self, template: str, message: str, tmp_path: Path
-    ) -> None:
-        with pytest.raises(ConfigError, match=message):
-            begun(template + OPENS, tmp_path, [{"prompt": TRACE[:1]}], [add])
+    def test_templates_that_hide_something_are_refused_at_the_start(self, tmp_path: Path) -> None:
+        hiding = {TOOLS + HIDDEN: "what a tool returned", TURNS: "does not show the model its tools"}
+        hiding |= {TOOLS + LAST_ONLY: "what each of 2 calls in a turn returned"}
+        for template, message in hiding.items():
+            with pytest.raises(ConfigError, match=message):
+                begun(template + OPENS, tmp_path, [{"prompt": TRACE[:1]}], [add])
 
     def test_results_of_several_calls(self) -> None:
         """The turn before them is written with one call: some templates refuse more."""

@@ -1,7 +1,6 @@
 """Scripts written for TRL, on a tiny model: `covey.trl` in place of `trl`, all else as TRL's users write it."""
 
-from __future__ import annotations
-
+import ast
 import json
 import re
 import threading
@@ -12,20 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import tiny_tokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    HfArgumentParser,
-    LlamaConfig,
-    PrinterCallback,
-    ProgressCallback,
-    TrainerCallback,
-)
+from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers import LlamaForSequenceClassification as Judge
 from transformers.trainer_utils import get_last_checkpoint
-from trl_runs import ROWS, SMALL, Stream, changed, messages, unique_letters, weights
+from trl_runs import ROWS, SMALL, Stream, changed, messages, moved_by_training, trained, unique_letters, weights
 
 import covey.trl
 from covey.errors import ConfigError
@@ -33,6 +25,7 @@ from covey.trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_
 from covey.trl.arguments import FORMER, MEANINGS, table
 from covey.trl.rewards import get_soft_overlong_punishment, think_format_reward
 
+COUNTS = ("num_completions_to_print", "num_generations_eval", "max_tool_calling_iterations")
 CHATS = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
 
 
@@ -111,10 +104,9 @@ class TestTraining:
 
         judge, tokenizer = tmp_path / "reward-model", tiny_tokenizer()
         shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-        Judge(LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **shape)).save_pretrained(judge)
+        Judge(transformers.LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **shape)).save_pretrained(judge)
         tokenizer.save_pretrained(judge)
-        trainer = make([str(judge), unique_letters, now_and_then, never], out=tmp_path / "out")
-        trainer.train()
+        trainer = trained(make([str(judge), unique_letters, now_and_then, never], out=tmp_path / "out"))
         assert trainer.reward_func_names == ["reward-model", "unique_letters", "now_and_then", "never"]
         last = trainer.state.log_history[-1]
         assert (last["rewards/now_and_then/mean"], last["rewards/never/mean"]) == (1.5, None)
@@ -125,7 +117,7 @@ class TestTraining:
             wanted = model(**tokenizer("Flat is bad", return_tensors="pt", add_special_tokens=False)).logits.item()
         assert reward == pytest.approx(wanted, abs=1e-6)
         with pytest.raises(ValueError, match="must match"):
-            make([model, unique_letters], reward_processing_classes=AutoTokenizer.from_pretrained(judge))
+            make([model, unique_letters], reward_processing_classes=transformers.AutoTokenizer.from_pretrained(judge))
 
     def test_a_stream_of_conversations(self, make: Any, tmp_path: Path) -> None:
         trainer = make(rows=Stream(cycle(CHATS)))
@@ -141,9 +133,7 @@ class TestTraining:
         model, config = (get_peft_model(model, lora), None) if wrapped else (model, lora)
         trainer = make(model=model, peft_config=config)
         assert isinstance(trainer.model, PeftModel)
-        before = weights(trainer)
-        trainer.train()
-        assert changed(trainer, before) == {name for name in before if ".lora_" in name}
+        assert moved_by_training(trainer) == {name for name in weights(trainer) if ".lora_" in name}
         trainer.save_model(tmp_path / "saved")
         fresh = AutoModelForCausalLM.from_pretrained(model_folder, dtype="float32")
         read = PeftModel.from_pretrained(fresh, tmp_path / "saved")
@@ -155,8 +145,7 @@ class TestRecords:
     def test_logs_and_evaluations(self, make: Any) -> None:
         options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3, "eval_on_start": True}
         options |= {"logging_steps": 2, "max_steps": 5, "logging_first_step": True}
-        trainer = make(held_out=ROWS[:2], **options)
-        trainer.train()
+        trainer = trained(make(held_out=ROWS[:2], **options))
         history = trainer.state.log_history
         assert [r["step"] for r in history if "eval_reward" in r] == [0, 2, 4, 5]
         logs = [record for record in history if "loss" in record]
@@ -172,9 +161,6 @@ class TestRecords:
         steps = []
 
         class Watcher(TrainerCallback):
-            def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                seen.append("init")
-
             def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 assert state.is_world_process_zero
                 assert args.per_device_train_batch_size == 3
@@ -186,23 +172,20 @@ class TestRecords:
                 control.should_training_stop = state.global_step == 2
                 return control
 
-            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-                seen.append("log")
-
-            def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                seen.append("end")
+        for event in ("on_init_end", "on_log", "on_train_end"):
+            setattr(Watcher, event, lambda *_, event=event, **__: seen.append(event))
 
         def reward(completions: list[str], trainer_state: Any, number: list[int], **columns: Any) -> list[float]:
             steps.append(trainer_state.global_step)
             return [float(n) for n, _ in enumerate(completions)]
 
-        callbacks = [Watcher, PrinterCallback(), ProgressCallback()]
+        callbacks = [Watcher, transformers.PrinterCallback(), transformers.ProgressCallback()]
         trainer = make(reward, logging_steps=1, callbacks=callbacks)
-        trainer.remove_callback(PrinterCallback)
-        assert isinstance(trainer.pop_callback(ProgressCallback), ProgressCallback)
-        trainer.add_callback(ProgressCallback)
+        trainer.remove_callback(transformers.PrinterCallback)
+        assert isinstance(trainer.pop_callback(transformers.ProgressCallback), transformers.ProgressCallback)
+        trainer.add_callback(transformers.ProgressCallback)
         trainer.train()
-        assert seen == ["init", "step 1", "log", "step 2", "log", "log", "end"]
+        assert seen == ["on_init_end", "step 1", "on_log", "step 2", "on_log", "on_log", "on_train_end"]
         assert steps == [0, 1]
 
     def test_callbacks_may_ask_whatever_the_strategies_say(self, make: Any, tmp_path: Path) -> None:
@@ -214,15 +197,10 @@ class TestRecords:
                 control.should_save = control.should_evaluate = state.global_step == 2
                 return control
 
-        trainer = make(held_out=ROWS[:1], callbacks=[Ask()], max_steps=4, save_strategy="no")
-        trainer.train()
+        trainer = trained(make(held_out=ROWS[:1], callbacks=[Ask()], max_steps=4, save_strategy="no"))
         assert (tmp_path / "checkpoint-2").is_dir()
         assert [record["step"] for record in trainer.state.log_history if "eval_reward" in record] == [2]
         assert rates == pytest.approx([0.1, 0.075, 0.05, 0.025])
-
-
-def checkpoints(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("checkpoint-*"))
 
 
 class TestFolders:
@@ -231,8 +209,7 @@ class TestFolders:
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 control.should_training_stop = state.global_step == 3
 
-        whole = make(out=tmp_path / "a", max_steps=4)
-        whole.train()
+        whole = trained(make(out=tmp_path / "a", max_steps=4))
         out, options = tmp_path / "b", {"max_steps": 4, "save_steps": 2}
         make(out=out, callbacks=[Stop], **options).train()
         assert get_last_checkpoint(out) == str(out / "checkpoint-3")
@@ -266,16 +243,15 @@ class TestFolders:
         checkpoints go aside with it: their counts are not those of the new run.
         """
         options = {"save_steps": 1, "save_total_limit": 2}
-        trainer = make(max_steps=4, **options)
-        trainer.train()
-        assert checkpoints(tmp_path) == ["checkpoint-3", "checkpoint-4"]
+        trainer = trained(make(max_steps=4, **options))
+        assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
         assert len(list((tmp_path / "covey" / "checkpoints").glob("step_*"))) == 2
         before = weights(trainer)
         assert trainer.train().global_step == 4
         assert changed(trainer, before)
         make(max_steps=2, **options).train()
         assert {path.name for path in tmp_path.glob("covey*")} == {"covey", "covey-1", "covey-2"}
-        assert checkpoints(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+        assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
         assert make(**options).train(resume_from_checkpoint=True).global_step == 3
 
 
@@ -326,11 +302,7 @@ def test_an_optimiser_of_ones_own_and_saving(make: Any, model_folder: Path, tmp_
         ({"vllm_mode": "x"}, "vllm_mode"),
         ({"steps_per_generation": 0}, "steps_per_generation=0"),
         ({"eval_strategy": "steps", "per_device_eval_batch_size": 3}, "eval_dataset=None"),
-        *(
-            ({name: value}, f"{name}=.*a whole number")
-            for name in ("num_completions_to_print", "num_generations_eval", "max_tool_calling_iterations")
-            for value in (1.5, "2", True)
-        ),
+        *(({name: value}, f"{name}=.*a whole number") for name in COUNTS for value in (1.5, "2", True)),
     ],
     ids=str,
 )
@@ -370,7 +342,7 @@ def test_a_script_of_an_earlier_version(make: Any) -> None:
 
 def test_arguments_from_a_command_line_and_from_yaml(tmp_path: Path) -> None:
     words = f"--output_dir {tmp_path} --num_generations 4 --beta 0.1 --reward_weights 1 2"
-    (args,) = HfArgumentParser((GRPOConfig,)).parse_args_into_dataclasses(words.split())
+    (args,) = transformers.HfArgumentParser((GRPOConfig,)).parse_args_into_dataclasses(words.split())
     assert (args.beta, args.reward_weights, args.generation_batch_size) == (0.1, [1.0, 2.0], 8)
     assert GRPOConfig(**json.loads(args.to_json_string())).beta == 0.1
     args.learning_rate = 3e-5
@@ -436,19 +408,24 @@ def test_reward_functions_have_a_time_limit_if_one_is_set(make: Any) -> None:
 
     for limit, in_main_thread in ((None, True), (30.0, False)):
         threads.clear()
-        trainer = make(where, reward_timeout=limit)
-        trainer.train()
+        trainer = trained(make(where, reward_timeout=limit))
         assert {thread is threading.main_thread() for thread in threads} == {in_main_thread}
         assert trainer.run.data.scorer.timeout == limit
 
 
+def swapped_parts(source: str) -> list[str]:
+    """Parts of a run, or runs, whose attributes this source sets."""
+    nodes = list(ast.walk(ast.parse(source)))
+    found: list[ast.expr] = [n.value for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and node.args]
+    found += [call.args[0] for call in calls if ast.unparse(call.func) in ("setattr", "vars", "patch", "patch.object")]
+    return [text for text in map(ast.unparse, found) if re.match(r"(self\.|trainer\.)?run\b", text)]
+
+
 def test_nothing_assigns_to_a_part_of_a_finished_trainer(make: Any) -> None:
     """What samples, scores, steps and listens is given to the constructor; no file of the door swaps a part later."""
-    swapping = re.compile(
-        r"^\s*(self\.|trainer\.)?run\.[\w.]+[^=(]*=[^=]|\b(setattr|vars|patch)\((self\.|trainer\.)?run\b"
-    )
     sources = [path.read_text() for path in Path(covey.trl.__file__).parent.rglob("*.py")]
-    assert [line for source in sources for line in source.splitlines() if swapping.search(line)] == []
-    assert all(map(swapping.search, ("    self.run.engine = 3", "run.a.b: int = 3", "vars(trainer.run)")))
+    assert [part for source in sources for part in swapped_parts(source)] == []
+    assert all(map(swapped_parts, ("self.run.engine = (\n3)", "run.a.b: int = 3", "vars(trainer.run)", "run.a.b += 1")))
     run = make().run
     assert not {name for name in vars(run) if callable(getattr(type(run), name, None))}  # no method is replaced

@@ -1,6 +1,6 @@
 """Small scripts of TRL's users, which the tests of this folder share."""
 
-from __future__ import annotations
+from __future__ import annotations  # tools and rewards whose annotations are texts
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -88,3 +88,16 @@ def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
 
 def changed(trainer: GRPOTrainer, before: dict[str, torch.Tensor]) -> set[str]:
     return {name for name, old in before.items() if not torch.equal(old, trainer.model.get_parameter(name))}
+
+
+def trained(trainer: GRPOTrainer) -> GRPOTrainer:
+    trainer.train()
+    return trainer
+
+
+def moved_by_training(trainer: GRPOTrainer) -> set[str]:
+    """Names of the parameters that training changes; torchao's tensors cannot be compared, but are frozen."""
+    named = [(name, p) for name, p in trainer.model.named_parameters() if type(p).__name__ != "Int8Tensor"]
+    before = {name: parameter.detach().clone() for name, parameter in named}
+    trainer.train()
+    return {name for name, parameter in named if not torch.equal(before[name], parameter)}

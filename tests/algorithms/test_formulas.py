@@ -1,34 +1,22 @@
-"""REINFORCE++, ReMax, OPO, GPG and pass@k by hand, in all libraries, and as the peers have them in NumPy float64.
+"""Formulas by hand, as the peers have them, in NumPy float64, and as the documents print them.
 
 TRL 1.16: `trl/trainer/grpo_trainer.py`. verl: `verl/trainer/ppo/core_algos.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
+from algorithm_cases import Case, loss_of, random_case
 
-from covey.algorithms import (
-    ADVANTAGE_ESTIMATORS,
-    KL_ESTIMATORS,
-    Outcomes,
-    count_step,
-    find_estimator,
-    make_objective,
-    mismatch_correction,
-    policy_loss,
-    token_weights,
-)
+from covey import algorithms as alg
 from covey.config.algorithm import AlgorithmConfig
 from covey.errors import ConfigError
-from covey.types import Group
+from covey.rollout.learning import loss_weights, rows_with_gradient
+from covey.types import Batch, Group
 from fakes import fake_prompt
 
 NAN = float("nan")
@@ -39,16 +27,17 @@ def of_lengths(*lengths: int) -> Any:
 
 
 def by(name: str, rewards: Any, groups: Any, mask: Any = None, parameters: Any = None, **given: Any) -> Any:
-    step = Outcomes(np.array(rewards, np.float64), np.array(groups), mask=mask, **given)
-    return np.asarray(find_estimator(name, parameters)(step))
+    step = alg.Outcomes(np.array(rewards, np.float64), np.array(groups), mask=mask, **given)
+    return np.asarray(alg.find_estimator(name, parameters)(step))
 
 
 def check(found: Any, expected: Any, atol: float = 1e-7) -> None:
     np.testing.assert_allclose(found, expected, atol=atol)
 
 
-def means_of(rewards: Any, groups: Any) -> Any:
-    return np.array([rewards[groups == g].mean() for g in groups.tolist()])
+def of_group(groups: Any, f: Callable[[Any], Any]) -> Any:
+    """For each row what the function says of the rows of its group."""
+    return np.array([f(np.flatnonzero(groups == g)) for g in groups.tolist()])
 
 
 def test_reinforce_plus_plus() -> None:
@@ -110,29 +99,20 @@ def verl_reinforce_plus_plus(rewards: Any, groups: Any, mask: Any, gamma: float 
 
 
 def verl_baseline(rewards: Any, groups: Any, mask: Any) -> Any:
-    alone = np.array([(groups == g).sum() == 1 for g in groups.tolist()])
-    centred = rewards - np.where(alone, 0.0, means_of(rewards, groups))
-    return verl_whiten(np.tile(centred[:, None], mask.shape[1]) * mask, mask)
+    means = of_group(groups, lambda rows: rewards[rows].mean() if len(rows) > 1 else 0.0)
+    return verl_whiten((rewards - means)[:, None] * mask, mask)
 
 
 def verl_opo(rewards: Any, groups: Any, mask: Any) -> Any:
-    lengths, out = mask.sum(axis=1), np.zeros(len(rewards))
-    for g in set(groups.tolist()):
-        inside = groups == g
-        out[inside] = rewards[inside] - (lengths[inside] * rewards[inside]).sum() / lengths[inside].sum()
-    return out
+    return rewards - of_group(groups, lambda rows: np.average(rewards[rows], weights=mask.sum(axis=1)[rows]))
 
 
 def verl_optimal_token_baseline(rewards: Any, groups: Any, mask: Any) -> Any:
     logprobs, squares = probabilities(mask.shape)
-    weights = np.cumsum((1 - 2 * np.exp(logprobs) + squares) * mask, axis=1)
-    out = np.zeros(mask.shape)
-    for g in set(groups.tolist()):
-        inside = groups == g
-        total = (weights[inside] * mask[inside]).sum(axis=0) + 1e-8
-        baseline = (rewards[inside, None] * weights[inside] * mask[inside]).sum(axis=0) / total
-        out[inside] = (rewards[inside, None] - baseline) * mask[inside]
-    return out
+    weights = np.cumsum((1 - 2 * np.exp(logprobs) + squares) * mask, axis=1) * mask
+    paid = rewards[:, None] * weights
+    baseline = of_group(groups, lambda rows: paid[rows].sum(axis=0) / (weights[rows].sum(axis=0) + 1e-8))
+    return (rewards[:, None] - baseline) * mask
 
 
 def probabilities(shape: tuple[int, ...]) -> tuple[Any, Any]:
@@ -143,27 +123,20 @@ def probabilities(shape: tuple[int, ...]) -> tuple[Any, Any]:
 
 
 def verl_gpg(rewards: Any, groups: Any, mask: Any) -> Any:
-    return len(rewards) / max(np.count_nonzero(rewards), 1) * (rewards - means_of(rewards, groups))
+    means = of_group(groups, lambda rows: rewards[rows].mean())
+    return len(rewards) / max(np.count_nonzero(rewards), 1) * (rewards - means)
 
 
 def verl_passk(rewards: Any, groups: Any, mask: Any) -> Any:
-    out = np.zeros(len(rewards))
-    for g in set(groups.tolist()):
-        rows = np.flatnonzero(groups == g)
-        ordered = np.sort(rewards[rows])
-        best = rows[np.argmax(rewards[rows])]
-        out[best] = (ordered[-1] - ordered[-2]) / (rewards[rows].std(ddof=1) + 1e-6)
-    return out
+    best = of_group(groups, lambda rows: rows[np.argmax(rewards[rows])])
+    lead = of_group(groups, lambda rows: np.diff(np.sort(rewards[rows]))[-1] / (rewards[rows].std(ddof=1) + 1e-6))
+    return np.where(best == np.arange(len(rewards)), lead, 0.0)
 
 
-PEERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "reinforce_plus_plus": (verl_reinforce_plus_plus, {"gamma": 0.9}),
-    "reinforce_plus_plus_baseline": (verl_baseline, {}),
-    "opo": (verl_opo, {}),
-    "optimal_token_baseline": (verl_optimal_token_baseline, {}),
-    "gpg": (verl_gpg, {"alpha": "nonzero"}),
-    "grpo_passk": (verl_passk, {}),
-}
+PEERS = {"reinforce_plus_plus": verl_reinforce_plus_plus, "reinforce_plus_plus_baseline": verl_baseline}
+PEERS |= {"opo": verl_opo, "optimal_token_baseline": verl_optimal_token_baseline}
+PEERS |= {"gpg": verl_gpg, "grpo_passk": verl_passk}
+PARAMETERS = {"reinforce_plus_plus": {"gamma": 0.9}, "gpg": {"alpha": "nonzero"}}
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -171,35 +144,14 @@ def test_as_the_peer_computes_it(name: str) -> None:
     rng = np.random.default_rng(3)
     for rewards in (rng.normal(size=24), rng.integers(0, 2, 24).astype(np.float64)):
         groups, mask = np.repeat(np.arange(6), 4), of_lengths(*rng.integers(1, 9, 24).tolist())
-        function, parameters = PEERS[name]
-        expected = function(rewards, groups, mask)
+        expected = PEERS[name](rewards, groups, mask)
         logprobs, squares = probabilities(mask.shape)
-        found = by(name, rewards, groups, mask, parameters, logprobs=logprobs, sum_pi_squared=squares)
+        found = by(name, rewards, groups, mask, PARAMETERS.get(name), logprobs=logprobs, sum_pi_squared=squares)
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-7 if name == "optimal_token_baseline" else 1e-9)
     if name == "reinforce_plus_plus_baseline":  # groups of one are what they are without a baseline
         alone = by(name, rewards, np.arange(24), mask)
         np.testing.assert_allclose(alone, verl_baseline(rewards, np.arange(24), mask), atol=1e-9)
         np.testing.assert_allclose(alone, by("reinforce_plus_plus", rewards, np.arange(24), mask), atol=1e-12)
-
-
-@pytest.mark.parametrize("name", [*PEERS, "remax"])
-def test_all_libraries_agree(name: str) -> None:
-    rng = np.random.default_rng(5)
-    rewards, groups = rng.normal(size=12), np.repeat(np.arange(4), 3)
-    mask = of_lengths(*rng.integers(1, 6, 12).tolist())
-    rewards[4] = NAN
-    logprobs, squares = probabilities(mask.shape)
-    more = {"greedy": rng.normal(size=12), "logprobs": logprobs, "sum_pi_squared": squares}
-    expected = by(name, rewards, groups, mask, **more)
-    as_torch = Outcomes(*map(torch.from_numpy, (rewards, groups)), mask=torch.from_numpy(mask))
-    by_torch = ADVANTAGE_ESTIMATORS[name](replace(as_torch, **{k: torch.from_numpy(v) for k, v in more.items()}))
-    np.testing.assert_allclose(by_torch.numpy(), expected, atol=1e-9)
-
-    def traced(r: Any, g: Any, m: Any, more: Any) -> Any:
-        return ADVANTAGE_ESTIMATORS[name](Outcomes(r, g, mask=m, **more))
-
-    by_jax = jax.jit(traced)(*map(jnp.asarray, (rewards, groups, mask)), {k: jnp.asarray(v) for k, v in more.items()})
-    np.testing.assert_allclose(by_jax, expected, atol=1e-9)
 
 
 def test_what_teaches_is_asked_of_the_estimator() -> None:
@@ -210,14 +162,14 @@ def test_what_teaches_is_asked_of_the_estimator() -> None:
         "reinforce_plus_plus": [True, True, True, False],
         "grpo_passk": [False, True, False, False],
     }.items():
-        assert list(map(find_estimator(name).teaches, groups)) == taught
-    assert find_estimator("reinforce_plus_plus").group_problem({"sampling.num_generations": 1}) is None
-    said = find_estimator("grpo").group_problem({"a": 4, "b": 1})
+        assert list(map(alg.find_estimator(name).teaches, groups)) == taught
+    assert alg.find_estimator("reinforce_plus_plus").group_problem({"sampling.num_generations": 1}) is None
+    said = alg.find_estimator("grpo").group_problem({"a": 4, "b": 1})
     assert said == "b=1: a group needs at least 2 completions to compare; set b to 2 or more"
     with pytest.raises(ConfigError, match=r"'gama'.*it takes gamma"):
-        find_estimator("reinforce_plus_plus", {"gama": 0.9})
+        alg.find_estimator("reinforce_plus_plus", {"gama": 0.9})
     with pytest.raises(ConfigError, match="did you mean 'rloo'"):
-        find_estimator("rlo")
+        alg.find_estimator("rlo")
 
 
 RNG = np.random.default_rng(11)
@@ -231,11 +183,11 @@ RATIO = np.exp(LOGP - OLD)
 
 
 def ours(loss_type: str, correction: Any = None, **parameters: float) -> float:
-    objective, mask = make_objective(loss_type, **parameters), MASK > 0
-    weights = token_weights(mask, count_step(mask), objective.aggregation, dtype=np.float64)
+    objective, mask = alg.make_objective(loss_type, **parameters), MASK > 0
+    weights = alg.token_weights(mask, alg.count_step(mask), objective.aggregation, dtype=np.float64)
     selected = None if objective.loss.select is None else objective.select(LOGP, OLD, ADVANTAGES, mask)
     more = {"correction": correction, "selected": selected}
-    return float(policy_loss(LOGP, OLD, ADVANTAGES, mask, weights, objective, **more).loss)
+    return float(alg.policy_loss(LOGP, OLD, ADVANTAGES, mask, weights, objective, **more).loss)
 
 
 def masked_mean(values: np.ndarray) -> float:
@@ -304,7 +256,7 @@ def test_clip_cov_is_verl_s(share: float) -> None:
     count = min(max(int(share * MASK.sum()), 1), int(candidates.sum()))
     assert candidates.sum() > 2
     losses = np.maximum(unclipped, clipped)
-    objective = make_objective("clip_cov", clip_cov_ratio=share, clip_cov_lb=0.1)
+    objective = alg.make_objective("clip_cov", clip_cov_ratio=share, clip_cov_lb=0.1)
     selected = objective.select(LOGP, OLD, ADVANTAGES, MASK > 0)
     assert selected.sum() == count
     assert not (selected & ~candidates).any()
@@ -319,7 +271,7 @@ def test_the_two_sided_sampler_clip_is_trl_s(mode: str, floor: float | None, cap
     ratio = np.exp(difference.sum(-1, keepdims=True) if mode.startswith("sequence") else difference)
     held = np.clip(ratio, floor, cap)
     expected = held if mode.endswith("truncate") else np.where(held == ratio, ratio, 0.0)
-    found = mismatch_correction(OLD, LOGP, MASK > 0, mode, cap, floor)
+    found = alg.mismatch_correction(OLD, LOGP, MASK > 0, mode, cap, floor)
     np.testing.assert_allclose(found, expected, rtol=1e-12)
     assert floor is None or (found != ratio).any()
 
@@ -327,7 +279,7 @@ def test_the_two_sided_sampler_clip_is_trl_s(mode: str, floor: float | None, cap
 def test_kl_penalties_are_verl_s() -> None:
     d = LOGP - OLD
     for name, forward in {"abs": np.abs(d), "k1+": d, "k3+": np.exp(-d) + d - 1}.items():
-        np.testing.assert_allclose(KL_ESTIMATORS[name](LOGP, OLD, None), forward, rtol=1e-12, atol=1e-15)
+        np.testing.assert_allclose(alg.KL_ESTIMATORS[name](LOGP, OLD, None), forward, rtol=1e-12, atol=1e-15)
 
 
 def test_adaptive_entropy_is_trl_s() -> None:
@@ -340,3 +292,103 @@ def test_adaptive_entropy_is_trl_s() -> None:
         last = before = entropy
         moved = section.next_entropy_coef(moved, entropy)
         assert moved == coefficient
+
+
+def test_unbiased_kl_as_printed() -> None:
+    """usmle-qa.md, "Unbiased KL Estimate"."""
+    generator = torch.Generator().manual_seed(0)
+    current, reference = (torch.randn(3, 4, 11, generator=generator, dtype=torch.float64) for _ in range(2))
+    p, q = F.softmax(current, dim=-1), F.softmax(reference, dim=-1)
+    kl = (p * (torch.log(p + 1e-8) - torch.log(q + 1e-8))).sum(dim=-1)
+    printed = kl * (p / (q + 1e-8)).mean(dim=-1)
+    torch.testing.assert_close(alg.compute_unbiased_kl(current, reference), printed, rtol=0, atol=1e-12)
+    ours = alg.exact_weighted_kl(torch.log_softmax(current, -1), torch.log_softmax(reference, -1))
+    torch.testing.assert_close(ours, printed, rtol=1e-6, atol=1e-6)
+
+
+def test_usmle_training_step_as_printed() -> None:
+    """usmle-qa.md, "Complete GRPO Training Step", line by line; completions of 1 to 4 tokens, 11 words."""
+    rng = np.random.default_rng(1)
+    lengths = np.array([4, 2, 3, 4, 1, 4, 2, 3])
+    tokens = np.arange(4) < lengths[:, None]
+    current, frozen = (torch.from_numpy(rng.normal(size=(8, 4, 11))) for _ in range(2))
+    current.requires_grad_()
+    said = torch.from_numpy(rng.integers(0, 11, (8, 4, 1)))
+    logp, ref = (torch.log_softmax(x, -1).gather(2, said)[..., 0] for x in (current, frozen))
+    rewards, groups = rng.integers(0, 2, 8).astype(float), np.repeat([0, 1], 4)
+    sampling_mask = np.array([1, 1, 0, 1, 1, 1, 1, 0])
+
+    exists = torch.from_numpy(tokens)
+    all_log_probs, ref_log_probs = (torch.where(exists, x, 0).sum(1) for x in (logp, ref))
+    sequence, reference = all_log_probs.detach().numpy(), ref_log_probs.numpy()
+    advantages = np.concatenate([r - r.mean() for r in rewards.reshape(2, 4)])
+    mask = (sequence - reference < 0.5) * sampling_mask
+    assert 0 < mask.sum() < sampling_mask.sum()
+    kl = alg.compute_unbiased_kl(current, frozen)[exists]
+    policy_loss = -(all_log_probs * torch.from_numpy(advantages * mask)).sum() / mask.sum()
+    printed = policy_loss + 0.01 * kl.mean()
+    (gradient,) = torch.autograd.grad(printed, current)
+
+    np.testing.assert_allclose(alg.group_advantages(rewards, groups, scale="none"), advantages, atol=1e-12)
+    np.testing.assert_array_equal(alg.compute_off_policy_mask(sequence, reference), sequence - reference < 0.5)
+    old = logp.detach().numpy()
+    keep = alg.reference_drift_mask(old, ref.numpy(), tokens, 0.5, "sum") & (sampling_mask == 1)[:, None]
+    np.testing.assert_array_equal(keep, np.broadcast_to(mask[:, None] == 1, keep.shape))
+    active = tokens & keep
+    objective = alg.make_objective("reinforce_kept", beta=0.01, kl_estimator="exact_weighted")
+    logp = torch.log_softmax(current, -1).gather(2, said)[..., 0]
+    exact = alg.exact_weighted_kl(torch.log_softmax(current, -1), torch.log_softmax(frozen, -1))
+    batch = Batch((), groups, advantages[:, None] * np.ones((8, 4)), active, old, {"masks": tokens & ~active})
+    weights, kl_weights = loss_weights(batch, objective, 4)
+    given = (torch.from_numpy(x) for x in (old, batch.advantages, active, weights.astype(np.float64)))
+    ours = alg.policy_loss(logp, *given, objective, kl=exact, kl_weights=torch.from_numpy(kl_weights)).loss
+    assert ours.item() == pytest.approx(printed.item(), rel=1e-6)
+    torch.testing.assert_close(torch.autograd.grad(ours, current)[0], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_usmle_loss_by_hand() -> None:
+    """Two completions kept of three, advantages 1/2, -1/2 and 0; the KL is that of all four tokens."""
+    mask = np.array([[True, True], [True, False], [False, False]])
+    dropped = np.array([[False, False], [False, False], [True, False]])
+    logp = np.array([[-1.0, -2.0], [-0.5, 9.0], [-7.0, 9.0]])
+    kl = np.array([[0.3, 0.1], [0.2, 9.0], [1.0, 9.0]])
+    advantages = np.array([[0.5], [-0.5], [0.0]]) * np.ones((3, 2))
+    objective = alg.make_objective("reinforce_kept", beta=0.1, kl_estimator="exact_weighted")
+    batch = Batch((), np.zeros(3), advantages, mask, logp, {"validity_mask": dropped})
+    weights, kl_weights = loss_weights(batch, objective, 2)
+    terms = alg.policy_loss(logp, logp, advantages, mask, weights, objective, kl=kl, kl_weights=kl_weights)
+    assert float(terms.metrics["policy_loss"]) == pytest.approx((0.5 * 3 - 0.5 * 0.5) / 2)
+    assert float(terms.loss) == pytest.approx(0.625 + 0.1 * (0.3 + 0.1 + 0.2 + 1.0) / 4)
+    assert rows_with_gradient(batch, objective).tolist() == [0, 1, 2]
+    assert rows_with_gradient(batch, alg.make_objective("reinforce_kept")).tolist() == [0, 1]
+
+
+def test_jax_trainer_loss_as_printed() -> None:
+    """jax-grpo-trainer.md, steps 3 to 6."""
+    case = random_case(seed=5)
+    rewards, groups = np.array([1.0, 0.0, 2.0, 0.0, 1.0]), [0, 0, 0, 1, 1]
+    advantages = alg.group_advantages(rewards, groups, scale="none")
+    np.testing.assert_allclose(advantages, [0, -1, 1, -0.5, 0.5], atol=1e-15)
+    case.advantages, case.correction = advantages, np.ones_like(case.correction)
+    policy_log_probs = np.where(case.mask, case.logp, 0).sum(1)
+    ref_log_probs = np.where(case.mask, case.ref, 0).sum(1)
+    printed = np.mean(-advantages * policy_log_probs) + 0.1 * np.mean(policy_log_probs - ref_log_probs)
+    ours = loss_of(case, alg.make_objective("reinforce", beta=0.1, kl_estimator="k1")).loss
+    assert ours == pytest.approx(printed, abs=1e-12)
+
+
+def test_architecture_objective_as_printed() -> None:
+    """grpo-architecture.md, section 2: one sequence-level ratio per completion, here with one token each."""
+    rng = np.random.default_rng(2)
+    logp = -rng.exponential(1, (6, 1))
+    old, ref = logp + rng.normal(0, 0.5, (6, 1)), logp + rng.normal(0, 0.5, (6, 1))
+    rewards = rng.normal(size=6)
+    a = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+    w = np.exp(logp - old)[:, 0]
+    d = (logp - ref)[:, 0]
+    kl = np.exp(-d) + d - 1
+    printed = -np.mean(np.minimum(w * a, np.clip(w, 0.8, 1.2) * a) - 0.04 * kl)
+    advantages = alg.group_advantages(rewards, [0] * 6)
+    ones = np.ones_like(logp)
+    case = Case(logp, old, advantages, ones == 1, ref, ones, ones, ones)
+    assert loss_of(case, alg.make_objective("grpo", beta=0.04)).loss == pytest.approx(printed, abs=1e-12)
