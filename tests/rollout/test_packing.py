@@ -352,3 +352,17 @@ def test_a_thousand_forks_along_one_run(budget: int) -> None:
     walk(pieces_of(pack, 8), lambda piece: entered.append(piece.past), lambda piece, _: left.append(piece.past))
     assert len(entered) == len(left) > 1000
     assert (entered[0], left[-1], max(entered) > 1990) == (0, 0, True)
+
+
+@pytest.mark.parametrize("budget", [40, 12])
+def test_memory_follows_the_path_and_the_budget(budget: int) -> None:
+    """A balanced tree of 2^6 leaves, two tokens a node: 254 tokens; never more than budget or path are kept."""
+    paths = [[1 + (leaf >> level & 1) for level in range(6)] for leaf in range(64)]
+    ids = [[0, 0, *(token for level, turn in enumerate(path) for token in (turn, 3 + level)), 9] for path in paths]
+    (pack,) = pack_episodes([row_of(row, [False] * 14 + [True]) for row in ids], None, budget, whole_trees=True)
+    assert pack.num_tokens == 2 * (2**7 - 1)
+
+    def most(piece: Piece) -> int:
+        return max([piece.past + piece.num_tokens, *(most(follower) for follower in piece.followers)])
+
+    assert max(most(piece) for piece in pieces_of(pack, budget)) <= max(budget, 14 + budget // 4)
