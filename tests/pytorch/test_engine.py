@@ -2,17 +2,27 @@
 
 import copy
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from byte_tokenizer import byte_tokenizer
-from engine_helpers import assert_plain, generated, groups, plain_logits, plain_logprobs, prompts, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from learner_cases import assert_plain, generated, groups, plain_logits, plain_logprobs, prompts, texts
 from peft import IA3Config, LoraConfig, PrefixTuningConfig
-from tiny_models import DENSE, FAMILIES, VOCAB_SIZE, adapted, tiny_model, tiny_tokenizer, with_lora, without_interface
+from tiny_models import (
+    DENSE,
+    FAMILIES,
+    VOCAB_SIZE,
+    adapted,
+    byte_tokenizer,
+    tiny_model,
+    tiny_tokenizer,
+    with_lora,
+    without_interface,
+)
 
 from covey.errors import ConfigError, GenerationError, ModelError
 from covey.pytorch.engine import Engine
@@ -23,6 +33,12 @@ from covey.rollout.learning import Weights
 from covey.types import Completion, Request, SamplingSettings
 
 GREEDY = SamplingSettings(temperature=0.0, max_tokens=12)
+SAMPLED = SamplingSettings(temperature=1.0, max_tokens=12)
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore about it")
+CUTS: dict[str, list[float]] = {"top_k": [0, 1, 4, 90], "top_p": [0.2, 0.9, 0.999, 1.0], "min_p": [0.0, 0.1, 0.5]}
+CHOICES = {"temperature": [0.5, 1.0, 1.7]} | CUTS
+CHOSEN = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in CHOICES.items()})
+LETTERS = "ab é€😀\n"
 
 
 def run(engine: Engine, requests: list[Request], version: int = 0, **settings: Any) -> list[Completion]:
@@ -54,9 +70,12 @@ def test_adapter_is_merged_into_the_copy_only(family: str) -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_sync_takes_new_adapter_weights_and_their_version() -> None:
-    model, requests = with_lora("llama"), groups(1)
+def test_sync_takes_new_adapter_weights_and_their_version_and_leaves_the_training_mode_alone() -> None:
+    model, requests = with_lora("llama").train(), groups(1)
+    model.base_model.model.model.norm.eval()
+    modes = [m.training for m in model.modules()]
     engine = Engine(model)
+    assert [m.training for m in model.modules()] == modes
     first = run(engine, requests, max_tokens=8)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -80,9 +99,8 @@ def test_full_fine_tuning_copies_the_weights(family: str) -> None:
     model, requests = tiny_model(family), groups(1, (5,))
     engine = Engine(model)
     before = engine(requests, GREEDY, policy_version=0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter, generator=None))
+    for parameter in model.parameters():
+        parameter.data.add_(0.3 * torch.randn_like(parameter))
     still = engine(requests, GREEDY, policy_version=0)
     assert texts(still) == texts(before)
     np.testing.assert_array_equal(still[0].logprobs, before[0].logprobs)
@@ -125,7 +143,7 @@ def test_company_does_not_matter(family: str) -> None:
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
 
 
-def test_a_prompt_is_prefilled_once() -> None:
+def test_a_prompt_is_prefilled_once_and_finished_rows_leave_the_batch() -> None:
     engine = Engine(tiny_model("llama"), max_batch_size=2)
     run(engine, groups(5), max_tokens=6)
     stats = engine.last_stats
@@ -133,8 +151,6 @@ def test_a_prompt_is_prefilled_once() -> None:
     assert (stats.prefill_tokens, stats.decoded_tokens, stats.peak_batch) == (3 + 11 + 40, 15 * 6, 2)
     assert stats.cache_bytes == engine._cache.bytes_per_token * (2 * 5 + (48 + 32) * 5 // 4)  # two prompts run at once
 
-
-def test_finished_rows_leave_the_batch() -> None:
     engine = Engine(tiny_model("llama"))
     long = run(engine, groups(4, (11,)), max_tokens=20)
     assert engine.last_stats.decode_steps == 19
@@ -146,16 +162,14 @@ def test_finished_rows_leave_the_batch() -> None:
 
 def test_first_tokens_follow_the_models_distribution() -> None:
     """Pearson's chi-square over 4000 streams, tokens expected at least 5 times apart; 6 sigma bound."""
-    model, count = tiny_model("qwen3"), 4000
-    (ids,) = prompts((9,))
+    model, count, (ids,) = tiny_model("qwen3"), 4000, prompts((9,))
     completions = run(Engine(model, max_batch_size=512), [Request(ids, (3, i)) for i in range(count)], max_tokens=1)
     with torch.no_grad():
         expected = model(torch.from_numpy(ids)[None]).logits[0, -1].double().softmax(-1).numpy() * count
     observed = np.bincount([c.token_ids[0] for c in completions], minlength=VOCAB_SIZE)
     often = expected >= 5
     cells = [(observed[often], expected[often]), (observed[~often].sum(), expected[~often].sum())]
-    chi_square = sum(float(np.sum((o - e) ** 2 / e)) for o, e in cells)
-    freedom = int(often.sum())
+    chi_square, freedom = sum(float(np.sum((o - e) ** 2 / e)) for o, e in cells), int(often.sum())
     assert freedom > 20
     assert abs(chi_square - freedom) < 6 * np.sqrt(2 * freedom)
 
@@ -208,7 +222,7 @@ def test_kept_support_and_its_logprobs(settings: dict[str, float]) -> None:
     assert nothing_cut_off.support is None
 
 
-def test_context_and_memory_that_are_too_small() -> None:
+def test_context_and_memory_that_are_too_small_and_settings_that_describe_no_distribution() -> None:
     engine = Engine(tiny_model("gpt2", max_position_embeddings=16))
     (completion,) = run(engine, groups(1, (11,)), max_tokens=100)
     assert (len(completion.token_ids), completion.finish_reason) == (5, "length")
@@ -223,6 +237,10 @@ def test_context_and_memory_that_are_too_small() -> None:
     with pytest.raises(GenerationError, match=rf"kv_cache_bytes=10000: .* needs {256 * (48 + 99)} bytes"):
         run(engine, groups(1, (40,)), max_tokens=100)
     assert len(run(engine, groups(3, (4,)), max_tokens=6)) == 3
+    for bad in ({"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"min_p": 2.0}, {"max_tokens": 0}):
+        with pytest.raises(ConfigError, match=next(iter(bad))):
+            run(engine, groups(1), **bad)
+    assert run(engine, []) == []
 
 
 def test_progress_and_reuse_after_an_exception() -> None:
@@ -230,10 +248,8 @@ def test_progress_and_reuse_after_an_exception() -> None:
     requests, settings = groups(3), SamplingSettings(max_tokens=10, eos_token_ids=(7, 30, 50, 60))
     seen: list[tuple[int, int]] = []
     expected = engine(requests, settings, policy_version=0, progress=lambda *x: seen.append(x))
-    done = [finished for finished, _ in seen]
-    assert done == sorted({*done})
-    assert seen == [(finished, 9) for finished in done]
-    assert done[-1] == 9
+    assert seen == sorted({*seen})
+    assert {total for _, total in seen} == {seen[-1][0]} == {9}
 
     def interrupt(finished: int, total: int) -> None:
         raise KeyboardInterrupt
@@ -256,15 +272,6 @@ def test_weights_that_diverged_are_named_and_do_not_poison_the_next_call() -> No
     assert texts(engine(groups(2), GREEDY, policy_version=2)) == texts(expected)
 
 
-def test_settings_that_describe_no_distribution() -> None:
-    engine = Engine(tiny_model("llama"))
-    for bad in ({"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"min_p": 2.0}, {"max_tokens": 0}):
-        (name,) = bad
-        with pytest.raises(ConfigError, match=name):
-            engine(groups(1), SamplingSettings(**bad), policy_version=0)  # type: ignore[arg-type]
-    assert engine([], SamplingSettings(), policy_version=0) == []
-
-
 def test_a_model_without_interface_is_recomputed(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="covey"):
         engine = Engine(without_interface(tiny_model("gpt2")))
@@ -274,19 +281,10 @@ def test_a_model_without_interface_is_recomputed(caplog: pytest.LogCaptureFixtur
     assert texts(run(engine, groups(2), max_tokens=5)) == texts(expected)
 
 
-def test_the_models_training_mode_is_left_alone() -> None:
-    model = with_lora("llama").train()
-    model.base_model.model.model.norm.eval()
-    modes = [m.training for m in model.modules()]
-    Engine(model)
-    assert [m.training for m in model.modules()] == modes
-
-
 def test_bfloat16_copy_of_a_float32_model() -> None:
     model, requests = tiny_model("llama"), groups(2)
-    found = run(Engine(model, dtype=torch.bfloat16), requests, max_tokens=8)
-    for request, completion in zip(requests, found, strict=True):
-        assert 1e-5 < np.abs(completion.logprobs - plain_logprobs(model, request, completion)).max() < 0.5
+    for request, one in zip(requests, run(Engine(model, dtype=torch.bfloat16), requests, max_tokens=8), strict=True):
+        assert 1e-5 < np.abs(one.logprobs - plain_logprobs(model, request, one)).max() < 0.5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -305,26 +303,24 @@ def test_continuations_are_as_likely_as_the_plain_model_says(family: str) -> Non
                 said = Completion(ids, np.zeros(len(ids), np.float32), "length", 0)
                 assert logp[row, column] == pytest.approx(plain_logprobs(model, request, said).sum(), abs=2e-4)
     context = len(requests[0].token_ids) + 4
-    engine = Engine(model, context_length=context)
     with pytest.raises(GenerationError, match=f"no room in the context of {context}"):
-        engine.sample_and_score(requests[:1], settings, policy_version=0, continuations=continuations)
+        Engine(model, context_length=context).sample_and_score(
+            requests[:1], settings, policy_version=0, continuations=continuations
+        )
 
 
-SAMPLED = SamplingSettings(temperature=1.0, max_tokens=12)
-
-
-def fails_beyond(engine: Engine, rows: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let passes that decode more rows at once run out of memory; returns the sizes of all that were tried."""
+def fails_beyond(engine: Engine, rows: int, patch: pytest.MonkeyPatch, error: Exception = OUT_OF_MEMORY) -> list[int]:
+    """Let passes that decode more rows at once fail; returns the sizes of all that were tried."""
     forward, tried = engine._runner.forward, []
 
     def limited(step: Any) -> Any:
         if step.last is None:
             tried.append(len(step.token_ids))
             if len(step.token_ids) > rows:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore about it")
+                raise error
         return forward(step)
 
-    monkeypatch.setattr(engine._runner, "forward", limited)
+    patch.setattr(engine._runner, "forward", limited)
     return tried
 
 
@@ -347,16 +343,10 @@ def test_half_as_many_at_once_draw_the_same(monkeypatch: pytest.MonkeyPatch, cap
 
 def test_other_errors_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(tiny_model("llama"))
-    calls = []
-
-    def broken(step: Any) -> Any:
-        calls.append(step)
-        raise RuntimeError("a kernel failed")
-
-    monkeypatch.setattr(engine._runner, "forward", broken)
+    tried = fails_beyond(engine, 0, monkeypatch, RuntimeError("a kernel failed"))
     with pytest.raises(RuntimeError, match="a kernel failed"):
         engine(groups(1), SAMPLED, policy_version=0)
-    assert len(calls) == 1
+    assert len(tried) == 1
 
 
 def test_keys_and_values_are_given_back_and_taken_anew() -> None:
@@ -414,7 +404,7 @@ def test_a_copy_with_effective_weights_computes_what_the_policy_computes(kind: s
     assert names == {name for name, _ in tiny_model("llama").named_parameters()}
 
 
-def test_lora_by_hand_and_disabled_and_already_merged_adapters() -> None:
+def test_lora_by_hand_and_disabled_and_already_merged_adapters_and_virtual_tokens_are_refused() -> None:
     model = with_lora("llama")
     name = "model.layers.1.mlp.up_proj.weight"
     layer = model.base_model.model.model.layers[1].mlp.up_proj
@@ -426,9 +416,6 @@ def test_lora_by_hand_and_disabled_and_already_merged_adapters() -> None:
         torch.testing.assert_close(EffectiveWeights(model)[name], tiny_model("llama").get_parameter(name).detach())
     model.merge_adapter()
     torch.testing.assert_close(EffectiveWeights(model)[name], expected)
-
-
-def test_virtual_tokens_are_refused() -> None:
     config = PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     with pytest.raises(ModelError, match="PREFIX_TUNING"):
         EffectiveWeights(adapted(tiny_model("llama"), config))
@@ -485,21 +472,9 @@ def reference_kept(logits: np.ndarray, s: SamplingSettings) -> tuple[np.ndarray,
     return kept, p
 
 
-CHOSEN = st.fixed_dictionaries(
-    {
-        "temperature": st.sampled_from([0.5, 1.0, 1.7]),
-        "top_k": st.sampled_from([0, 1, 4, 90]),
-        "top_p": st.sampled_from([0.2, 0.9, 0.999, 1.0]),
-        "min_p": st.sampled_from([0.0, 0.1, 0.5]),
-    }
-)
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([5, 97, 256, 700, 3000]), st.sampled_from([0.05, 1.0, 8.0]), CHOSEN)
-def test_support_token_and_logprob_match_the_sorting_reference(
-    seed: int, vocab: int, spread: float, chosen: dict[str, Any]
-) -> None:
+def test_support_token_and_logprob_are_those_of_sorting(seed: int, vocab: int, spread: float, chosen: Any) -> None:
     rng = np.random.default_rng(seed)
     logits = (spread * rng.standard_normal((4, vocab))).astype(np.float32)
     chosen |= {"top_k": min(chosen["top_k"], vocab)}
@@ -521,9 +496,7 @@ def test_support_token_and_logprob_match_the_sorting_reference(
 def test_whole_vocabulary_is_the_inverse_cdf_in_vocabulary_order() -> None:
     rng = np.random.default_rng(0)
     logits = (3 * rng.standard_normal((1, 1000))).astype(np.float32)
-    _, p = reference_kept(logits[0], SamplingSettings())
-    cumulative = np.cumsum(p)
-    u = rng.random(3000)
+    cumulative, u = np.cumsum(reference_kept(logits[0], SamplingSettings())[1]), rng.random(3000)
     draw = sample(torch.from_numpy(logits).repeat(3000, 1), SamplingSettings(), u)
     expected = np.searchsorted(cumulative, u, side="right")
     edge = np.abs(cumulative[expected] - u) + np.abs(cumulative[np.maximum(expected - 1, 0)] - u)
@@ -549,10 +522,9 @@ def test_tokens_of_probability_zero_are_never_drawn(vocab: int) -> None:
 def test_greedy_takes_the_top_token_at_temperature_one() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0], [0.0, -1.0, -2.0]])
     draw = sample(logits, SamplingSettings(temperature=0.0, top_k=1), np.array([0.99, 0.99]))
-    assert draw.token_ids.tolist() == [1, 0]
+    assert (draw.token_ids.tolist(), draw.support) == ([1, 0], None)
     expected = -np.log(np.exp([-2.0, 0.0, -1.0]).sum())  # log softmax of the largest, by hand
     assert abs(draw.logprobs[0] - expected) < 1e-6
-    assert draw.support is None
 
 
 def test_uniforms_depend_on_stream_and_position_only() -> None:
@@ -570,15 +542,9 @@ def test_uniforms_depend_on_stream_and_position_only() -> None:
     assert u == (0xE220A8397B1DCDAF >> 11) / 2**53
 
 
-STREAMS = st.lists(st.integers(-(2**70), 2**70), max_size=4)
-
-
-@given(STREAMS, STREAMS)
+@given(*[st.lists(st.integers(-(2**70), 2**70), max_size=4)] * 2)
 def test_stream_keys_differ_when_streams_do(a: list[int], b: list[int]) -> None:
     assert (stream_key(a) == stream_key(b)) == (a == b)
-
-
-LETTERS = "ab é€😀\n"
 
 
 @settings(max_examples=60, deadline=None)
@@ -593,13 +559,11 @@ def test_stop_matcher_fires_at_the_first_token_that_completes_a_string(text: str
     assert fired.index(True) == min(ends) - 1 if ends else not any(fired)
 
 
-class LeadingSpaceDropper:
-    """Decodes like sentencepiece: the space before the first word disappears."""
+def test_stop_matcher_sees_spaces_that_a_tokenizer_drops_at_the_start() -> None:
+    """As sentencepiece decodes: the space before the first word disappears."""
 
-    def decode(self, ids: list[int], **_: object) -> str:
+    def decode(ids: list[int], **_: object) -> str:
         return "".join((" one", " two", " END", ".")[i] for i in ids).removeprefix(" ")
 
-
-def test_stop_matcher_sees_spaces_that_a_tokenizer_drops_at_the_start() -> None:
-    matcher = StopMatcher(LeadingSpaceDropper(), [" END"])
+    matcher = StopMatcher(SimpleNamespace(decode=decode), [" END"])
     assert [matcher.push(i) for i in (2, 0, 1, 3, 2)] == [False, False, False, False, True]

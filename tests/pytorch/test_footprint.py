@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from engine_helpers import LiveMemory
-from learner_cases import episode
+from learner_cases import LiveMemory, episode
 from tiny_models import tiny_model, tiny_tokenizer
 
 from covey.pytorch import footprint
@@ -21,6 +20,11 @@ from covey.rollout.packing import pack_episodes
 from covey.types import Request, SamplingSettings
 
 TOKENS = 512
+OWN, ALL = {"fused_layers": False}, {"use_peft": False}
+CASES = [("Llama", "float32", {}), ("Llama", "bfloat16", {}), ("Qwen3", "bfloat16", {})]
+CASES += [("Llama", "float32", OWN), ("Llama", "bfloat16", OWN), ("Qwen3", "float32", ALL), ("Llama", "float32", ALL)]
+CASES += [("Llama", "float32", ALL | {"autocast": "bfloat16"})]
+HEADS = [("bfloat16", False, 1), ("bfloat16", False, 2), ("float32", True, 1), ("float32", False, 1)]
 
 
 def model_of(family: str = "Llama", dtype: str = "float32", vocabulary: int = 512) -> Any:
@@ -47,18 +51,6 @@ def measured(policy: Policy) -> tuple[int, int]:
         hidden = policy.held.hidden(pack)
         hidden.backward(torch.ones_like(hidden))
     return kept, memory.peak
-
-
-CASES = [
-    ("Llama", "float32", {}),
-    ("Llama", "bfloat16", {}),
-    ("Qwen3", "bfloat16", {}),
-    ("Llama", "float32", {"fused_layers": False}),
-    ("Llama", "bfloat16", {"fused_layers": False}),
-    ("Qwen3", "float32", {"use_peft": False}),
-    ("Llama", "float32", {"use_peft": False}),
-    ("Llama", "float32", {"use_peft": False, "autocast": "bfloat16"}),
-]
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
@@ -91,10 +83,7 @@ def test_norms_of_outputs_are_kept_too() -> None:
 
 @pytest.mark.parametrize("tokens", [512, 16384])
 @pytest.mark.parametrize(("vocabulary", "width"), [(151936, 896), (128256, 4096)])
-@pytest.mark.parametrize(
-    ("dtype", "trained", "vectors"),
-    [("bfloat16", False, 1), ("bfloat16", False, 2), ("float32", True, 1), ("float32", False, 1)],
-)
+@pytest.mark.parametrize(("dtype", "trained", "vectors"), HEADS)
 def test_the_head_on_cuda_keeps_to_its_chunk(
     dtype: str, trained: bool, vectors: int, vocabulary: int, width: int, tokens: int
 ) -> None:
@@ -108,9 +97,8 @@ def test_the_head_on_cuda_keeps_to_its_chunk(
         found = score_tokens(hidden, targets, Head(weight), entropy=True, entropy_grad=vectors > 1)
         (found.logp.sum() if vectors == 1 else (found.logp + found.entropy).sum()).backward()
     shape = Shape(1, width, 1, 1, 1, vocabulary, vocabulary * width, 0, 0, trained=1, adapter=int(not trained))
-    assert footprint.head_bytes(shape, Choices(dtype=dtype, vectors=vectors), tokens) == pytest.approx(
-        memory.peak, rel=0.03
-    )
+    told = footprint.head_bytes(shape, Choices(dtype=dtype, vectors=vectors), tokens)
+    assert told == pytest.approx(memory.peak, rel=0.03)
     assert memory.peak - vectors * hidden.nbytes - 2 * weight.nbytes * trained < 2.6 * CHUNK_BYTES
 
 

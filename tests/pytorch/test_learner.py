@@ -1,12 +1,14 @@
 """The learner: gradients whatever the split, their sum in fixed point, the step, and moments in the host's memory.
 
-There is no device here: "the host" is other memory of the same CPU, and the copies are counted.
+There is no device here: "the host" is other memory of the same CPU, and the copies are counted. Steps as trees are as
+one sequence at a time, however they are packed: in float64, but for norms and rotations in the models' own code.
 """
 
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,22 +16,45 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_cases import grads_of, make_batch, make_learner
-from tiny_models import tiny_model, tiny_tokenizer
+from learner_cases import grads_of, make_batch, make_learner, sampled_of
+from peft import LoraConfig
+from tiny_models import FAMILIES, tiny_model, tiny_tokenizer
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from covey import GRPOConfig
 from covey.algorithms import LOSSES, compute_unbiased_kl, make_objective
 from covey.config.algorithm import AlgorithmConfig
 from covey.pytorch import optimizers
-from covey.pytorch.gradient_sum import QUANTUM, ExactSum
+from covey.pytorch.gradient_sum import QUANTUM, AloneInFixedPoint, ExactSum
 from covey.pytorch.learner import Learner
 from covey.pytorch.optimizers import HostMemory, step_in_slices
 from covey.pytorch.passes import map_in_threads
 from covey.pytorch.policy import Policy
 from covey.pytorch.reference import Reference
 from covey.rollout.learning import Correction, Gradients, rows_with_gradient
-from covey.types import Batch, Episode
+from covey.types import Batch, Episode, Support
+
+Found = tuple[Gradients, dict[str, torch.Tensor]]
+SLOW = pytest.mark.slow
+OFTEN = ("dapo", "gspo", "kl_cov")
+TEMPERATURE = 0.8
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {"tokens_per_micro_batch": 10_000},
+    "walked": {"tokens_per_micro_batch": 16},
+    "walked far": {"tokens_per_micro_batch": 3},
+    "cut": {"tokens_per_micro_batch": 16, "share": AloneInFixedPoint()},
+}
+OBJECTIVES: dict[str, dict[str, Any]] = {name: {"loss_type": name} for name in sorted(LOSSES)}
+KINDS = ("k1", "k2", "k3", "exact", "exact_weighted")
+OBJECTIVES |= {f"beta {kind}": {"beta": 0.1, "kl_estimator": kind} for kind in KINDS} | {
+    "entropy": {"entropy_coef": 0.05},
+    "kept exact": {"loss_type": "reinforce_kept", "beta": 0.1, "kl_estimator": "exact_weighted"},
+    "corrected": {"correction": Correction("token_truncate", 2.0)},
+    "corrected by sequence": {"correction": Correction("sequence_mask", 1.5, 0.5), "loss_type": "gspo"},
+}
+TELLING = ("grpo", "gspo", "kept exact", "corrected by sequence")
+"""With these every way is tried; with the others those that differ most."""
 
 
 def gradient(learner: Learner, batch: Batch, loss_type: str, **options: Any) -> dict[str, torch.Tensor]:
@@ -60,12 +85,7 @@ def logp_of(logits: torch.Tensor, episode: Episode) -> torch.Tensor:
     return torch.log_softmax(logits, -1).gather(1, said)[:, 0]
 
 
-FAST = ("dapo", "gspo", "kl_cov")
-
-
-@pytest.mark.parametrize(
-    "loss_type", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in sorted(LOSSES)]
-)
+@pytest.mark.parametrize("loss_type", [*OFTEN, *(pytest.param(x, marks=SLOW) for x in sorted({*LOSSES} - {*OFTEN}))])
 @pytest.mark.parametrize("agents", [False, True], ids=["one turn", "agents"])
 def test_split_into_micro_batches_leaves_the_gradient(loss_type: str, agents: bool) -> None:
     batch = make_batch(agents=agents)
@@ -153,8 +173,7 @@ def test_embedding_rate_keeps_its_ratio_under_a_schedule() -> None:
         parameter.grad = torch.ones_like(parameter)
     learner.optim_step(5e-4)
     rates = {group["name"]: group["lr"] for group in learner.optimizer.param_groups}
-    assert rates["embeddings"] == pytest.approx(5e-3)
-    assert rates["weights"] == pytest.approx(5e-4)
+    assert (rates["embeddings"], rates["weights"]) == pytest.approx((5e-3, 5e-4))
 
 
 def parameters() -> list[Tensor]:
@@ -231,7 +250,7 @@ class CountedMemory(HostMemory):
         self.settled += 1
 
 
-def learner_of(host: HostMemory | None, *, use_peft: bool) -> Learner:
+def hosted(host: HostMemory | None, *, use_peft: bool) -> Learner:
     policy = Policy.load(tiny_model("llama"), tiny_tokenizer(), use_peft=use_peft, lora_r=4, seed=3)
     policy.host = host
     policy.reference = Reference(policy.model, update="ema", every=2, ema_decay=0.5, host=host)
@@ -248,20 +267,16 @@ def train(learner: Learner, steps: range) -> None:
         learner.optim_step(1e-2)
 
 
-def all_of(learner: Learner) -> dict[str, Tensor]:
-    return {f"{group}/{name}": t.clone() for group, held in learner.tensors().items() for name, t in held.items()}
-
-
 def assert_equal(found: Learner, wanted: Learner) -> None:
-    ours, theirs = all_of(found), all_of(wanted)
-    assert list(ours) == list(theirs)
-    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    ours, theirs = found.tensors(), wanted.tensors()
+    assert [(group, *held) for group, held in ours.items()] == [(group, *held) for group, held in theirs.items()]
+    assert all(torch.equal(ours[group][name], t) for group, held in theirs.items() for name, t in held.items())
 
 
 @pytest.mark.parametrize("use_peft", [True, False], ids=["adapter", "all weights"])
 def test_steps_checkpoints_and_resuming_have_the_same_bits(use_peft: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizers, "SLICE_BYTES", 8000)  # several slices, some parameters larger than one
-    plain, moved, again = (learner_of(host, use_peft=use_peft) for host in (None, CountedMemory(), CountedMemory()))
+    plain, moved, again = (hosted(host, use_peft=use_peft) for host in (None, CountedMemory(), CountedMemory()))
     for learner in (plain, moved):
         train(learner, range(3))
     assert_equal(moved, plain)
@@ -289,12 +304,8 @@ def test_moments_come_over_in_slices_and_are_kept_in_the_same_memory(monkeypatch
     assert sum(host.brought) == 2 * 510
     assert held == {id(p): optimizer.state[p]["exp_avg"].data_ptr() for p in parameters}
     assert [group["params"] for group in optimizer.param_groups] == [parameters[:2], parameters[2:]]
-
-
-def test_what_was_restored_elsewhere_goes_to_the_host_with_the_next_step() -> None:
-    parameter = torch.nn.Parameter(torch.ones(5, device="meta"))
-    host = HostMemory(torch.device("cpu"))
-    assert host.keep(torch.ones(5), into=parameter.detach()).device.type == "cpu"
+    # what was restored elsewhere goes to the host with the next step
+    assert host.keep(torch.ones(5), into=torch.ones(5, device="meta")).device.type == "cpu"
 
 
 def test_a_reference_is_brought_for_its_passes_only() -> None:
@@ -311,17 +322,15 @@ def test_a_reference_is_brought_for_its_passes_only() -> None:
     assert weights == {name: p.data_ptr() for name, p in model.named_parameters()}
 
 
-def test_on_a_cpu_it_says_that_it_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+def test_on_a_cpu_and_with_an_optimizer_of_your_own_it_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     policy = Policy.load(tiny_model("llama"), tiny_tokenizer(), lora_r=2, offload=True)
     assert policy.host is None
     assert "optim.offload has no effect" in caplog.text
     with pytest.warns(UserWarning, match=r"optim\.offload=True has no effect: .* the model is on a GPU"):
         GRPOConfig(offload=True, device="cpu")
-
-
-def test_an_optimizer_of_your_own_keeps_its_moments(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.clear()
     host = CountedMemory()
-    learner = learner_of(host, use_peft=True)
+    learner = hosted(host, use_peft=True)
     learner.use_optimizer(torch.optim.SGD(learner.policy.trainable_parameters(), lr=0.1, momentum=0.9))
     host.kept.clear()
     train(learner, range(1))
@@ -376,16 +385,16 @@ def test_an_error_arrives_when_nothing_is_under_way_any_more() -> None:
     assert torch.get_num_threads() == 2
 
 
-def gradients_of(learner: Learner) -> tuple[Gradients, dict[str, torch.Tensor]]:
+def gradients_of(learner: Learner) -> Found:
     batch, settings = make_batch(), {"temperature": 1.0, "max_completion_length": 9}
-    found = learner.forward_backward(batch, np.arange(len(batch.episodes)), make_objective("dapo"), **settings)
+    found = learner.forward_backward(batch, np.arange(12), make_objective("dapo"), **settings)
     return found, grads_of(learner.policy)
 
 
 def lanes_of(learner: Learner, **options: Any) -> int:
     batch = make_batch()
-    packs, lanes = learner._packs(batch.episodes, np.arange(len(batch.episodes)), **options)
-    assert sum(len(pack.rows) for pack in packs) == len(batch.episodes)
+    packs, lanes = learner._packs(batch.episodes, np.arange(12), **options)
+    assert sum(len(pack.rows) for pack in packs) == 12
     assert lanes == 1 or lanes * max(pack.num_tokens for pack in packs) <= learner.tokens_per_micro_batch
     return lanes
 
@@ -403,10 +412,15 @@ def test_gradients_scores_and_metrics_do_not_depend_on_the_lanes() -> None:
     learner = two_lanes()
     assert lanes_of(learner) == 2
     (found, grads), (again, same) = gradients_of(learner), gradients_of(learner)
+    scores = [learner.scores(make_batch(), np.arange(12), temperature=1.0, reference=r)[0] for r in (False, True)]
     assert all(torch.equal(grads[name], same[name]) for name in grads)
     assert found.metrics == again.metrics
     torch.set_num_threads(1)
     assert lanes_of(learner) == 1
+    for reference, side_by_side in enumerate(scores):
+        alone, _ = learner.scores(make_batch(), np.arange(12), temperature=1.0, reference=bool(reference))
+        np.testing.assert_allclose(side_by_side, alone, atol=1e-5)
+    assert not learner.policy.model.base_model.model.model.layers[0].mlp.up_proj.disable_adapters
     serial, expected = gradients_of(learner)
     torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-7)
     np.testing.assert_allclose(found.logp, serial.logp, atol=1e-5)
@@ -428,16 +442,6 @@ def test_the_optimiser_takes_the_same_step() -> None:
         assert float(((value - moved[1][name]).abs() > 1e-4).float().mean()) < 0.02, name
 
 
-@pytest.mark.parametrize("reference", [False, True])
-def test_scores_side_by_side(reference: bool) -> None:
-    learner, batch, found = two_lanes(), make_batch(), []
-    for threads in (2, 1):
-        torch.set_num_threads(threads)
-        found.append(learner.scores(batch, np.arange(len(batch.episodes)), temperature=1.0, reference=reference)[0])
-    np.testing.assert_allclose(*found, atol=1e-5)
-    assert not learner.policy.model.base_model.model.model.layers[0].mlp.up_proj.disable_adapters
-
-
 def test_lanes_are_used_only_where_they_cannot_change_anything() -> None:
     learner = two_lanes()
     assert lanes_of(learner) == 2
@@ -449,3 +453,182 @@ def test_lanes_are_used_only_where_they_cannot_change_anything() -> None:
     assert lanes_of(learner) == 1
     learner.tokens_per_micro_batch = 10**6  # everything fits into one pack, which would keep one lane waiting
     assert lanes_of(learner) == 2
+
+
+def learner_of(family: str = "llama", *, model: Any = None, use_peft: bool = True, **options: Any) -> Learner:
+    own = {name: options.pop(name) for name in ("tokens_per_micro_batch", "share") if name in options}
+    model = model or tiny_model(family)
+    if family != "gemma2":  # whose own code returns NaN for padding in float64
+        model = model.double()
+    policy = Policy.load(model, tiny_tokenizer(), lora_r=4, seed=3, use_peft=use_peft, **options)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in policy.named_trainable_parameters():
+            if "lora_B" in name or not use_peft:
+                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.05)
+    return Learner(policy, learning_rate=1e-2, **own)
+
+
+def tree_batch(seed: int, *, rows: int = 14, agents: bool = True, supports: bool = False) -> Batch:
+    """Common instructions, prompts, forks within completions, equal completions, observations; numbers of their own."""
+    rng = np.random.default_rng(seed)
+    instructions = rng.integers(4, 97, 5)
+    prompts = [rng.integers(4, 97, rng.integers(1, 4)) for _ in range(3)]
+    episodes: list[Episode] = []
+    for row in range(rows):
+        before = [e for e in episodes if e.num_sampled > 1]
+        if before and row % 3:
+            other = before[rng.integers(len(before))]
+            cut = int(rng.integers(int(np.argmax(other.sampled)), len(other.token_ids) + 1))
+            ids, sampled = other.token_ids[:cut], other.sampled[:cut]
+        else:
+            ids = np.concatenate([instructions, prompts[row % 3]])
+            sampled = np.zeros(len(ids), np.bool_)
+        more = int(rng.integers(0 if sampled.any() else 1, 7))
+        new = rng.random(more) < 0.7 if agents else np.ones(more, np.bool_)
+        if not sampled.any():
+            new[0] = True
+        ids, sampled = np.concatenate([ids, rng.integers(4, 97, more)]), np.concatenate([sampled, new])
+        logprobs = np.where(sampled, rng.normal(-4, 0.4, len(ids)), 0).astype(np.float32)
+        kept = None
+        if supports:
+            choices = [np.unique([*rng.integers(4, 97, 2), token]) for token in ids[sampled]]
+            kept = Support(np.concatenate(choices), np.cumsum([0, *map(len, choices)]))
+        episodes.append(Episode(ids, sampled, logprobs, "", "stop", 1, kept))
+    exists, old = sampled_of(episodes)
+    advantages = np.where(exists, rng.normal(size=exists.shape), 0).astype(np.float32)
+    masked = exists & (rng.random(exists.shape) < 0.15)
+    return Batch(tuple(episodes), np.arange(rows) // 3, advantages, exists & ~masked, old, {"validity_mask": masked})
+
+
+def run(learner: Learner, batch: Batch, loss_type: str = "grpo", correction: Any = None, **options: Any) -> Found:
+    objective = make_objective(loss_type, **options)
+    rows = np.arange(len(batch.episodes))
+    settings: dict[str, Any] = {"temperature": TEMPERATURE, "max_completion_length": 12, "correction": correction}
+    logp, entropy = learner.scores(batch, rows, temperature=TEMPERATURE, entropy=True)
+    if objective.estimates_kl:
+        settings["reference"], _ = learner.scores(batch, rows, temperature=TEMPERATURE, reference=True)
+    if objective.loss.select is not None:
+        settings["selected"] = objective.select(logp, batch.old_logprobs, batch.advantages, batch.mask, entropy)
+    found = learner.forward_backward(batch, rows, objective, **settings)
+    np.testing.assert_allclose(found.logp, logp, rtol=0, atol=2e-6)
+    return found, grads_of(learner.policy)
+
+
+def assert_same(ours: Found, theirs: Found) -> None:
+    (mine, grads), (other, expected) = ours, theirs
+    np.testing.assert_array_equal(mine.scored, other.scored)
+    for name in ("logp", "entropy", "kl"):
+        if getattr(other, name) is not None:
+            np.testing.assert_allclose(getattr(mine, name), getattr(other, name), rtol=1e-5, atol=1e-6)
+    assert mine.metrics == pytest.approx(other.metrics, rel=1e-5, abs=1e-6)
+    largest = max(float(g.abs().max()) for g in expected.values())
+    assert largest > 0
+    torch.testing.assert_close(grads, expected, rtol=0, atol=1e-5 * largest)
+
+
+@cache
+def learner_in(way: str) -> Learner:
+    return learner_of(**WAYS[way])
+
+
+@pytest.fixture(scope="module")
+def alone() -> Learner:
+    return learner_of(prefix_sharing=False, tokens_per_micro_batch=1)
+
+
+@pytest.mark.parametrize(
+    ("objective", "way"),
+    [
+        pytest.param(name, way, marks=() if name in TELLING[:1] or (way == "walked" and name in TELLING) else SLOW)
+        for name in OBJECTIVES
+        for way in WAYS
+        if name in TELLING or way in ("whole", "walked")
+    ],
+)
+def test_every_objective_is_that_of_one_sequence_at_a_time(objective: str, way: str, alone: Learner) -> None:
+    ours = run(learner_in(way), tree_batch(0), **OBJECTIVES[objective])
+    assert_same(ours, run(alone, tree_batch(0), **OBJECTIVES[objective]))
+    tokens = ours[0].tokens
+    assert (tokens.computed == tokens.unique) == (way != "cut")
+    assert tokens.raw > 2 * tokens.unique
+
+
+@pytest.mark.parametrize("way", [pytest.param("whole", marks=SLOW), "walked"])
+@pytest.mark.parametrize("use_peft", [True, pytest.param(False, marks=SLOW)], ids=["lora", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_with_windows_and_soft_caps(family: str, use_peft: bool, way: str) -> None:
+    ways = (WAYS[way], {"prefix_sharing": False, "tokens_per_micro_batch": 1})
+    learners = (learner_of(family, use_peft=use_peft, **each) for each in ways)
+    assert_same(*(run(each, tree_batch(1), "dapo", beta=0.1, kl_estimator="exact") for each in learners))
+
+
+@pytest.mark.parametrize("way", ["walked", *(pytest.param(way, marks=SLOW) for way in WAYS if way != "walked")])
+def test_kept_supports(way: str, alone: Learner) -> None:
+    """Equal tokens that were drawn from other ids have other probabilities, and are scored apart."""
+    batch = tree_batch(2, supports=True)
+    for objective in ({}, {"beta": 0.1, "kl_estimator": "exact"}, {"entropy_coef": 0.05}):
+        assert_same(run(learner_in(way), batch, **objective), run(alone, batch, **objective))
+
+
+@pytest.mark.parametrize("way", [pytest.param("whole", marks=SLOW), "walked"])
+def test_slower_ways_give_the_same(way: str, alone: Learner) -> None:
+    expected = run(alone, tree_batch(3), beta=0.1)
+    for checkpointing, fused in ((True, True), (False, False), (True, False)):
+        learner = learner_of(gradient_checkpointing=checkpointing, fused_layers=fused, **WAYS[way])
+        assert_same(run(learner, tree_batch(3), beta=0.1), expected)
+
+
+@pytest.mark.parametrize("seed", [4, 5, *(pytest.param(seed, marks=SLOW) for seed in range(6, 12))])
+def test_random_trees_at_random_budgets(seed: int, alone: Learner) -> None:
+    batch = tree_batch(seed, rows=20, agents=bool(seed % 2))
+    budget = int(np.random.default_rng(seed).integers(1, 60))
+    ours = run(learner_of(tokens_per_micro_batch=budget), batch, "cispo", beta=0.05)
+    assert_same(ours, run(alone, batch, "cispo", beta=0.05))
+
+
+@pytest.mark.parametrize("kind", ["adapter", pytest.param("copy", marks=SLOW)])
+def test_trained_heads_where_a_trunk_scores_nothing(kind: str) -> None:
+    """Prompts that part inside are trunks without a target: their backward begins at nothing but their followers."""
+    options: dict[str, Any] = {"target_modules": ["q_proj", "k_proj", "v_proj", "lm_head"]}
+    if kind == "copy":
+        options = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
+    found = []
+    for shared, budget in ((True, 12), (False, 1)):
+        model, config = tiny_model("llama", tie_word_embeddings=False), LoraConfig(r=2, **options)
+        learner = learner_of(model=model, lora_config=config, prefix_sharing=shared, tokens_per_micro_batch=budget)
+        found.append(run(learner, tree_batch(0), beta=0.1))
+    assert_same(*found)
+
+
+def test_rotations_that_depend_on_the_length_share_nothing_and_run_row_by_row() -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 12}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [1.5, 2.0, 3.0, 4.0]}
+    config = LlamaConfig(**(tiny_model("llama").config.to_dict() | {"rope_parameters": rope}))
+    torch.manual_seed(0)
+    policy = Policy.load(LlamaForCausalLM(config), tiny_tokenizer(), lora_r=4, seed=3)
+    assert policy.prefix_sharing_obstacle == "rope type 'longrope' depends on the sequence length"
+    batch = tree_batch(0)
+    assert max(len(episode.token_ids) for episode in batch.episodes) > 14
+    for budget in (10_000, 16):
+        learner = Learner(policy, learning_rate=1e-2, tokens_per_micro_batch=budget)
+        logp, _ = learner.scores(batch, np.arange(len(batch.episodes)), temperature=TEMPERATURE)
+        for row, episode in enumerate(batch.episodes):
+            at = np.flatnonzero(episode.sampled)
+            with torch.no_grad():
+                logits = policy.model(torch.from_numpy(episode.token_ids[None, : at[-1]])).logits[0] / TEMPERATURE
+            own = logits.log_softmax(-1)[torch.from_numpy(at - 1), torch.from_numpy(episode.token_ids[at])]
+            np.testing.assert_allclose(logp[row, : len(at)], own.numpy(), rtol=0, atol=1e-5)
+
+
+def test_equal_completions_are_computed_once_and_counted_as_often_as_they_are(alone: Learner) -> None:
+    batch = tree_batch(0, rows=1)
+    whole = (batch.advantages, batch.mask | batch.excluded["validity_mask"], batch.old_logprobs)
+    advantages, mask, old = (np.repeat(x, 4, 0) for x in whole)
+    advantages *= np.arange(1, 5, dtype=np.float32)[:, None]
+    four = Batch(batch.episodes * 4, np.zeros(4, np.int64), advantages, mask, old)
+    ours = run(learner_of(), four)
+    assert_same(ours, run(alone, four))
+    one = np.flatnonzero(batch.episodes[0].sampled)[-1]
+    tokens = ours[0].tokens
+    assert (tokens.raw, tokens.unique, tokens.computed) == (4 * one, one, one)

@@ -10,11 +10,10 @@ import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
-from byte_tokenizer import byte_tokenizer
 from safetensors.torch import load_file, save_file
-from tiny_models import CHATML, END, END_ID, PAD_ID, tiny_model, tiny_tokenizer
+from tiny_models import CHATML, END, END_ID, PAD_ID, byte_tokenizer, tiny_model, tiny_tokenizer
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from covey.errors import ModelError
 from covey.pytorch.models import loading
@@ -23,6 +22,9 @@ from covey.pytorch.models.lora import attach_lora, save_adapter
 from covey.pytorch.models.saving import _SPLITS, write_gguf
 
 TOKENS = torch.arange(4, 12)[None]
+QWEN2 = next(split for split, name in _SPLITS.items() if name == "qwen2")
+LLAMA3 = next(split for split, name in _SPLITS.items() if name == "llama-bpe")
+TEXT = "<|im_start|>Is the <tool> 12345 they'd use?<|im_end|>\n  é 🙂"
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Llama as llama.cpp would write it, with a byte-level tokenizer."""
-    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    write_as_llama_cpp(tiny_model("llama", vocab_size=260), path)
-    return path
-
-
-def write_as_llama_cpp(model: PreTrainedModel, path: Path) -> None:
+    path, model = tmp_path_factory.mktemp("gguf") / "tiny.gguf", tiny_model("llama", vocab_size=260)
     config: Any = model.config
     writer = gguf.GGUFWriter(str(path), "llama")
     letters = [chr(code) for code in range(33, 127)] + [chr(0x100 + n) for n in range(161)] + ["ab"]
@@ -74,6 +71,7 @@ def write_as_llama_cpp(model: PreTrainedModel, path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return path
 
 
 def logits(model: nn.Module) -> Tensor:
@@ -85,9 +83,7 @@ def test_a_saved_folder(folder: Path) -> None:
     loaded = load_model(folder)
     assert torch.equal(logits(loaded.model), logits(tiny_model("llama")))
     assert not loaded.model.training
-    assert loaded.tokenizer.pad_token_id == PAD_ID
-    assert loaded.eos_token_ids == (END_ID,)
-    assert loaded.source == str(folder)
+    assert (loaded.tokenizer.pad_token_id, loaded.eos_token_ids, loaded.source) == (PAD_ID, (END_ID,), str(folder))
 
 
 def test_a_gguf_file_becomes_a_model_that_can_be_trained_and_saved(
@@ -113,8 +109,7 @@ def test_a_gguf_file_becomes_a_model_that_can_be_trained_and_saved(
 
 
 def test_a_package_is_found_and_not_imported(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "covey_test_weights"
-    package.mkdir()
+    (package := tmp_path / "covey_test_weights").mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
     (package / "one.gguf").write_bytes(gguf_file.read_bytes())
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -168,19 +163,14 @@ def test_weights_that_are_missing_are_not_made_up(folder: Path, tmp_path: Path) 
             load_model(tmp_path)
 
 
-def test_a_missing_tokenizer(tmp_path: Path, folder: Path) -> None:
-    tiny_model("llama").save_pretrained(tmp_path)
+def test_a_missing_tokenizer_and_a_built_model(tmp_path: Path, folder: Path) -> None:
+    model, tokenizer = tiny_model("llama"), tiny_tokenizer()
+    model.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="tokenizer cannot be loaded"):
         load_model(tmp_path)
     assert load_model(tmp_path, folder).tokenizer.eos_token == END
-
-
-def test_a_built_model() -> None:
-    model, tokenizer = tiny_model("llama"), tiny_tokenizer()
     loaded = load_model(model.train(), tokenizer)
-    assert loaded.model is model
-    assert not model.training
-    assert loaded.tokenizer is tokenizer
+    assert (loaded.model, loaded.tokenizer, model.training) == (model, tokenizer, False)
     assert load_model(model, tokenizer, dtype="bfloat16").model.dtype == torch.bfloat16
     with pytest.raises(ModelError, match="pass the tokenizer along"):
         load_model(model)
@@ -195,11 +185,6 @@ def test_every_end_of_sequence_token_counts_and_a_tokenizer_without_padding_gets
     tokenizer.eos_token = "a"  # the template still ends turns with <|im_end|>
     expected = sorted({7, 9, tokenizer.convert_tokens_to_ids("a"), END_ID})
     assert load_model(model, tokenizer).eos_token_ids == tuple(expected)
-
-
-QWEN2 = next(split for split, name in _SPLITS.items() if name == "qwen2")
-LLAMA3 = next(split for split, name in _SPLITS.items() if name == "llama-bpe")
-TEXT = "<|im_start|>Is the <tool> 12345 they'd use?<|im_end|>\n  é 🙂"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_helpers import Largest
+from learner_cases import LiveMemory
 from torch import Tensor, nn
 
 from covey.pytorch import products
@@ -14,6 +14,15 @@ from covey.pytorch.logprobs import Head, ReferenceDistribution, score_tokens
 from covey.types import Support
 
 S, D, V = 7, 5, 11
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "bias": {"bias": True, "temperature": 1.3},
+    "softcap": {"softcap": 2.0, "temperature": 0.7},
+    "scale": {"scale": 0.25, "bias": True},
+    "support": {"support": True, "temperature": 0.7},
+    "everything": {"softcap": 3.0, "scale": 1.5, "bias": True, "support": True, "temperature": 0.8},
+}
 
 
 def make(*, bias: bool = False, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -34,12 +43,7 @@ def a_support(targets: Tensor) -> Support:
 
 
 def textbook(
-    hidden: Tensor,
-    targets: Tensor,
-    head: Head,
-    temperature: float,
-    support: Support | None,
-    reference: ReferenceDistribution | None,
+    hidden: Tensor, targets: Tensor, head: Head, temperature: float, support: Support | None, reference: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The definitions of ALGORITHMS.md, one row after the other."""
 
@@ -76,17 +80,6 @@ def reference_of(head: Head, kind: Any) -> ReferenceDistribution:
     return ReferenceDistribution(make(seed=6)[0].detach(), other.logits, kind)
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "temperature": {"temperature": 0.7},
-    "bias": {"bias": True, "temperature": 1.3},
-    "softcap": {"softcap": 2.0, "temperature": 0.7},
-    "scale": {"scale": 0.25, "bias": True},
-    "support": {"support": True, "temperature": 0.7},
-    "everything": {"softcap": 3.0, "scale": 1.5, "bias": True, "support": True, "temperature": 0.8},
-}
-
-
 @pytest.mark.parametrize("kind", [None, "exact", "exact_weighted"])
 @pytest.mark.parametrize("trainable", ["hidden", "head", "module"])
 @pytest.mark.parametrize("case", CASES)
@@ -95,12 +88,11 @@ def test_values_and_gradients_are_the_textbook_ones(case: str, trainable: str, k
     hidden, targets, weight, bias = make(bias=options.get("bias", False))
     temperature = options.get("temperature", 1.0)
     support = a_support(targets) if options.get("support") else None
-    leaves = [hidden]
+    leaves = own_leaves = [hidden]
     if trainable != "hidden":
         leaves += [x.requires_grad_() for x in (weight, bias) if x is not None]
     scale, softcap = options.get("scale", 1.0), options.get("softcap")
     head = plain_head = Head(weight, bias, scale, softcap)
-    own_leaves = leaves
     if trainable == "module":
         linear = nn.Linear(D, V, bias=bias is not None, dtype=torch.float64)
         linear.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
@@ -135,7 +127,7 @@ def test_finite_differences(head_is_trained: bool) -> None:
     assert torch.autograd.gradcheck(scores, inputs)
 
 
-def test_a_uniform_distribution_by_hand() -> None:
+def test_a_uniform_distribution_and_a_support_of_one_id_by_hand() -> None:
     """Zero hidden states: probability 1/V, entropy log V, divergence 0 from itself."""
     zeros, head = torch.zeros(2, D), Head(torch.randn(V, D))
     reference = ReferenceDistribution(zeros, head.logits)
@@ -143,9 +135,6 @@ def test_a_uniform_distribution_by_hand() -> None:
     torch.testing.assert_close(scores.logp, torch.full((2,), -math.log(V)))
     torch.testing.assert_close(scores.entropy, torch.full((2,), math.log(V)))
     assert scores.exact_kl.abs().max() < 1e-6
-
-
-def test_a_support_of_one_id_leaves_no_choice() -> None:
     hidden, targets, weight, _ = make()
     only = Support(targets.numpy(), np.arange(S + 1))
     scores = score_tokens(hidden, targets, Head(weight), support=only, entropy=True, entropy_grad=True)
@@ -160,12 +149,6 @@ def test_temperature_zero_is_scored_at_one_and_chunks_do_not_show() -> None:
     for rows in (1, 2, 7, 100):
         parts = score_tokens(hidden, targets, Head(weight), entropy=True, chunk_rows=rows)
         torch.testing.assert_close((parts.logp, parts.entropy), (whole.logp, whole.entropy), rtol=1e-12, atol=1e-12)
-
-
-def test_nothing_to_score() -> None:
-    for head in (Head(torch.randn(V, D)), Head(None, module=nn.Linear(D, V))):
-        hidden = torch.zeros(0, D, requires_grad=True)
-        assert score_tokens(hidden, torch.zeros(0, dtype=torch.long), head, entropy=True).logp.shape == (0,)
 
 
 def test_half_precision_is_accumulated_in_float32() -> None:
@@ -187,14 +170,17 @@ def test_logits_never_exist_whole(kind: str) -> None:
     weight = torch.randn(vocabulary, width, requires_grad=kind == "trained")
     head = Head(None, module=nn.Linear(width, vocabulary)) if kind == "module" else Head(weight)
     reference = ReferenceDistribution(hidden.detach(), Head(weight.detach()).logits)
-    with Largest() as largest:
+    with LiveMemory() as memory:
         scores = score_tokens(hidden, targets, head, entropy=True, reference=reference, chunk_rows=rows)
         (scores.logp.sum() + scores.exact_kl.sum()).backward()
-    assert rows * vocabulary <= largest.numel <= 2 * rows * vocabulary < tokens * vocabulary
+    assert rows * vocabulary <= memory.largest <= 2 * rows * vocabulary < tokens * vocabulary
 
 
-def test_nothing_is_kept_without_gradients() -> None:
+def test_nothing_is_kept_without_gradients_and_there_may_be_nothing_to_score() -> None:
     hidden, targets, weight, _ = make()
+    for head in (Head(torch.randn(V, D)), Head(None, module=nn.Linear(D, V))):
+        none = torch.zeros(0, D, requires_grad=True)
+        assert score_tokens(none, torch.zeros(0, dtype=torch.long), head, entropy=True).logp.shape == (0,)
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
             scores = score_tokens(hidden, targets, Head(weight), entropy=True)
@@ -231,8 +217,7 @@ def test_equal_to_float64(library: bool, rows: int, inner: int, outer: int) -> N
 
 def test_wide_results_are_written_in_parts(library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_COLUMNS", 64)
-    x, weight = drawn(9, 20), drawn(150, 20)
-    out = torch.empty(9, 150)
+    x, weight, out = drawn(9, 20), drawn(150, 20), torch.empty(9, 150)
     assert products.product_into(out, x, weight.T) is out
     torch.testing.assert_close(out, x @ weight.T)
 
@@ -245,7 +230,7 @@ def test_what_is_differentiated_has_its_gradient(library: bool) -> None:
     torch.testing.assert_close(weight.grad, 2 * y.T @ x.detach())
 
 
-def test_a_bias_may_be_a_view_and_may_be_trained(library: bool) -> None:
+def test_a_bias_may_be_a_view_and_trained_and_nothing_and_other_types_are_left_to_torch(library: bool) -> None:
     x, weight, wide = drawn(4, 8), drawn(10, 8), drawn(20).requires_grad_()
     found = products.linear(x, weight, wide[::2])
     torch.testing.assert_close(found, x @ weight.T + wide[::2])
@@ -253,8 +238,5 @@ def test_a_bias_may_be_a_view_and_may_be_trained(library: bool) -> None:
     found.sum().backward()
     assert wide.grad[::2].tolist() == [4.0] * 10
 
-
-def test_nothing_and_other_types_are_left_to_torch(library: bool) -> None:
     assert products.linear(drawn(0, 4), drawn(3, 4)).shape == (0, 3)
-    wide = products.product(drawn(2, 4).double(), drawn(4, 3).double())
-    assert wide.dtype == torch.float64
+    assert products.product(drawn(2, 4).double(), drawn(4, 3).double()).dtype == torch.float64

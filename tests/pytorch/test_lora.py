@@ -1,7 +1,8 @@
-"""Adapters are PEFT's own in numbers and files; the leaner layer computes the same."""
+"""Adapters are PEFT's own in numbers and files; the reference is the starting policy until its rule says otherwise."""
 
 import copy
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,19 @@ from tiny_models import tiny_model, trained
 from torch import Tensor, nn
 
 from covey.adapters import CONFIG_FILE, WEIGHTS_FILE
-from covey.errors import ModelError
+from covey.errors import ConfigError, ModelError
 from covey.pytorch.models import lora
 from covey.pytorch.models.lora import adapters_off, attach_adapter, attach_lora, load_adapter, save_adapter
+from covey.pytorch.reference import Reference
 
 TOKENS = torch.arange(4, 16).view(2, 6)
 
 
 def adapted(family: str = "llama", *, seed: int = 0, filled: bool = True, **options: Any) -> PeftModel:
     model = attach_lora(tiny_model(family), r=4, alpha=8, seed=seed, **options)
-    if filled:
-        generator = torch.Generator().manual_seed(seed + 1)
-        for parameter in trained(model).values():
-            parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    generator = torch.Generator().manual_seed(seed + 1)
+    for parameter in trained(model).values() if filled else ():
+        parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
     return model
 
 
@@ -81,7 +82,7 @@ def test_dropout_goes_through_peft() -> None:
     assert not torch.allclose(first, model(TOKENS).logits)
 
 
-def test_a_fresh_adapter_changes_nothing_and_depends_on_its_seed_alone() -> None:
+def test_what_is_trained_and_a_fresh_adapter_changes_nothing_and_depends_on_its_seed_alone() -> None:
     torch.manual_seed(123)
     one = adapted(seed=7, filled=False)
     torch.manual_seed(456)
@@ -91,13 +92,8 @@ def test_a_fresh_adapter_changes_nothing_and_depends_on_its_seed_alone() -> None
     three = adapted(seed=8, filled=False)
     assert torch.equal(one(TOKENS).logits, tiny_model("llama")(TOKENS).logits)
     names = [name for name in trained(one) if "lora_A" in name]
-    assert names
-    for name in names:
-        assert torch.equal(trained(one)[name], trained(two)[name])
-        assert not torch.equal(trained(one)[name], trained(three)[name])
-
-
-def test_what_is_trained() -> None:
+    assert {torch.equal(trained(one)[name], trained(two)[name]) for name in names} == {True}
+    assert {torch.equal(trained(one)[name], trained(three)[name]) for name in names} == {False}
     assert all(".q_proj.lora_" in name for name in trained(adapted(target_modules=["q_proj"])))
     own = attach_lora(tiny_model("llama"), config=LoraConfig(r=2, target_modules=["v_proj"]))
     assert all(".v_proj.lora_" in name for name in trained(own))
@@ -137,31 +133,23 @@ def test_saved_adapters_are_read_by_peft_and_by_us(tmp_path: Path) -> None:
 
 
 def test_an_adapter_for_another_model_is_refused_before_anything_changes(tmp_path: Path) -> None:
-    for name, model, options in (
-        ("wide", {"hidden_size": 64}, {}),
-        ("deep", {"num_layers": 3}, {}),
-        ("rank", {}, {"r": 2}),
-        ("few", {}, {"target_modules": ["q_proj"]}),
+    wide = r"down_proj: the adapter is for a layer of \(64, 128\), the model's is \(32, 64\)"
+    for sizes, options, attached, loaded in (
+        ({"hidden_size": 64}, {}, wide, r"is \[4, 64\], the model's is \[4, 32\]"),
+        ({"num_layers": 3}, {}, r"has no model\.layers\.2", "unexpected"),
+        ({}, {"r": 2}, None, "its r is 2"),
+        ({}, {"target_modules": ["q_proj"]}, None, "lacks"),
     ):
-        save_adapter(attach_lora(tiny_model("llama", **model), **{"r": 4, "alpha": 8} | options), tmp_path / name)
-    for name, reason in (
-        ("wide", r"down_proj: the adapter is for a layer of \(64, 128\), the model's is \(32, 64\)"),
-        ("deep", r"has no model\.layers\.2"),
-    ):
-        bare = tiny_model("llama")
-        with pytest.raises(ModelError, match=reason):
-            attach_adapter(bare, tmp_path / name)
-        assert not any("lora" in key for key in bare.state_dict())
-    for name, reason in (
-        ("wide", r"is \[4, 64\], the model's is \[4, 32\]"),
-        ("deep", "unexpected"),
-        ("rank", "its r is 2"),
-        ("few", "lacks"),
-    ):
+        save_adapter(attach_lora(tiny_model("llama", **sizes), **{"r": 4, "alpha": 8} | options), tmp_path)
+        if attached:
+            bare = tiny_model("llama")
+            with pytest.raises(ModelError, match=attached):
+                attach_adapter(bare, tmp_path)
+            assert not any("lora" in key for key in bare.state_dict())
         model = adapted()
         before = {key: value.clone() for key, value in model.state_dict().items()}
-        with pytest.raises(ModelError, match=reason):
-            load_adapter(model, tmp_path / name)
+        with pytest.raises(ModelError, match=loaded):
+            load_adapter(model, tmp_path)
         assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
@@ -198,3 +186,122 @@ def test_damaged_and_pickled_adapters_are_refused(tmp_path: Path) -> None:
         damage()
         with pytest.raises(ModelError, match=words):
             load_adapter(model, tmp_path)
+
+
+def build(lora: bool) -> nn.Module:
+    return attach_lora(tiny_model("llama"), r=2) if lora else tiny_model("llama")
+
+
+def take_a_step(model: nn.Module, amount: float = 0.1) -> None:
+    for parameter in trained(model).values():
+        parameter.data.add_(amount)
+
+
+def logits(model: nn.Module, reference: Reference | None = None) -> Tensor:
+    with torch.no_grad(), reference.active() if reference else nullcontext():
+        return model(TOKENS).logits  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("lora", "from_current"), [(True, False), (False, False), (True, True)])
+def test_it_stays_the_starting_policy(lora: bool, from_current: bool) -> None:
+    model = build(lora)
+    if from_current:  # a starting adapter
+        take_a_step(model)
+    start = logits(model)
+    reference = Reference(model, from_current=from_current)
+    assert reference.is_base_model == (lora and not from_current)
+    take_a_step(model)
+    after = logits(model)
+    assert not torch.allclose(after, start)
+    assert torch.equal(logits(model, reference), start)
+    assert torch.equal(logits(model), after)
+    assert reference.after_step(1) is False
+    assert torch.equal(logits(model, reference), start)
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_copy_every_two_steps(lora: bool) -> None:
+    model = build(lora)
+    reference = Reference(model, update="copy", every=2)
+    for step in (1, 2, 3, 4):
+        take_a_step(model)
+        assert reference.after_step(step) == (step % 2 == 0)
+        own, old = logits(model), logits(model, reference)
+        assert torch.equal(own, old) if step % 2 == 0 else not torch.allclose(own, old)
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_the_moving_average_by_hand(lora: bool) -> None:
+    """Start at x, policy at x + 1 after the step, decay 0.75: reference x + 0.25, then x + 0.4375."""
+    model = build(lora)
+    start = {name: p.detach().clone() for name, p in trained(model).items()}
+    reference = Reference(model, update="ema", ema_decay=0.75)
+    take_a_step(model, 1.0)
+    for step, moved in ((1, 0.25), (2, 0.4375)):
+        assert reference.after_step(step)
+        for name, value in reference.state_dict().items():
+            torch.testing.assert_close(value, start[name] + moved, rtol=1e-5, atol=1e-5)
+
+
+def test_a_graph_built_before_is_walked_with_its_own_weights() -> None:
+    found = []
+    for use_reference_between in (False, True):
+        model = build(False)
+        reference = Reference(model)
+        take_a_step(model)
+        loss = model(TOKENS).logits.square().mean()
+        if use_reference_between:
+            logits(model, reference)
+        loss.backward()
+        found.append({name: p.grad for name, p in trained(model).items()})
+    plain, between = found
+    assert all(torch.equal(grad, between[name]) for name, grad in plain.items())
+
+
+def test_no_gradients_inside_and_tied_weights_return_after_an_error() -> None:
+    model: Any = tiny_model("llama", tie_word_embeddings=True)
+    reference = Reference(model)
+    take_a_step(model)
+    before = logits(model)
+    with reference.active():
+        assert not torch.is_grad_enabled()
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+    with pytest.raises(KeyError), reference.active():
+        raise KeyError
+    assert torch.is_grad_enabled()
+    assert torch.equal(logits(model), before)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("update", ["none", "copy", "ema"])
+def test_it_resumes_to_the_same_numbers(lora: bool, update: Any) -> None:
+    model = build(lora)
+    reference, resumed = (Reference(model, update=update, every=2) for _ in range(2))
+    for step in (1, 2, 3):
+        take_a_step(model)
+        reference.after_step(step)
+    resumed.load_state_dict(reference.state_dict())
+    assert resumed.is_base_model == reference.is_base_model
+    take_a_step(model)
+    assert reference.after_step(4) == resumed.after_step(4)
+    assert torch.equal(logits(model, reference), logits(model, resumed))
+
+
+def test_what_is_wrong_is_named_and_a_run_without_a_reference_holds_no_copy() -> None:
+    reference = Reference(build(False))
+    broken = {**reference.state_dict(), next(iter(reference.state_dict())): torch.zeros(1)}
+    for state, words in (({}, "tensors missing"), (broken, "the model's is")):
+        with pytest.raises(ModelError, match=words):
+            reference.load_state_dict(state)
+    every = ({"every": 0}, "reference_update_steps=0")
+    update, decay = ({"update": "sometimes"}, "update='sometimes'"), ({"ema_decay": 1.0}, r"reference_ema_decay=1\.0")
+    for settings, words in (every, update, decay):
+        with pytest.raises(ConfigError, match=words):
+            Reference(build(True), **settings)
+
+    reference = Reference(build(False), needed=False, update="ema")
+    assert (reference.state_dict(), reference.after_step(1)) == ({}, False)
+    reference.load_state_dict({})
+    with pytest.raises(ModelError, match="needs_reference"), reference.active():
+        pass

@@ -21,6 +21,22 @@ from covey.pytorch.footprint import Shape, build_empty
 from covey.training.checkup import Recipe, dtype_of
 
 DOCS = Path(__file__).parents[2] / "docs"
+DEVICES = (12, 24, 48, 80, 141)
+CHECKPOINTING: dict[str, Any] = {"gradient_checkpointing": True}
+ALL_WEIGHTS = CHECKPOINTING | {"use_peft": False, "autocast": "bfloat16"}
+WAYS: dict[str, dict[str, Any]] = {
+    "LoRA": {},
+    "LoRA, checkpointing": CHECKPOINTING,
+    "LoRA, checkpointing, sampler elsewhere": CHECKPOINTING | {"samplers": 1},
+    "LoRA on `nf4`, the same": CHECKPOINTING | {"samplers": 1, "quantization": "nf4"},
+    "all weights, checkpointing": ALL_WEIGHTS,
+    "the same with `optim.offload`": ALL_WEIGHTS | {"offload": True},
+}
+MODELS = {"llama": "Llama 2 and 3, SmolLM2, TinyLlama", "qwen2": "Qwen2, Qwen2.5", "qwen3": "Qwen3"}
+MODELS |= {"mistral": "Mistral 7B", "gemma2": "Gemma 2", "gemma3": "Gemma 3 270M and 1B", "phi3": "Phi-3 4k, Phi-4"}
+MODELS |= {"phi3_long": "Phi-3 128k, Phi-4-mini", "granite": "Granite 3", "smollm3": "SmolLM3", "olmo2": "OLMo-2"}
+MODELS |= {"glm": "GLM-4 9B of 2024", "glm4": "GLM-4 0414", "qwen3_moe": "Qwen3 30B-A3B and 235B-A22B"}
+MODELS |= {"gpt_oss": "GPT-OSS", "gpt2": "GPT-2"}
 
 
 def drawn(rows: list[list[str]], left: int = 99) -> str:
@@ -31,9 +47,6 @@ def drawn(rows: list[list[str]], left: int = 99) -> str:
         "| " + " | ".join(f"{row[i]:{'<' if i < left else '>'}{width}}" for i, width in enumerate(widths)) + " |"
         for row in [rows[0], rules, *rows[1:]]
     )
-
-
-DEVICES = (12, 24, 48, 80, 141)
 
 
 def model(kind: Any, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> Any:
@@ -52,16 +65,6 @@ SIZES = {
     "32B (Qwen2.5-32B)": model(Qwen2Config, 5120, 27648, 64, 40, 8, 152064),
     "70B (Llama 3.1 70B)": model(LlamaConfig, 8192, 28672, 80, 64, 8, 128256),
 }
-CHECKPOINTING: dict[str, Any] = {"gradient_checkpointing": True}
-ALL_WEIGHTS = CHECKPOINTING | {"use_peft": False, "autocast": "bfloat16"}
-WAYS: dict[str, dict[str, Any]] = {
-    "LoRA": {},
-    "LoRA, checkpointing": CHECKPOINTING,
-    "LoRA, checkpointing, sampler elsewhere": CHECKPOINTING | {"samplers": 1},
-    "LoRA on `nf4`, the same": CHECKPOINTING | {"samplers": 1, "quantization": "nf4"},
-    "all weights, checkpointing": ALL_WEIGHTS,
-    "the same with `optim.offload`": ALL_WEIGHTS | {"offload": True},
-}
 
 
 def cells(name: str, shapes: dict[bool, Shape], way: str) -> list[str]:
@@ -73,24 +76,13 @@ def cells(name: str, shapes: dict[bool, Shape], way: str) -> list[str]:
     return [name, way, *(f"{tokens:,}" if tokens >= 128 else "-" for tokens in rounded)]
 
 
-def shape_of(config: Any, use_peft: bool) -> Shape:
-    dtype = dtype_of(GRPOConfig(use_peft=use_peft))
-    return Shape.of(build_empty(config, dtype, r=16) if use_peft else build_empty(config, dtype))
-
-
 def what_fits() -> str:
     rows = [["model", "trained", *(f"{size} GB" for size in DEVICES)]]
+    lora, whole = (dtype_of(GRPOConfig(use_peft=use_peft)) for use_peft in (True, False))
     for name, config in SIZES.items():
-        shapes = {use_peft: shape_of(config, use_peft) for use_peft in (True, False)}
+        shapes = {True: Shape.of(build_empty(config, lora, r=16)), False: Shape.of(build_empty(config, whole))}
         rows += [cells(name, shapes, way) for way in WAYS]
     return drawn(rows, left=2)
-
-
-MODELS = {"llama": "Llama 2 and 3, SmolLM2, TinyLlama", "qwen2": "Qwen2, Qwen2.5", "qwen3": "Qwen3"}
-MODELS |= {"mistral": "Mistral 7B", "gemma2": "Gemma 2", "gemma3": "Gemma 3 270M and 1B", "phi3": "Phi-3 4k, Phi-4"}
-MODELS |= {"phi3_long": "Phi-3 128k, Phi-4-mini", "granite": "Granite 3", "smollm3": "SmolLM3", "olmo2": "OLMo-2"}
-MODELS |= {"glm": "GLM-4 9B of 2024", "glm4": "GLM-4 0414", "qwen3_moe": "Qwen3 30B-A3B and 235B-A22B"}
-MODELS |= {"gpt_oss": "GPT-OSS", "gpt2": "GPT-2"}
 
 
 def row(family: str) -> list[str]:

@@ -69,7 +69,7 @@ def error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
     return (off / sum(float(value.square().sum()) for value in truth.values())) ** 0.5
 
 
-def test_eight_bits_by_hand() -> None:
+def test_eight_bits_and_bytes_by_hand() -> None:
     """Each row is rounded to 127 steps of its largest number: 0.5 becomes 64 steps of 1/127, -0.002 none."""
     expected = torch.tensor([[1.0, 64 / 127], [-0.5, -0.5 / 127]])
     for kind in ("int8", "torchao_int8"):
@@ -78,9 +78,7 @@ def test_eight_bits_by_hand() -> None:
         # bitsandbytes' -0.002 is 0.508 steps, torchao's scale is 1/127.5, as the 8 bits reach down to -128
         torch.testing.assert_close(dequantised(quantised(layer, kind)[0]), expected, atol=4.5e-3, rtol=0)
 
-
-def test_bytes_by_hand() -> None:
-    """64 x 64 numbers: 4 bits each, a scale of 8 bits for each 64, and one of 32 bits for 256 of those."""
+    # 64 x 64 numbers: 4 bits each, a scale of 8 bits for each 64, and one of 32 bits for 256 of those
     four, eight, theirs = (quantised(nn.Linear(64, 64, bias=False), kind)[0] for kind in KINDS)
     state, scales = four.weight.quant_state, eight.weight.SCB if eight.state.SCB is None else eight.state.SCB
     assert (four.weight.nbytes, state.absmax.nbytes, state.state2.absmax.nbytes) == (2048, 64, 4)
@@ -102,10 +100,8 @@ def test_four_bits_are_the_quantiles_of_the_paper() -> None:
     assert torch.equal(model[0].bias, bias)
 
 
-@pytest.mark.parametrize(
-    "family",  # windows and soft caps; without bias, with bias
-    ["gemma2", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "qwen2"))],
-)
+# with windows and soft caps; without bias, with bias
+@pytest.mark.parametrize("family", ["gemma2", *(pytest.param(x, marks=pytest.mark.slow) for x in ("llama", "qwen2"))])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_policy_is_the_one_on_what_its_weights_stand_for(kind: str, family: str) -> None:
     policy = policy_of(kind, family)
@@ -133,12 +129,11 @@ def test_a_bfloat16_base_has_float32_adapters_and_keeps_its_gradient_after_scori
     assert 0 < error(found, truth) < 2 * error(own, truth)
 
 
+@torch.no_grad()
 def test_a_token_does_not_depend_on_what_follows() -> None:
     """By itself bitsandbytes looks at all tokens beside a token before it rounds the inputs of 8-bit layers."""
-    policy = policy_of("int8")
-    with torch.no_grad():
-        all_of_them = policy.model(input_ids=IDS).logits[0, :6]
-        torch.testing.assert_close(policy.model(input_ids=IDS[:, :6]).logits[0], all_of_them, atol=1e-5, rtol=1e-5)
+    whole, part = map(policy_of("int8").model, (IDS, IDS[:, :6]))
+    torch.testing.assert_close(part.logits[0], whole.logits[0, :6], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -174,23 +169,15 @@ def test_the_sampler_has_the_policy_s_weights_in_full(kind: str, family: str, ru
     assert engine.runner == runner
     name = "model.layers.1.self_attn.o_proj"
     layer: Any = policy.model.get_base_model().get_submodule(name)
-    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    expected = dequantised(layer.get_base_layer()) + layer.scaling["default"] * (b @ a)
+    low_rank = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    expected = dequantised(layer.get_base_layer()) + layer.scaling["default"] * low_rank
     torch.testing.assert_close(EffectiveWeights(policy.model)[f"{name}.weight"], expected.detach())
 
 
-@pytest.mark.parametrize("kind", ["nf4", "torchao_int8"])
-def test_adapters_that_are_more_than_lora_are_refused_by_the_sampler(kind: str) -> None:
-    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", use_dora=True)
-    with pytest.raises(ModelError, match="use plain LoRA"):
-        Engine(Policy.load(tiny_model("llama"), tiny_tokenizer(), quantization=kind, lora_config=config).model)
-
-
 def test_correction_is_on_where_a_server_has_a_base_of_its_own() -> None:
-    server = {"upload_adapters_to_server": True, "inference_server_kind": "covey"}
-    assert correction_mode(GRPOConfig(quantization="nf4")) == "off"
-    assert correction_mode(GRPOConfig(**server)) == "off"
-    assert correction_mode(GRPOConfig(quantization="nf4", **server)) == "token_truncate"
+    server, own = {"upload_adapters_to_server": True, "inference_server_kind": "covey"}, {"quantization": "nf4"}
+    modes = [correction_mode(GRPOConfig(**options)) for options in (own, server, own | server)]
+    assert modes == ["off", "off", "token_truncate"]
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
@@ -201,15 +188,14 @@ def test_a_model_that_transformers_has_quantised_is_taken(tmp_path: Path, kind: 
         how = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
     def load() -> Any:
-        config = BitsAndBytesConfig(**how)
-        return AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
+        options = {"quantization_config": BitsAndBytesConfig(**how), "dtype": torch.float32}
+        return AutoModelForCausalLM.from_pretrained(tmp_path, **options)
 
     model, used = load(), load().eval()
     with pytest.raises(ModelError, match=r"stays where and as it is; leave model.device and model.dtype at auto"):
         Policy.load(model, tiny_tokenizer(), dtype="bfloat16")
-    policy = fill(Policy.load(model, tiny_tokenizer(), lora_r=4))
-    own = tiny_model("llama", hidden_size=64)
-    (logp, grads) = scored(policy)
+    policy, own = fill(Policy.load(model, tiny_tokenizer(), lora_r=4)), tiny_model("llama", hidden_size=64)
+    logp, grads = scored(policy)
     expected, expected_grads = scored(fill(Policy.load(own, tiny_tokenizer(), quantization=kind, lora_r=4)))
     torch.testing.assert_close(logp, expected, atol=1e-4, rtol=1e-4)
     assert error(grads, expected_grads) < 1e-3
@@ -224,10 +210,17 @@ def test_a_model_that_transformers_has_quantised_is_taken(tmp_path: Path, kind: 
 
 
 def test_what_cannot_be_is_refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"quantization='nf4' with use_peft=False.*set model.use_peft to true"):
-        GRPOConfig(quantization="nf4", use_peft=False)
-    with pytest.raises(ConfigError, match=r"quantization='nf4'.*enable_lora"):
-        GRPOConfig(quantization="nf4", engine="vllm", llm_arguments={"enable_lora": True})
+    vllm = {"engine": "vllm", "llm_arguments": {"enable_lora": True}}
+    for options, words in (
+        ({"use_peft": False}, " with use_peft=False.*set model.use_peft to true"),
+        (vllm, ".*enable_lora"),
+    ):
+        with pytest.raises(ConfigError, match=f"quantization='nf4'{words}"):
+            GRPOConfig(quantization="nf4", **options)
+    for kind in ("nf4", "torchao_int8"):  # adapters that are more than LoRA, by the sampler
+        config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", use_dora=True)
+        with pytest.raises(ModelError, match="use plain LoRA"):
+            Engine(Policy.load(tiny_model("llama"), tiny_tokenizer(), quantization=kind, lora_config=config).model)
     model = tiny_model("llama")
     load_model(model, tiny_tokenizer(), quantization="int8")
     for what, options, words in (

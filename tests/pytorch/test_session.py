@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_helpers import Largest, assert_plain, finish, generated, prompts, texts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from learner_cases import LiveMemory, assert_plain, finish, generated, prompts, texts
 from tiny_models import FAMILIES, VOCAB_SIZE, tiny_model, without_interface
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PhimoeConfig, PhimoeForCausalLM
@@ -25,8 +25,11 @@ from covey.types import Completion, IntArray, Request, SamplingSettings
 
 SETTINGS = SamplingSettings(temperature=0.8, max_tokens=7, eos_token_ids=(2, 7, 30))
 UNENDING = SamplingSettings(max_tokens=7)
-
-
+MODELS = ("llama", "gemma2", "gpt2")  # fast; with windows and soft caps; general
+BYTES = {"llama": 256, "gemma2": 256, "gpt2": 512}
+"""Of keys and values of a token in float32."""
+GREEDY = SamplingSettings(temperature=0.0, max_tokens=6)
+SAMPLED = SamplingSettings(temperature=0.8, max_tokens=6)
 (NINE,) = prompts((9,))
 
 
@@ -49,21 +52,18 @@ def test_every_turn_has_the_plain_models_logprobs(family: str) -> None:
     for number in range(3):
         answers = finish(session)
         for i, row in enumerate(rows):
-            completion = answers[id(row)]
+            completion, said = answers[id(row)], rng.integers(3, VOCAB_SIZE, 1 + (i + number) % 5)
             assert_plain(model, [Request(histories[i])], [completion], 0.8, atol=2e-4)
-            histories[i] = np.concatenate([histories[i], completion.token_ids])
-            assert row.history().tolist() == histories[i].tolist()
-        for i, row in enumerate(rows):
-            said = rng.integers(3, VOCAB_SIZE, 1 + (i + number) % 5)
+            assert row.history().tolist() == [*histories[i], *completion.token_ids]
             session.extend(row, said, (i, number))
-            histories[i] = np.concatenate([histories[i], said])
+            histories[i] = np.concatenate([histories[i], completion.token_ids, said])
     assert len(finish(session)) == 6
     for row in rows:
         session.drop(row)
     assert not session.busy
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("family", MODELS)
 def test_company_and_order_do_not_matter(family: str) -> None:
     engine, first = Engine(tiny_model(family)), prompts((5, 40, 12))
 
@@ -111,16 +111,14 @@ def test_plain_completions_and_conversations_in_one_batch() -> None:
 
 def test_a_prompt_that_comes_again_while_it_is_in_use() -> None:
     session = opened(Engine(tiny_model("llama")), rows=3)
-    first = session.start(Request(NINE, (0,)), keep=True)
-    finish(session)
-    second = session.start(Request(NINE, (0,)), keep=True)
-    answer = only(session).token_ids.tolist()
-    assert second.own == first.own == answer
+    first, said = session.start(Request(NINE, (0,)), keep=True), only(session)
+    second, again = session.start(Request(NINE, (0,)), keep=True), only(session)
+    assert second.own == first.own == said.token_ids.tolist() == again.token_ids.tolist()
     stats = session.stats()
     assert (stats.prefill_tokens, stats.reused_tokens, stats.reused_prompts) == (9, 9, 1)
 
 
-def test_room() -> None:
+def test_room_for_turns_and_what_the_memory_does_not_hold() -> None:
     session = opened(Engine(tiny_model("llama"), context_length=40), UNENDING, rows=1, own_tokens=20)
     row = session.start(Request(NINE), keep=True)
     finish(session)
@@ -128,15 +126,14 @@ def test_room() -> None:
     with pytest.raises(GenerationError, match="leave room"):
         session.extend(row, np.arange(3, 16), (1,))
     session.extend(row, np.arange(3, 13), (1,))
-    completion = only(session)
-    assert (len(completion.token_ids), completion.finish_reason) == (3, "length")
+    longer = only(session)
     session.drop(row)
     session.start(Request(prompts((39,))[0]))  # longer than what was said at first: nothing is reserved
-    completion = only(session)
-    assert (len(completion.token_ids), completion.finish_reason) == (1, "length")
+    assert [(len(one.token_ids), one.finish_reason) for one in (longer, only(session))] == [
+        (3, "length"),
+        (1, "length"),
+    ]
 
-
-def test_what_the_memory_does_not_hold() -> None:
     engine = Engine(tiny_model("llama"), kv_cache_bytes=256 * (6 + 30))
     session = opened(engine, UNENDING, rows=1, own_tokens=20)
     assert [session.has_room_for(length) for length in (30, 31)] == [True, False]
@@ -146,10 +143,9 @@ def test_what_the_memory_does_not_hold() -> None:
     with pytest.raises(GenerationError, match=r"31 tokens does not fit the memory beside the slots, 30 tokens"):
         finish(session)
     engine = Engine(tiny_model("llama"), kv_cache_bytes=10_000)
-    with pytest.raises(GenerationError, match="kv_cache_bytes=10000"):
-        opened(engine, own_tokens=500)
-    with pytest.raises(GenerationError, match="version 0"):
-        opened(engine, policy_version=3)
+    for options, words in (({"own_tokens": 500}, "kv_cache_bytes=10000"), ({"policy_version": 3}, "version 0")):
+        with pytest.raises(GenerationError, match=words):
+            opened(engine, **options)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -228,21 +224,12 @@ def test_conversations_that_do_not_all_fit_are_not_all_computed_again() -> None:
     assert prefilled(846_080) < 6_000  # 9,755
 
 
-MODELS = ("llama", "gemma2", "gpt2")  # fast; with windows and soft caps; general
-BYTES = {"llama": 256, "gemma2": 256, "gpt2": 512}
-"""Of keys and values of a token in float32."""
-GREEDY = SamplingSettings(temperature=0.0, max_tokens=6)
-SAMPLED = SamplingSettings(temperature=0.8, max_tokens=6)
-
-
 def session_of(engine: Engine, settings: SamplingSettings = GREEDY, **options: Any) -> Session:
-    defaults: dict[str, Any] = {"rows": 8, "own_tokens": 150, "prompt_lengths": [100]}
-    return engine.session(settings, policy_version=engine.policy_version, **(defaults | options))
+    return opened(engine, settings, **{"rows": 8, "own_tokens": 150, "prompt_lengths": [100]} | options)
 
 
 def made(family: str) -> tuple[Any, Engine, Session]:
-    model = tiny_model(family)
-    engine = Engine(model)
+    engine = Engine(model := tiny_model(family))
     return model, engine, session_of(engine)
 
 
@@ -382,8 +369,7 @@ def test_new_weights_use_nothing_of_the_old(family: str) -> None:
     session = session_of(engine, SAMPLED)
     (ids,) = prompts((70,))
     first = session.start(Request(ids, (0,)), keep=True)
-    for _ in range(3):
-        session.advance()
+    assert not any(session.advance() for _ in range(3))
     engine.publish(weights_of(other, 1))
     session.change_version(1)
     waiting = session.start(Request(ids, (1,)))
@@ -429,20 +415,18 @@ def test_products_are_held_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_without_a_cache_computes_everything() -> None:
-    model = without_interface(tiny_model("gpt2"))
-    engine = Engine(model)
+    engine = Engine(model := without_interface(tiny_model("gpt2")))
     session = session_of(engine)
-    (ids,) = prompts((9,))
-    rows = start(session, [ids, ids], keep=True)
+    rows = start(session, [NINE, NINE], keep=True)
     finish(session)
-    assert rows[0].own == rows[1].own == generated(model, ids)
+    assert rows[0].own == rows[1].own == generated(model, NINE)
     assert counts(engine) == (9, 9)  # in one pass
     for row in rows:
         session.extend(row, np.array([5]), (2,))
     finish(session)
-    assert rows[0].own[7:] == rows[1].own[7:] == generated(model, np.concatenate([ids, rows[0].own[:7]]))
+    assert rows[0].own[7:] == rows[1].own[7:] == generated(model, np.concatenate([NINE, rows[0].own[:7]]))
     assert counts(engine) == (9 + 16, 9 + 16)
-    assert session.device._tree.find(ids) == (None, 0)
+    assert session.device._tree.find(NINE) == (None, 0)
 
 
 @st.composite
@@ -456,9 +440,7 @@ def stories(draw: st.DrawFn) -> list[tuple[str, int, int, int]]:
 @pytest.mark.parametrize("family", MODELS)
 @given(story=stories(), budget=st.sampled_from([260, 420, 5000]), slots=st.sampled_from([1, 3, 6]))
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_story_is_as_if_everything_were_computed_anew(
-    family: str, story: list[tuple[str, int, int, int]], budget: int, slots: int
-) -> None:
+def test_any_story_is_as_if_everything_were_computed_anew(family: str, story: Any, budget: int, slots: int) -> None:
     model = tiny_model(family).double()
     engine = Engine(model, kv_cache_bytes=2 * BYTES[family] * budget, context_length=200)
     seen: list[tuple[IntArray, torch.Tensor]] = []
@@ -471,8 +453,7 @@ def test_any_story_is_as_if_everything_were_computed_anew(
 
     engine._runner.forward = record  # type: ignore[method-assign]
     session = session_of(engine, SAMPLED, rows=slots, own_tokens=90, prompt_lengths=[100])
-    kept: list[Row] = []
-    asked = 0
+    kept, asked = list[Row](), 0
     for what, which, count, seed in story:
         rows = [row for row in kept if row.finish_reason is not None]
         words = np.random.default_rng(seed).integers(4, VOCAB_SIZE, count)
@@ -519,13 +500,9 @@ def anew(engine: Engine, forward: Callable[[Step], torch.Tensor], sequences: lis
     lengths = [len(ids) for ids in sequences]
     cache.open(1, 1, sum(map(block_capacity, lengths)))
     pieces = [Piece((Span(cache.allocate(length), length),), length) for length in lengths]
-    step = Step(
-        token_ids=torch.from_numpy(np.concatenate(sequences)),
-        positions=torch.cat([torch.arange(length) for length in lengths]),
-        last=torch.tensor(lengths).cumsum(0) - 1,
-        attention=PrefillAttention(cache, pieces),
-        histories=lambda: sequences,
-    )
+    ids, positions = torch.from_numpy(np.concatenate(sequences)), torch.cat([torch.arange(n) for n in lengths])
+    last, attended = torch.tensor(lengths).cumsum(0) - 1, PrefillAttention(cache, pieces)
+    step = Step(token_ids=ids, positions=positions, last=last, attention=attended, histories=lambda: sequences)
     with torch.inference_mode():
         return forward(step).log_softmax(-1)
 
@@ -539,34 +516,31 @@ def test_chats_that_share_long_instructions_keep_what_they_said() -> None:
         for number in range(len(chats)):
             before = session.stats().prefill_tokens
             chats[number] = np.concatenate([chats[number], next(said)])
-            row = session.start(Request(chats[number], (turn, number)))
-            chats[number] = np.concatenate([chats[number], finish(session)[id(row)].token_ids])
+            session.start(Request(chats[number], (turn, number)))
+            chats[number] = np.concatenate([chats[number], only(session).token_ids])
             computed = session.stats().prefill_tokens - before
             assert computed <= (220 if turn == number == 0 else 20 + 6 + 20 if turn <= 1 else 21)
 
 
 def test_a_prompt_that_begins_as_another_one_takes_no_square_of_memory() -> None:
     """Its own tokens go through the kernel that keeps no scores."""
-    model = tiny_model("llama", max_position_embeddings=4096)
+    model, (long,) = tiny_model("llama", max_position_embeddings=4096), prompts([3000], seed=3)
     session = Engine(model, kv_cache_bytes=1 << 22).serving_session(GREEDY, policy_version=0, rows=2, own_tokens=6)
-    (long,) = prompts([3000], seed=3)
     session.start(Request(long[:8]))
     finish(session)
-    with Largest() as largest:
-        row = session.start(Request(long))
-        answer = finish(session)[id(row)]
-    assert largest.numel < 3000 * 3000 // 4
+    session.start(Request(long))
+    with LiveMemory() as memory:
+        answer = only(session)
+    assert memory.largest < 3000 * 3000 // 4
     assert_plain(model, [Request(long)], [answer])
 
 
 def test_a_session_is_over_when_its_engine_is_called() -> None:
-    engine = Engine(tiny_model("llama"))
-    session = session_of(engine)
-    (ids,) = prompts([9])
-    row = session.start(Request(ids), keep=True)
+    _, engine, session = made("llama")
+    row = session.start(Request(NINE), keep=True)
     finish(session)
-    engine([Request(ids)], GREEDY, policy_version=0)
-    session.extend(row, ids, (1,))
+    engine([Request(NINE)], GREEDY, policy_version=0)
+    session.extend(row, NINE, (1,))
     with pytest.raises(GenerationError, match="this session is over"):
         finish(session)
 
@@ -576,11 +550,6 @@ def test_windows_that_do_not_reach_the_attention_are_refused_by_the_runner_with_
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
     torch.manual_seed(0)
     model = PhimoeForCausalLM(PhimoeConfig(**sizes, **heads, sliding_window=24)).eval()
-    engine = Engine(model)
+    engine, asked = Engine(model), [Request(prompts([60])[0])]
     assert engine.runner == "recompute"
-    (ids,) = prompts([60])
-    (found,) = engine([Request(ids)], GREEDY, policy_version=0)
-    with torch.no_grad():
-        logits = model(torch.from_numpy(np.concatenate([ids, found.token_ids]))[None]).logits[0, 59:-1]
-    own = logits.log_softmax(-1)[torch.arange(6), torch.from_numpy(found.token_ids)]
-    np.testing.assert_allclose(found.logprobs, own.numpy(), atol=1e-4)
+    assert_plain(model, asked, engine(asked, GREEDY, policy_version=0))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_helpers import assert_plain, finish, texts
+from learner_cases import assert_plain, finish, texts
 from tiny_models import VOCAB_SIZE, tiny_tokenizer, with_lora
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, one for each family that the PyTorch room must serve, and a tiny tokenizer.
+"""Tiny models with random weights, one for each family that the PyTorch room must serve, and tiny tokenizers.
 
 Weights are larger than the usual initialisation, so that what is computed depends visibly on the prefix: a test that
 compares two paths would notice one that ignores it.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers as hf
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
-from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -37,16 +37,9 @@ EVERY_FAMILY = (*DENSE, *UNSHARED, "qwen3_moe", "gpt2")
 
 
 def tiny_model(
-    name: str,
-    vocab_size: int = VOCAB_SIZE,
-    *,
-    seed: int = 0,
-    num_layers: int = 2,
-    hidden_size: int = 32,
-    tie_word_embeddings: bool = True,
-    sliding_window: int = 6,
-    max_position_embeddings: int = 512,
-) -> PreTrainedModel:
+    name: str, vocab_size: int = VOCAB_SIZE, *, seed: int = 0, num_layers: int = 2, hidden_size: int = 32,
+    tie_word_embeddings: bool = True, sliding_window: int = 6, max_position_embeddings: int = 512,
+) -> PreTrainedModel:  # fmt: skip
     """A model of family `name` (see `EVERY_FAMILY`): float32, eval mode, 4 query heads over 2 key-value heads.
 
     Equal arguments give equal weights. Tiny prompts exceed `sliding_window`, which Mistral, Phi-3, Gemma 2 and 3 and
@@ -150,5 +143,21 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     backend.decoder = decoders.Fuse()
     special = {"pad_token": PAD, "eos_token": END, "unk_token": UNKNOWN, "additional_special_tokens": [START]}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special, clean_up_tokenization_spaces=False)
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def byte_tokenizer(split: str | None = None) -> PreTrainedTokenizerFast:
+    """Bytes, three merges, ChatML markers and `<tool>`, which is no special token; `split` cuts a text into words."""
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {token: index for index, token in enumerate([*tokens, "Ġt", "he", "Ġthe"])}
+    backend = Tokenizer(tokenizer_models.BPE(vocabulary, [("Ġ", "t"), ("h", "e"), ("Ġt", "he")]))
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
+    words = [] if split is None else [pre_tokenizers.Split(Regex(split), behavior="isolated")]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*words, whole]) if words else whole
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    backend.add_tokens([AddedToken("<tool>", normalized=False)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<|endoftext|>", eos_token="<|im_end|>")
     tokenizer.chat_template = CHATML
     return tokenizer

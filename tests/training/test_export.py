@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from byte_tokenizer import byte_tokenizer
 from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
-from tiny_models import tiny_model
+from tiny_models import byte_tokenizer, tiny_model
 from training_runs import ROWS, build, few_vowels
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
