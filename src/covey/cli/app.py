@@ -43,7 +43,7 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Refuse a name of an earlier version by the line that names the new one."""
-        if args and (line := gone_command(args[0])):
+        if args and (line := gone_command(*args)):
             raise ConfigError(line)
         return super().resolve_command(ctx, args)
 

@@ -44,6 +44,9 @@ SECTIONS: dict[str, type[Section]] = {
 FIELDS: dict[str, str] = {name: section for section, model in SECTIONS.items() for name in model.model_fields}
 """Field -> its section. Field names are unique over all sections."""
 
+TABLES = {name for name in FIELDS if SECTIONS[FIELDS[name]].model_fields[name].default_factory is dict}
+TABLES.add("adaptive_entropy")
+
 SYNONYMS: dict[str, str] = {
     "kl_coef": "beta",
     "kl_coeff": "beta",
@@ -108,13 +111,15 @@ def field_path(field: str) -> str:
 
 
 def resolve(path: str) -> str:
-    """The field or option that a written path means.
+    """The field or option that a written path means; the path itself of an entry, `algorithm.loss_parameters.delta`.
 
     Raises `ConfigError`: no such section or setting, or a setting in another one's section.
     """
     if path in SYNONYMS:
         return SYNONYMS[path]
     section, _, name = path.rpartition(".")
+    if section.rpartition(".")[2] in TABLES and resolve(section):
+        return path
     field = SYNONYMS.get(name, name)
     if section not in SECTIONS and section != "":
         raise ConfigError(f"{path}: there is no section {section!r}; {_nearest(name, section)}")
@@ -219,6 +224,10 @@ def canonical_names(settings: Mapping[str, Any], base: Mapping[str, Any] | None 
             problems.extend(filter(None, [old_names.gone_setting(path, name, value)]))
         elif name in old_names.OLD_NAMES:
             moved[name], written[name] = value, f"{path}={value!r}"
+        elif "." in name:  # an entry, beside those that the table has
+            field, entry = name.split(".")[-2:]
+            values[field] = {**dict(values.get(field, (base or {}).get(field)) or {}), entry: value}
+            written[field] = f"{path}={value!r}"
         elif name not in FIELDS:
             options[name] = value
         else:
@@ -226,8 +235,9 @@ def canonical_names(settings: Mapping[str, Any], base: Mapping[str, Any] | None 
     try:
         for field, value, how in _of_the_document(options):
             put(field, value, how)
+        now = old_names.translate(moved, values, base or {}, written, field_path)
     except ConfigError as error:
         problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
-    return values | old_names.translate(moved, values, base or {}, written, field_path)
+    return values | now

@@ -5,9 +5,15 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+from annotated_types import Ge, Lt
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from covey.algorithms.losses import LOSSES, function_name
+from covey.config.section import Section
+from covey.errors import ConfigError
 
 COMMANDS: dict[str, str] = {
     "compare": "covey report RUN RUN",
@@ -17,8 +23,12 @@ COMMANDS: dict[str, str] = {
     "plan": "covey doctor RECIPE",
     "replay": "covey doctor RUN --step N",
     "imitate": "covey play RECIPE --imitate",
+    "report --at": "covey report RUN --eval STEP",
+    "report --metric": "covey report RUN -o FILE.png",
+    "report --by-uid": "covey report RUN --question UID",
+    "train --backend": "covey.jax.GRPOTrainer",
 }
-"""Command -> what to type instead, such as `covey doctor RECIPE`."""
+"""Command or option -> what to type instead, such as `covey doctor RECIPE`."""
 
 _SERVERS = (
     "vLLM samples in this process (sampling.engine=vllm) or behind URLs (server.inference_server_url, one or several)"
@@ -42,9 +52,12 @@ an error that says what to write.
 """
 
 
-def gone_command(name: str) -> str | None:
-    """The line for a command that went, or None."""
-    return f"covey {name}: is no command any more; use `{COMMANDS[name]}`" if name in COMMANDS else None
+def gone_command(name: str, *arguments: str) -> str | None:
+    """The line for a command or an option that went, or None."""
+    for gone in (name, *(f"{name} {argument.partition('=')[0]}" for argument in arguments)):
+        if gone in COMMANDS:
+            return f"covey {gone}: is no {'option' if ' ' in gone else 'command'} any more; use `{COMMANDS[gone]}`"
+    return None
 
 
 def gone_setting(path: str, field: str, value: Any) -> str | None:
@@ -75,7 +88,7 @@ def _changed(old: Values, defaults: Values) -> dict[str, Any]:
 
 
 def _added(table: str, given: Values, known: Values) -> dict[str, Any]:
-    return {table: {**known.get(table, {}), **given}} if given else {}
+    return {table: {**(known.get(table) or {}), **given}} if given else {}
 
 
 def _of_the_loss(old: Values, known: Values) -> dict[str, Any]:
@@ -102,10 +115,11 @@ def _gdpo(old: Values, known: Values) -> dict[str, Any]:
 
 
 def _adaptive_entropy(old: Values, known: Values) -> dict[str, Any]:
-    names = {"target": "entropy_target", "delta": "entropy_coef_delta"}
-    names |= {"min": "entropy_coef_min", "max": "entropy_coef_max"}
-    table = {name: old[former] for name, former in names.items()}
-    return {"adaptive_entropy": table} if old["use_adaptive_entropy"] else {}
+    table = known.get("adaptive_entropy")
+    changed = {_KEYS[name]: value for name, value in _changed(old, _ENTROPY).items() if name in _KEYS}
+    if old["use_adaptive_entropy"] or (changed and table is not None):
+        return {"adaptive_entropy": {**(dict(table) if table else {}), **changed}}
+    return {} if table is None else {"adaptive_entropy": None}
 
 
 def _correction(old: Values, known: Values) -> dict[str, Any]:
@@ -127,7 +141,7 @@ def _reference(old: Values, known: Values) -> dict[str, Any]:
 
 def _drift(old: Values, known: Values) -> dict[str, Any]:
     threshold = known.get("reference_drift_threshold")
-    is_sum = threshold is not None and old["reference_drift_reduction"] != "per_token_mean"
+    is_sum = isinstance(threshold, int | float) and old["reference_drift_reduction"] != "per_token_mean"
     return {"reference_drift_threshold": f"sum:{threshold}"} if is_sum else {}
 
 
@@ -136,7 +150,7 @@ def _validity(old: Values, known: Values) -> dict[str, Any]:
 
 
 def _dynamic_sampling(old: Values, known: Values) -> dict[str, Any]:
-    return {"dynamic_sampling": old["dynamic_sampling_max_tries"]} if known.get("dynamic_sampling") else {}
+    return {"dynamic_sampling": old["dynamic_sampling_max_tries"]} if known.get("dynamic_sampling") is True else {}
 
 
 def _down_sampling(old: Values, known: Values) -> dict[str, Any]:
@@ -171,7 +185,7 @@ def _vllm(old: Values, known: Values) -> dict[str, Any]:
         given["enable_sleep_mode"] = given.pop("sleep_level") > 0
     if "merge_adapter" in given:
         given["enable_lora"] = not given.pop("merge_adapter")
-    return {"llm_arguments": {**given, **known.get("llm_arguments", {})}} if given else {}
+    return _added("llm_arguments", given, known)
 
 
 def _optimizer(old: Values, known: Values) -> dict[str, Any]:
@@ -199,6 +213,8 @@ _OF_THE_LOSS |= {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
 _OF_THE_ESTIMATOR = {"std_correction": 1, "step_score": "episode", "discount": 1.0, "step_advantage_weight": 1.0}
 _ENTROPY = {"use_adaptive_entropy": False, "entropy_target": 0.2, "entropy_coef_delta": 0.005}
 _ENTROPY |= {"entropy_coef_min": 0.0, "entropy_coef_max": 1.0}
+_KEYS = {"entropy_target": "target", "entropy_coef_delta": "delta"}
+_KEYS |= {"entropy_coef_min": "min", "entropy_coef_max": "max"}
 _CORRECTION = {"importance_sampling_floor": None, "importance_sampling_cap": 3.0}
 _VLLM = {"sleep_level": 1, "tensor_parallel_size": 1, "max_model_len": None, "merge_adapter": None}
 _VLLM |= {"enforce_eager": False}
@@ -227,20 +243,66 @@ MOVED: tuple[Moved, ...] = (
 """In this order: an estimator that another row chooses comes before its parameters."""
 
 OLD_NAMES: dict[str, str] = {name: moved.now for moved in MOVED for name in moved.old}
+OLD_NAMES["max_turn_prompt_tokens"] = "max_conversation_tokens"
 """Old name -> the field that says it now."""
 
 PUBLISHED = frozenset({"upload_adapters_to_server"})
 """Old names that a published recipe has: they stay good, and are read without a word."""
 
 
-def _in_toml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name} = {_in_toml(each)}" for name, each in value.items()) + "}"
-    return json.dumps(value) if isinstance(value, str | bool) else repr(value)
+_JOINED = {"adv_estimator", "step_seconds", "inference_server_url"}
+"""Fields that were settings beside the old name, which may change what they say."""
+
+_PLAIN: dict[type, Any] = {bool: bool, int: Annotated[int, Ge(0)]}
+_TAKES: dict[str, Any] = {"std_correction": Literal[0, 1], "sleep_level": Literal[0, 1, 2], "merge_adapter": bool}
+_TAKES |= {"step_score": Literal["episode", "return", "step"], "context_mode": Literal["conversation", "steps"]}
+_TAKES |= {"reference_update": Literal["none", "copy", "ema"], "prompt_weighting": Literal["uniform", "difficulty"]}
+_TAKES |= {"importance_sampling_level": Literal["token", "sequence", "gspo_token"], "max_model_len": _PLAIN[int]}
+_TAKES |= {"multi_objective_aggregation": Literal["sum_then_normalize", "normalize_then_sum"]}
+_TAKES |= {"reference_drift_reduction": Literal["per_token_mean", "sum"]}
+_TAKES |= {"down_sampling_statistics": Literal["selected", "group"], "warmup_ratio": Annotated[float, Ge(0), Lt(1)]}
+
+
+def takes(name: str) -> Any:
+    """The type of the values that an old name takes: its own, or that of its default."""
+    default = next((moved.old[name] for moved in MOVED if name in moved.old), False)
+    return _TAKES.get(name) or _PLAIN.get(type(default), Annotated[float, Ge(0)])
+
+
+def _place(name: str, path: Callable[[str], str]) -> str:
+    """`algorithm.adaptive_entropy.target` for entropy_target."""
+    in_table = name in _KEYS or name in _OF_THE_LOSS or name in _OF_THE_ESTIMATOR
+    return path(OLD_NAMES[name]) + (f".{_KEYS.get(name, name)}" if in_table else "")
+
+
+def _refused(name: str, value: Any) -> str:
+    """What an old name must be, where a value is not that; "" where it is."""
+    from covey.config.text import type_text  # which reads these names
+
+    try:
+        TypeAdapter(takes(name), config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
+    except ValidationError:
+        return type_text(FieldInfo.from_annotation(takes(name)))
+    return ""
+
+
+def _is_lost(value: Any, now: Any) -> bool:
+    """True when what is given of a new name does not show in what it becomes by the old ones beside it."""
+    if isinstance(value, Mapping | Section):
+        return not isinstance(now, Mapping) or any(now.get(name) != each for name, each in dict(value).items())
+    is_part = isinstance(now, str) and str(value) in now
+    return now != value and not (is_part or not value or value is True or callable(value))
+
+
+def in_toml(path: str, value: Any) -> str:
+    """As it is written on a command line: `path=value`, and of a table `path.name=value` for each name."""
+    if isinstance(value, Mapping) and value:
+        return " ".join(in_toml(f"{path}.{name}", each) for name, each in value.items())
+    return f"{path}={json.dumps(value) if isinstance(value, str | bool | dict) else repr(value)}"
 
 
 def translate(
-    given: Values, values: Values, known: Values, written: Mapping[str, str], path: Callable[[str], str] = str
+    given: Values, values: Values, known: Values, written: Values, path: Callable[[str], str] = str, level: int = 4
 ) -> dict[str, Any]:
     """Fields that old names stand for; they hold in place of what `values` says of the same fields.
 
@@ -248,25 +310,44 @@ def translate(
         given: old names with their values.
         values: fields that are given beside them.
         known: fields that hold where nothing is given, before these.
-        written: old name -> how it was written, for the warning.
-        path: field -> what the warning calls it.
+        written: name -> how it was written, for messages.
+        path: field -> what messages call it.
+        level: frames from here to the line that a warning names.
+
+    Raises `ConfigError`: a value that an old name never took, or one beside a new name that says something else.
     """
     found: dict[str, Any] = {}
+    problems: list[str] = []
     by_hand = len(given) < len(OLD_NAMES) / 2  # most of them at once are a run folder's, which nobody writes again
-    for old, _, write in MOVED:
-        own = {name: given[name] for name in old if name in given}
-        if own:  # None is a setting that is not given
-            own = {name: value for name, value in own.items() if value is not None}
-            now = write({**old, **own}, {**known, **values, **found})
+    for old, target, write in MOVED:
+        own = {name: given[name] for name in old if given.get(name) is not None}  # None is a setting that is not given
+        if wrong := {name: why for name, value in own.items() if (why := _refused(name, value))}:
+            problems += [
+                f"{written[n]:.300}: must be {why}; write such a value, or {_place(n, path)}"
+                for n, why in wrong.items()
+            ]
+        elif own:
+            try:
+                now = write({**old, **own}, {**known, **values, **found})
+            except (TypeError, ValueError, AttributeError):
+                continue  # a field beside it has no value of its kind, which its section says
+            checked = values.keys() & now if by_hand and target not in _JOINED else set()
+            lost = [name for name in checked if _is_lost(values[name], now[name])]
+            what = ", ".join(written[name] for name in own)
+            problems += [
+                f"{what:.300} and {written.get(name, name):.300}: both set {path(name)}, to different values; keep one"
+                for name in lost
+            ]
             changed = [name for name, value in own.items() if value != old[name]]
-            if by_hand and not PUBLISHED.issuperset(changed):
-                new = ", ".join(
-                    f"{path(field)} = {_in_toml(value)}" for field, value in now.items() if value is not None
-                )
-                advice = f"write {new}" if new else "without effect here; leave it out"
+            if by_hand and not lost and not PUBLISHED.issuperset(changed):
+                new = " ".join(in_toml(path(name), value) for name, value in now.items() if value is not None)
+                places = ", ".join(dict.fromkeys(_place(name, path) for name in changed))
+                advice = f"; write {new}" if new else f", now {places}, without effect here; leave it out"
                 what = ", ".join(written[name] for name in changed)
-                warnings.warn(f"{what:.300}: an old name{';' if new else ','} {advice}", stacklevel=2)
+                warnings.warn(f"{what:.300}: an old name{advice}", stacklevel=level)
             found |= now
+    if problems:
+        raise ConfigError("\n".join(problems))
     if type(tries := values.get("dynamic_sampling")) is bool and "dynamic_sampling" not in found:
         found["dynamic_sampling"] = 3 if tries else 0
     return found

@@ -6,8 +6,9 @@ import json
 import math
 import tomllib
 import types
+import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -18,8 +19,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from covey.config.names import FIELDS, MEANS, SECTIONS, resolve
-from covey.config.old_names import SETTINGS
+from covey.config.names import FIELDS, MEANS, SECTIONS, SYNONYMS, canonical_names, field_path, resolve
+from covey.config.old_names import SETTINGS, in_toml, takes
 from covey.config.section import shown
 from covey.config.training import PhaseConfig
 from covey.errors import ConfigError
@@ -86,9 +87,18 @@ def render_explain(console: Console, filter: str | None = None) -> int:
             meaning = f"{escape(line.meaning)} [dim]({escape(line.type)})[/dim]"
             if wanted and (said := [name for name in line.also if wanted in name]):
                 meaning += f" [dim]{', '.join(said)}: {'means' if len(said) == 1 else 'mean'} this.[/dim]"
+                meaning += escape("".join(f" {reading}." for name in said for reading in _readings(name)))
             table.add_row(line.name, escape(line.default), meaning)
         console.print(table)
     return len(gone) + sum(len(lines) for lines in by_section.values())
+
+
+def _readings(name: str) -> Iterator[str]:
+    """What the values of an old name or option are read as; of a number's, an example."""
+    for value in (True, False, 50, *get_args(takes(name))) if name not in SYNONYMS else ():
+        with suppress(ConfigError), warnings.catch_warnings(action="ignore"):
+            if now := canonical_names({name: value}):
+                yield f"{in_toml(name, value)} is {', '.join(in_toml(field_path(n), v) for n, v in now.items())}"
 
 
 def type_text(field: FieldInfo) -> str:

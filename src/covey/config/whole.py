@@ -30,7 +30,7 @@ from covey.config.data import DataConfig
 from covey.config.distributed import DistributedConfig
 from covey.config.effects import without_effect
 from covey.config.environment import EnvironmentConfig
-from covey.config.names import FIELDS, SECTIONS, canonical_names
+from covey.config.names import FIELDS, MEANS, SECTIONS, canonical_names
 from covey.config.rewards import RewardConfig
 from covey.config.run import RunConfig
 from covey.config.sampling import ModelConfig, SamplingConfig, VLLMConfig
@@ -87,7 +87,7 @@ class GRPOConfig(Section, frozen=True):
         section = self.__dict__.get(FIELDS.get(name, ""))
         if section is not None:
             return getattr(section, name)
-        close = get_close_matches(name, FIELDS, n=1)
+        close = [MEANS[name]] if name in MEANS else get_close_matches(name, FIELDS, n=1)
         raise AttributeError(f"GRPOConfig has no setting {name!r}" + (f"; did you mean {close[0]}?" if close else ""))
 
     @property

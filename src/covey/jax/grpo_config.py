@@ -73,7 +73,8 @@ class GRPOConfig(BaseModel, extra="forbid", frozen=True, strict=True):
         """
         named = {_RENAMED.get(name, name): value for name, value in settings.items()}
         old = {name: named.pop(name) for name in settings if name in old_names.OLD_NAMES}
-        named |= old_names.translate(old, named, _DEFAULTS, {name: f"{name}={value!r}" for name, value in old.items()})
+        written = {name: f"{name}={value!r}" for name, value in old.items()}
+        named |= old_names.translate(old, named, _DEFAULTS, written, level=3)
         if len(named) < len(settings):
             raise ConfigError(f"{', '.join(settings)}: one of these is given under two names; remove one of the two")
         for name in named:
