@@ -355,6 +355,23 @@ WRONG = [
     ({"eval_steps": 0, "load_best_model_at_end": True}, "evaluation.load_best_model_at_end=True: it compares"),
     ({"eval_steps": 0, "early_stopping_patience": 3}, "evaluation.early_stopping_patience=3: it compares"),
     ({"num_generations_eval": 4}, "evaluation.num_generations_eval=4: greedy completions"),
+    ({"sleep_level": "x"}, "sleep_level='x': must be 0 | 1 | 2; correct it, or write vllm.llm_arguments"),
+    ({"reset_seconds": "long"}, "reset_seconds='long': must be a number, 0 or more; correct it, or write environment."),
+    ({"data": {"shuffle": "no"}}, "data.shuffle='no': must be true | false; correct it, or write data.prompt_order"),
+    ({"reference_update": 3}, "reference_update=3: must be none | copy | ema; correct"),
+    ({"entropy_target": "x"}, "must be a number, 0 or more; correct it, or write algorithm.adaptive_entropy.target"),
+    (
+        {"warmup_ratio": 1.0},
+        "warmup_ratio=1.0: must be a number, 0 or more, below 1; correct it, or write optim.",
+    ),
+    (
+        {"weight_decay": 0.1, "optimizer_parameters": {"weight_decay": 0.2}},
+        "weight_decay=0.1 and optimizer_parameters={'weight_decay': 0.2}: both set optim.optimizer_parameters, to diff",
+    ),
+    ({"shuffle": False, "prompt_order": "random"}, "shuffle=False and prompt_order='random': both set data.prompt_"),
+    ({"validity_mask": False, "validity_min_length": 5}, "validity_mask=False and validity_min_length=5: both set"),
+    ({"use_adaptive_entropy": False, "adaptive_entropy": {"target": 0.3}}, "both set algorithm.adaptive_entropy"),
+    ({"reset_seconds": 90.0, "step_seconds": "x"}, "environment.step_seconds='x': must be float"),
     ({"learning_rat": 1}, "learning_rat: there is no such setting; did you mean optim.learning_rate?"),
     (
         {"sampling": {"temprature": 1}},
@@ -542,6 +559,15 @@ def test_old_names_mean_what_they_meant(old: Settings, new: dict[str, Any]) -> N
     if "adv_parameters" not in old:
         with pytest.warns(UserWarning, match="an old name"):
             assert GRPOConfig.from_overrides(overrides) == meant
+
+
+def test_an_entry_of_a_table_is_set_beside_the_others() -> None:
+    config = GRPOConfig(loss_parameters={"delta": 4.0}).with_overrides(["algorithm.loss_parameters.epsilon_high=.3"])
+    assert config.loss_parameters == {"delta": 4.0, "epsilon_high": 0.3}
+    with pytest.warns(UserWarning, match=r"now algorithm\.adaptive_entropy\.target, without effect") as said:
+        GRPOConfig(entropy_target=0.3)
+    assert said[0].filename == __file__
+    assert 'data.prompt_order="given"' in rendered("shuffle")[1]
 
 
 def test_help_finds_a_setting_by_its_other_names() -> None:

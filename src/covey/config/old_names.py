@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple
-
-from annotated_types import Ge, Lt
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic.fields import FieldInfo
+from typing import Any, NamedTuple
 
 from covey.algorithms.losses import LOSSES, function_name
 from covey.config.section import Section
@@ -23,8 +20,8 @@ COMMANDS: dict[str, str] = {
     "plan": "covey doctor RECIPE",
     "replay": "covey doctor RUN --step N",
     "imitate": "covey play RECIPE --imitate",
-    "report --at": "covey report RUN --eval STEP",
-    "report --metric": "covey report RUN -o FILE.png",
+    "report --at": "covey watch RUN",
+    "report --metric": "covey watch RUN",
     "report --by-uid": "covey report RUN --question UID",
     "train --backend": "covey.jax.GRPOTrainer",
 }
@@ -213,8 +210,7 @@ _OF_THE_LOSS |= {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
 _OF_THE_ESTIMATOR = {"std_correction": 1, "step_score": "episode", "discount": 1.0, "step_advantage_weight": 1.0}
 _ENTROPY = {"use_adaptive_entropy": False, "entropy_target": 0.2, "entropy_coef_delta": 0.005}
 _ENTROPY |= {"entropy_coef_min": 0.0, "entropy_coef_max": 1.0}
-_KEYS = {"entropy_target": "target", "entropy_coef_delta": "delta"}
-_KEYS |= {"entropy_coef_min": "min", "entropy_coef_max": "max"}
+_KEYS = dict(zip(list(_ENTROPY)[1:], ("target", "delta", "min", "max"), strict=True))
 _CORRECTION = {"importance_sampling_floor": None, "importance_sampling_cap": 3.0}
 _VLLM = {"sleep_level": 1, "tensor_parallel_size": 1, "max_model_len": None, "merge_adapter": None}
 _VLLM |= {"enforce_eager": False}
@@ -253,20 +249,13 @@ PUBLISHED = frozenset({"upload_adapters_to_server"})
 _JOINED = {"adv_estimator", "step_seconds", "inference_server_url"}
 """Fields that were settings beside the old name, which may change what they say."""
 
-_PLAIN: dict[type, Any] = {bool: bool, int: Annotated[int, Ge(0)]}
-_TAKES: dict[str, Any] = {"std_correction": Literal[0, 1], "sleep_level": Literal[0, 1, 2], "merge_adapter": bool}
-_TAKES |= {"step_score": Literal["episode", "return", "step"], "context_mode": Literal["conversation", "steps"]}
-_TAKES |= {"reference_update": Literal["none", "copy", "ema"], "prompt_weighting": Literal["uniform", "difficulty"]}
-_TAKES |= {"importance_sampling_level": Literal["token", "sequence", "gspo_token"], "max_model_len": _PLAIN[int]}
-_TAKES |= {"multi_objective_aggregation": Literal["sum_then_normalize", "normalize_then_sum"]}
-_TAKES |= {"reference_drift_reduction": Literal["per_token_mean", "sum"]}
-_TAKES |= {"down_sampling_statistics": Literal["selected", "group"], "warmup_ratio": Annotated[float, Ge(0), Lt(1)]}
-
-
-def takes(name: str) -> Any:
-    """The type of the values that an old name takes: its own, or that of its default."""
-    default = next((moved.old[name] for moved in MOVED if name in moved.old), False)
-    return _TAKES.get(name) or _PLAIN.get(type(default), Annotated[float, Ge(0)])
+CHOICES: dict[str, tuple[Any, ...]] = {"std_correction": (0, 1), "sleep_level": (0, 1, 2)}
+CHOICES |= {"step_score": ("episode", "return", "step"), "context_mode": ("conversation", "steps")}
+CHOICES |= {"reference_update": ("none", "copy", "ema"), "prompt_weighting": ("uniform", "difficulty")}
+CHOICES |= {"importance_sampling_level": ("token", "sequence", "gspo_token"), "merge_adapter": (True, False)}
+CHOICES |= {"multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum")}
+CHOICES |= {"reference_drift_reduction": ("per_token_mean", "sum"), "down_sampling_statistics": ("selected", "group")}
+"""What old names take whose default is neither true, false nor a number."""
 
 
 def _place(name: str, path: Callable[[str], str]) -> str:
@@ -275,15 +264,14 @@ def _place(name: str, path: Callable[[str], str]) -> str:
     return path(OLD_NAMES[name]) + (f".{_KEYS.get(name, name)}" if in_table else "")
 
 
-def _refused(name: str, value: Any) -> str:
+def _refused(name: str, value: Any, default: Any) -> str:
     """What an old name must be, where a value is not that; "" where it is."""
-    from covey.config.text import type_text  # which reads these names
-
-    try:
-        TypeAdapter(takes(name), config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
-    except ValidationError:
-        return type_text(FieldInfo.from_annotation(takes(name)))
-    return ""
+    if choices := CHOICES.get(name, (True, False) if isinstance(default, bool) else ()):
+        fits = any(type(value) is type(choice) and value == choice for choice in choices)
+        return "" if fits else " | ".join(str(choice).lower() for choice in choices)
+    most, below = (1, ", below 1") if name == "warmup_ratio" else (math.inf, "")
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < most
+    return "" if fits else f"a number, 0 or more{below}"
 
 
 def _is_lost(value: Any, now: Any) -> bool:
@@ -298,7 +286,8 @@ def in_toml(path: str, value: Any) -> str:
     """As it is written on a command line: `path=value`, and of a table `path.name=value` for each name."""
     if isinstance(value, Mapping) and value:
         return " ".join(in_toml(f"{path}.{name}", each) for name, each in value.items())
-    return f"{path}={json.dumps(value) if isinstance(value, str | bool | dict) else repr(value)}"
+    shown = json.dumps(value) if isinstance(value, str | bool | dict) else "none" if value is None else repr(value)
+    return f"{path}={shown}"
 
 
 def translate(
@@ -321,11 +310,9 @@ def translate(
     by_hand = len(given) < len(OLD_NAMES) / 2  # most of them at once are a run folder's, which nobody writes again
     for old, target, write in MOVED:
         own = {name: given[name] for name in old if given.get(name) is not None}  # None is a setting that is not given
-        if wrong := {name: why for name, value in own.items() if (why := _refused(name, value))}:
-            problems += [
-                f"{written[n]:.300}: must be {why}; write such a value, or {_place(n, path)}"
-                for n, why in wrong.items()
-            ]
+        if wrong := {name: why for name, value in own.items() if (why := _refused(name, value, old[name]))}:
+            for name, why in wrong.items():
+                problems.append(f"{written[name]:.300}: must be {why}; correct it, or write {_place(name, path)}")
         elif own:
             try:
                 now = write({**old, **own}, {**known, **values, **found})
@@ -333,11 +320,10 @@ def translate(
                 continue  # a field beside it has no value of its kind, which its section says
             checked = values.keys() & now if by_hand and target not in _JOINED else set()
             lost = [name for name in checked if _is_lost(values[name], now[name])]
-            what = ", ".join(written[name] for name in own)
-            problems += [
-                f"{what:.300} and {written.get(name, name):.300}: both set {path(name)}, to different values; keep one"
-                for name in lost
-            ]
+            both = ", ".join(written[name] for name in own)
+            for name in lost:
+                both = f"{both:.300} and {written.get(name, name):.300}"
+                problems.append(f"{both}: both set {path(name)}, to different values; keep one")
             changed = [name for name, value in own.items() if value != old[name]]
             if by_hand and not lost and not PUBLISHED.issuperset(changed):
                 new = " ".join(in_toml(path(name), value) for name, value in now.items() if value is not None)

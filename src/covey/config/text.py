@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from covey.config.names import FIELDS, MEANS, SECTIONS, SYNONYMS, canonical_names, field_path, resolve
-from covey.config.old_names import SETTINGS, in_toml, takes
+from covey.config.old_names import CHOICES, SETTINGS, in_toml
 from covey.config.section import shown
 from covey.config.training import PhaseConfig
 from covey.errors import ConfigError
@@ -95,7 +95,7 @@ def render_explain(console: Console, filter: str | None = None) -> int:
 
 def _readings(name: str) -> Iterator[str]:
     """What the values of an old name or option are read as; of a number's, an example."""
-    for value in (True, False, 50, *get_args(takes(name))) if name not in SYNONYMS else ():
+    for value in CHOICES.get(name, (True, False, 50)) if name not in SYNONYMS else ():
         with suppress(ConfigError), warnings.catch_warnings(action="ignore"):
             if now := canonical_names({name: value}):
                 yield f"{in_toml(name, value)} is {', '.join(in_toml(field_path(n), v) for n, v in now.items())}"
@@ -253,7 +253,7 @@ def parse_value(name: str, text: str) -> Any:
         parsed = tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError):
         with suppress(ValueError):
-            return float(text) if float in allowed else text  # .5 and 1.e-5 are no TOML
+            return float(text) if float in allowed or name not in FIELDS else text  # .5 and 1.e-5 are no TOML
         return text
     value = parsed.get("value")
     plain = len(parsed) == 1 and isinstance(value, str | int | float | bool | list | dict)
