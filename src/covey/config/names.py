@@ -226,7 +226,8 @@ def canonical_names(settings: Mapping[str, Any], base: Mapping[str, Any] | None 
             moved[name], written[name] = value, f"{path}={value!r}"
         elif "." in name:  # an entry, beside those that the table has
             field, entry = name.split(".")[-2:]
-            values[field] = {**dict(values.get(field, (base or {}).get(field)) or {}), entry: value}
+            table = values.get(field, (base or {}).get(field))
+            values[field] = {**(dict(table) if isinstance(table, Mapping | Section) else {}), entry: value}
             written[field] = f"{path}={value!r}"
         elif name not in FIELDS:
             options[name] = value

@@ -318,7 +318,7 @@ def translate(
                 now = write({**old, **own}, {**known, **values, **found})
             except (TypeError, ValueError, AttributeError):
                 continue  # a field beside it has no value of its kind, which its section says
-            checked = values.keys() & now if by_hand and target not in _JOINED else set()
+            checked = [name for name in now if name in values and by_hand and target not in _JOINED]
             lost = [name for name in checked if _is_lost(values[name], now[name])]
             both = ", ".join(written[name] for name in own)
             for name in lost:
