@@ -188,8 +188,7 @@ def loss(
         name = getattr(function, "__name__", repr(function))
         return Loss(function, aggregation, kl_aggregation, select, entropy, always, corrects, name)
 
-    declared: Any = declare if function is None else declare(function)
-    return declared
+    return declare if function is None else declare(function)  # type: ignore[return-value]
 
 
 @lru_cache

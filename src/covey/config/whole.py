@@ -128,9 +128,7 @@ class GRPOConfig(Section, frozen=True):
         except (OSError, ValueError, TypeError, RecursionError) as error:  # no file, no text, no path, too deep
             fix = "give the path of a TOML file"
             if isinstance(error, FileNotFoundError) and "recipes" in Path(path).parts:
-                fix += (
-                    " (Covey's recipes are in its repository, not in the package: copy a folder of recipes/ from there)"
-                )
+                fix += " (recipes are in Covey's repository, not in the package: copy a folder of recipes/)"
             raise ConfigError(f"{path!s:.300}: cannot be read ({error}); {fix}") from error
         if is_odd:
             raise ConfigError(f"{path}: is no file; give the path of a TOML file")
