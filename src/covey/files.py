@@ -75,6 +75,8 @@ def no_path(value: Any) -> str:
             encoded = os.fsencode(path)
         except UnicodeEncodeError:
             return "holds half a surrogate pair, which is no Unicode text; write it again"
+        if not encoded:
+            return "is empty; write a path or a name, or leave it out"
         if b"\0" in encoded:
             return "holds a NUL character, which no path has; remove it"
         if len(encoded) > 4000 or any(len(part) > 255 for part in encoded.split(b"/")):

@@ -70,6 +70,7 @@ def test_a_function_from_python_needs_no_decorator() -> None:
     case = random_case(seed=6)
     found = find_loss(plain)
     assert (found.aggregation, dict(found.parameters)) == ("sequence_mean", {})
+    assert loss(plain) == loss()(plain) == found
     assert loss_of(case, make_objective(plain)).loss == loss_of(case, make_objective("grpo", **WIDE)).loss
     config = GRPOConfig(loss_type=plain)
     assert config.loss_type == f"{__name__}:plain"

@@ -113,6 +113,8 @@ def test_only_runs_that_differ_in_their_seed_are_seeds():
         group_seeds([fast[0], slow[1]])
     with pytest.raises(ConfigError, match=r"a and a do not differ in run\.seed"):
         group_seeds([fast[0], fast[0]])
+    with pytest.raises(ConfigError, match="a is the only run; name another"):
+        group_seeds(fast[:1])
 
 
 def test_the_band_of_seeds_holds_every_logged_value(tmp_path, monkeypatch):

@@ -123,16 +123,9 @@ class Estimator:
         """
         if not objective.shares_credit(slope, array):
             return None
-        rewards, groups, turns, logp = np.arange(4.0), np.array([0, 0, 1, 1]), None, -np.resize([0.1, 0.7, 1.9], (4, 4))
-        if conversing:
-            of, earned = np.arange(8) // 2, np.array([-3.0, 3.0, 1.0, 1.0] * 2)
-            tokens = np.repeat(np.arange(8).reshape(4, 2), 2, axis=1)
-            turns = Turns(of, groups[of], rewards[of], earned, list("abababab"), tokens)
-        known: dict[str, Any] = {"parts": rewards[None], "weights": np.ones(1), "mask": logp < 0, "logprobs": logp}
-        known |= {"reference": 2 * logp, "sum_pi_squared": np.exp(logp), "greedy": rewards, "turns": turns}
-        found = rewards[:, None]
+        found = np.zeros((4, 1))
         with suppress(ConfigError):  # of somebody's own, which needs more than that
-            found = self.checked(Outcomes(rewards, groups, **known))
+            found = self.checked(small_step(conversing))
         if (found == found[:, :1]).all():
             return None
         return (
@@ -163,6 +156,18 @@ class Estimator:
                 "that could not be scored: give such a completion the advantage 0"
             )
         return found
+
+
+def small_step(conversing: bool = False) -> Outcomes:
+    """Two groups of two completions to try an estimator on, of agents with two turns each where `conversing`."""
+    rewards, groups, turns, logp = np.arange(4.0), np.array([0, 0, 1, 1]), None, -np.resize([0.1, 0.7, 1.9], (4, 4))
+    if conversing:
+        of, earned = np.arange(8) // 2, np.array([-3.0, 3.0, 1.0, 1.0] * 2)
+        tokens = np.repeat(np.arange(8).reshape(4, 2), 2, axis=1)
+        turns = Turns(of, groups[of], rewards[of], earned, list("abababab"), tokens)
+    known: dict[str, Any] = {"parts": rewards[None], "weights": np.ones(1), "mask": logp < 0, "logprobs": logp}
+    known |= {"reference": 2 * logp, "sum_pi_squared": np.exp(logp), "greedy": rewards, "turns": turns}
+    return Outcomes(rewards, groups, **known)
 
 
 def _scaled(step: Outcomes, correction: int | None, epsilon: float | None = None) -> Outcomes:

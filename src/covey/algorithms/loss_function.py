@@ -172,6 +172,8 @@ class Loss:
 
 
 def loss(
+    function: Callable[..., Any] | None = None,
+    /,
     *,
     aggregation: str = "sequence_mean",
     kl_aggregation: str | None = None,
@@ -180,13 +182,13 @@ def loss(
     always: bool = False,
     corrects: bool = False,
 ) -> Callable[[Callable[..., Any]], Loss]:
-    """Say what has to be known about a loss function; see `Loss`. One that needs none of it needs no decorator."""
+    """`@loss` or `@loss(...)`: say what has to be known about a loss function, see `Loss`. Others need no decorator."""
 
     def declare(function: Callable[..., Any]) -> Loss:
         name = getattr(function, "__name__", repr(function))
         return Loss(function, aggregation, kl_aggregation, select, entropy, always, corrects, name)
 
-    return declare
+    return declare if function is None else declare(function)  # type: ignore[return-value]
 
 
 @lru_cache

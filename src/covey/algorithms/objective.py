@@ -143,7 +143,7 @@ def make_objective(loss_type: str | Loss | Callable[..., Any] = "grpo", **settin
     given = {name: value for name, value in settings.items() if value is not None}
     for name in given:
         if name not in (*loss.parameters, *averages, *terms):
-            raise unknown_name(name, [*loss.parameters, *averages, *terms], "loss_parameters")
+            raise unknown_name(name, [*loss.parameters, *averages, *terms[4:]], "loss_parameters")  # the rest: settings
     if problem := number_problem(loss.function, given):
         raise ConfigError(problem)
     own = tuple(sorted((name, given[name]) for name in loss.parameters if name in given))

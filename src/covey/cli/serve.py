@@ -47,6 +47,8 @@ def serve(
     covey serve --check http://127.0.0.1:8000
     """
     if check is not None:
+        if model is not None:
+            raise ConfigError(f"{model} with --check {check}: the server has its own model; leave {model} out")
         if not _check(check, token):
             raise typer.Exit(1)
         return

@@ -17,8 +17,8 @@ class ServerConfig(Section, frozen=True):
     """Sample on the inference server at this address (`covey serve` has http://127.0.0.1:8000 unless told otherwise),
     to which the adapter is uploaded; or several, with commas or as a list. none = sample here."""
     inference_server_kind: str = Field(default="covey", pattern=r"^(covey|vllm|sglang|.+:.+)$")
-    """covey: `covey serve`. vllm: vLLM's OpenAI server with run-time LoRA loading. sglang: SGLang's server.
-    FILE.py:NAME: a dialect of your own, see docs/serving.md."""
+    """covey (`covey serve`), vllm (vLLM's OpenAI server with run-time LoRA loading), sglang (SGLang's server), or
+    FILE.py:NAME (a dialect of your own, see docs/serving.md)."""
     server_token: str | None = Field(default=None, exclude=True, repr=False)
     """Bearer token of the server; none = the environment variable COVEY_SERVER_TOKEN. Never saved."""
     adapter_folder: str | None = None
@@ -41,6 +41,9 @@ class ServerConfig(Section, frozen=True):
         return tuple(url.strip() for url in given.split(",")) if isinstance(given, str) else given
 
     def problems(self) -> Iterator[str]:
+        for url in filter(None, self.urls):
+            if not url.lower().startswith(("http://", "https://", "unix:")):
+                yield f"inference_server_url={shown(url)}: is no address; begin it with http://, https:// or unix:"
         alike = [url.rstrip("/") for url in self.urls]
         twice = [url for url in alike if alike.count(url) > 1]
         if twice or "" in alike:

@@ -73,7 +73,7 @@ def render_explain(console: Console, filter: str | None = None) -> int:
     wanted = (filter or "").lower()
     by_section: dict[str, list[FieldHelp]] = defaultdict(list)
     for line in explain():
-        if wanted in f"{line.section}.{line.name} {line.meaning} {' '.join(line.also)}".lower():
+        if wanted in f"{line.section}.{line.name} {line.meaning} {line.type} {' '.join(line.also)}".lower():
             by_section[line.section].append(line)
     gone = [name for name in SETTINGS if wanted and wanted in name]
     for name in gone:
@@ -156,7 +156,7 @@ def unusable(value: Any) -> str:
     if isinstance(value, float) and math.isfinite(value) and abs(value) > 1e30:
         return "is too large for the arithmetic of a model; use a smaller number"
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return "has more than 64 bits; use a smaller number"
+        return "is no whole number of 64 bits with a sign; use one from -2**63 to 2**63 - 1"
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
     if isinstance(value, list | tuple):
@@ -172,12 +172,23 @@ def explain_error(section: str, error: ValidationError, given: Mapping[str, Any]
     for details in error.errors(include_url=False):
         if details["type"] == "default_factory_not_called":
             continue  # this default follows from another setting, which is the one at fault
-        # Below a field come names of union members, which say nothing to a reader; a phase has fields of its own.
-        depth = 3 if details["loc"][:1] == ("phases",) else 1
-        by_place[details["loc"][:depth]].append(details)
+        # Below a field come names of union members, which say nothing to a reader; phases and tables have keys.
+        loc = details["loc"]
+        table = len(loc) > 1 and type_text(SECTIONS[section].model_fields[str(loc[0])]).startswith("table")
+        by_place[loc[: 3 if loc[:1] == ("phases",) else 1 + table]].append(details)
     found = [_explain_place(section, place, details, given) for place, details in list(by_place.items())[:_MOST]]
     more = len(by_place) - len(found)
     return [*found, f"{section}: {more} more such mistakes"] if more else found
+
+
+def _explain_key(path: str, key: Any, annotation: Any, details: ErrorDetails) -> str:
+    """What is wrong with one key of a table."""
+    of, *values = get_args(annotation)
+    known = getattr(of, "model_fields", None)
+    if details["type"] == "extra_forbidden" or details["loc"][-1] == "[key]":
+        return f"{path}: there is no {key!r} in it; choose {', '.join(known or get_args(of)) or 'names that are text'}"
+    wanted = type_text(known[key]) if known else _annotation_text(values[0])
+    return f"{path}.{key}={shown(details['input'])}: must be {wanted}, and finite; correct it in the table"
 
 
 def _explain_place(
@@ -189,6 +200,8 @@ def _explain_place(
         # Of a whole section or phase: the text begins with the values at fault.
         return f"{path}{': ' if place else '.'}{first['ctx']['error']}"
     fields = PhaseConfig.model_fields if len(place) == 3 else SECTIONS[section].model_fields
+    if len(place) == 2 and place[0] != "phases":
+        return _explain_key(f"{section}.{place[0]}", place[1], fields[str(place[0])].annotation, first)
     name = str(place[-1])
     if first["type"] == "extra_forbidden":
         close = get_close_matches(name, fields, n=1)

@@ -23,8 +23,8 @@ from typing import Any, Self
 import tomli_w
 from pydantic import ValidationError
 
-from covey.algorithms import ADVANTAGE_ESTIMATORS, find_estimator
 from covey.algorithms.down_sampling import read_down_sampling
+from covey.algorithms.estimators import ADVANTAGE_ESTIMATORS, find_estimator, small_step
 from covey.config.algorithm import AlgorithmConfig
 from covey.config.data import DataConfig
 from covey.config.distributed import DistributedConfig
@@ -126,7 +126,10 @@ class GRPOConfig(Section, frozen=True):
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path}: is not valid TOML ({error}); correct it there") from error
         except (OSError, ValueError, TypeError, RecursionError) as error:  # no file, no text, no path, too deep
-            raise ConfigError(f"{path!s:.300}: cannot be read ({error}); give the path of a TOML file") from error
+            fix = "give the path of a TOML file"
+            if isinstance(error, FileNotFoundError) and "recipes" in Path(path).parts:
+                fix += " (recipes are in Covey's repository, not in the package: copy a folder of recipes/)"
+            raise ConfigError(f"{path!s:.300}: cannot be read ({error}); {fix}") from error
         if is_odd:
             raise ConfigError(f"{path}: is no file; give the path of a TOML file")
         written = _whole_paths(canonical_names(table), Path(path).parent, Path())
@@ -290,6 +293,8 @@ def _across_sections(config: GRPOConfig) -> Iterator[str]:
     if algorithm.adv_estimator in ADVANTAGE_ESTIMATORS:  # somebody's own is looked at when the run is put together
         estimator = find_estimator(algorithm.adv_estimator, algorithm.adv_parameters)
         yield from filter(None, [estimator.group_problem(config.group_sizes)])
+        if algorithm.adv_parameters:
+            estimator(small_step(conversing=True))
     most = sampling.max_generations
     setting, size = min(config.group_sizes.items(), key=lambda item: item[1])
     if most is not None and most <= size:

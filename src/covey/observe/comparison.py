@@ -71,6 +71,8 @@ def group_seeds(runs: Sequence[ComparedRun]) -> dict[str, list[Records]]:
         groups.append([run]) if equal is None else equal.append(run)
     for group in groups:
         own, others = group[0], [run for run in runs if not any(run is each for each in group)]
+        if len(runs) == 1:
+            raise ConfigError(f"--seeds: {own.label} is the only run; name another that differs from it in run.seed")
         if len(group) == 1 and others:
             nearest = min(others, key=lambda other: len(differing(other, own)))
             values = [f"{name} is {a!r:.60} and {b!r:.60}" for name, (a, b) in differing(nearest, own).items()]

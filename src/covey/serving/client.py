@@ -71,6 +71,8 @@ class InferenceClient:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.url = url.rstrip("/")
+        if not self.url.lower().startswith(("http://", "https://", "unix:")):
+            raise ServingError(f"server {url!r}: it is no address; begin it with http://, https:// or unix:")
         self._retry_seconds, self._sleep = retry_seconds, sleep
         token = token or os.environ.get(TOKEN_VARIABLE)
         check_token(token)

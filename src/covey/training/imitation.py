@@ -83,9 +83,6 @@ def imitate(
         here = {"phases": (), "max_steps": steps, "num_iterations": 1, "num_minibatches": 1}
         config = config.replace(**here, max_optimizer_steps=None)
         with closing(GRPOTrainer(args=config)) as trainer:
-            measured = len(trainer.eval_prompts) if evaluate else 0
-            told("playing held-out tasks, before", 0, measured)
-            before = trainer.evaluate() if measured else {}
             played = _play(trainer, episodes, told)
             good = [trajectory for trajectory in played if trajectory.success and trajectory.episodes]
             if not good:
@@ -94,6 +91,9 @@ def imitate(
                     "look at what it does with covey play --expert, and whether environment.max_turns and "
                     "max_conversation_tokens leave it room"
                 )
+            measured = len(trainer.eval_prompts) if evaluate else 0
+            told("playing held-out tasks, before", 0, measured)
+            before = trainer.evaluate() if measured else {}
             lines = _learn(trainer, good, epochs, episodes_per_step, told)
             trainer.state.policy_version += 1
             trainer.publish()
