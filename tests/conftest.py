@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tiny_models import tiny_model, tiny_tokenizer
 
 from command import Command
 from fakes import SMALL
 from what_runs import BUDGETS, room_of
 
 # Tiny models gain nothing from a second thread, and threads that wait for each other on a busy machine cost minutes.
-torch.set_num_threads(1)
+# torch reads this when it is first imported: by the tests that need it, not by the process that deals out the files.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 REWARDS = '''
 def few_vowels(completions, **columns):
@@ -66,6 +65,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny_models import tiny_model, tiny_tokenizer
+
     folder = tmp_path_factory.mktemp("tiny-llama")
     for part in (tiny_model("llama"), tiny_tokenizer()):
         part.save_pretrained(folder)

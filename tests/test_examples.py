@@ -24,10 +24,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # Of Jupyter's libraries, which tell of their own changes to come and close sockets late.
-# Of Jupyter's libraries, which tell of their own changes to come and close sockets late.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("name", ["first_steps", pytest.param("gsm8k_from_trl", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["first_steps", "gsm8k_from_trl"])
 def test_a_notebook(name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")

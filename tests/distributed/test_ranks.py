@@ -303,6 +303,7 @@ def one(recipe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_one_command_starts_all_ranks_and_starts_them_again(recipe_folder: Path, one: Path, tmp_path: Path) -> None:
     process = train(0, recipe_folder, tmp_path / "run", **TWO)
     ranks, printed = kill_one(process, tmp_path / "run", rank=1)

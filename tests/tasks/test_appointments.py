@@ -84,7 +84,7 @@ def test_asking_a_served_model(tmp_path: Path) -> None:
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
 
     with ThreadingHTTPServer(("127.0.0.1", 0), _Served) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         served = f"http://127.0.0.1:{server.server_port}"
         first, second = ask(served, "Tea with Quinn.", "Hello.").stdout.splitlines()
         failures = {url: ask(url, "Tea with Quinn.") for url in ("http://127.0.0.1:1", served + "/v2", "nowhere")}

@@ -41,7 +41,7 @@ MBPP = {
 def reward() -> Iterator[CodeReward]:
     if missing():
         pytest.skip(missing())
-    with closing(CodeReward(limits=Limits(seconds=3))) as reward:
+    with closing(CodeReward(limits=Limits(seconds=1.5))) as reward:
         yield reward
 
 
