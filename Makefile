@@ -40,7 +40,7 @@ demo: $(VENV)/.demo
 TWO := PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 25
 test: $(VENV)/.dev
 	COVEY_TEST_BUDGET=$(or $(COVEY_TEST_BUDGET),2) $(TWO) -m "not ray and not slow" --ignore tests/rewards
-	$(BIN)/python -m pytest -m "not slow" tests/rewards
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" tests/rewards
 
 # Exit status 5: no test is slow in what changed.
 test-changed: $(VENV)/.dev

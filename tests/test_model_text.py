@@ -1,7 +1,7 @@
 """Everything that reads what a model wrote gives an answer for every text: a wrong one, a malformed call, and no error.
 
 One corpus of hostile texts goes through all readers. That their work grows no faster than the text is in
-`tests/rewards/test_linear.py`.
+`tests/test_linear.py`.
 """
 
 from __future__ import annotations
