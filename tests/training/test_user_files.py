@@ -236,7 +236,9 @@ def probing(settings: Settings, needs: str, *names: str, **changes: Any) -> tupl
         f"probe.group_relative = False\nprobe.{needs} = True\n"
     )
     trainer = build(settings, adv_estimator=f"{needs}.py:probe", beta=0.0, **changes)
-    return trainer, trainer.estimator.function.__globals__["seen"]
+    seen = trainer.estimator.function.__globals__["seen"]
+    seen.clear()  # the small step on which it was tried
+    return trainer, seen
 
 
 def sample(trainer: GRPOTrainer) -> tuple[Any, Any]:
@@ -274,7 +276,7 @@ def test_what_an_estimator_asks_for_is_measured(settings: Settings, elsewhere: P
     [
         ("step.logprobs[:] = -50.0", "read-only at .*own.py:2, in mine"),
         ("step.rewards -= 1", "read-only at .*own.py:2, in mine"),
-        ("return step.rewards[:1]", r".*shape \(1,\) for 8 completions"),
+        ("return step.rewards[:1]", r".*shape \(1,\) for 4 completions"),
         ("return step.rewards * float('nan')", ".*not finite"),
         ("return step.nothing", r".*AttributeError.*own\.py:2, in mine"),
         ("return step.rewards - 0.5\nmine.teaches = lambda group: 1 / 0", TEACHES),
@@ -284,6 +286,7 @@ def test_what_an_estimator_may_not_do_is_named(settings: Settings, elsewhere: Pa
     (elsewhere / "own.py").write_text(f"def mine(step):\n    {body}\n")
     with pytest.raises(ConfigError, match=rf"adv_estimator='.*own.py:mine': .*{message}"):
         trained(settings, adv_estimator="own.py:mine", beta=0.0, max_steps=1)
+    assert Path(settings["output_dir"]).exists() == ("shape" not in message)  # its shape is known before training
 
 
 def test_from_the_command_line(elsewhere: Path, recipe_folder: Path, covey: Command) -> None:

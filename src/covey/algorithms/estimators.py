@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
@@ -120,13 +119,17 @@ class Estimator:
         """Why the loss would average away what this gives single tokens; both are tried on a small step.
 
         `conversing` is True where a row holds several turns. See `Objective.shares_credit`.
+
+        Raises:
+            ConfigError: What it returns for the small step has another shape than advantages.
         """
-        if not objective.shares_credit(slope, array):
+        step = small_step(conversing)
+        try:
+            found = self._called(step)
+        except ConfigError:  # of somebody's own, which needs more than that
             return None
-        found = np.zeros((4, 1))
-        with suppress(ConfigError):  # of somebody's own, which needs more than that
-            found = self.checked(small_step(conversing))
-        if (found == found[:, :1]).all():
+        found = self._shaped(found, step)
+        if (found == found[:, :1]).all() or not objective.shares_credit(slope, array):
             return None
         return (
             f"algorithm.adv_estimator={self.name!r} and loss_type={objective.loss.name!r}: tokens of a completion get "
@@ -141,21 +144,26 @@ class Estimator:
         Raises:
             ConfigError: It raised, or returned what are no advantages.
         """
-        with naming(f"adv_estimator={self.name!r}: it"):
-            found = np.asarray(self(locked(step)), np.float64)
-        rows, tokens = step.tokens.shape
-        if found.shape not in ((rows,), (rows, 1), (rows, tokens)):
-            raise ConfigError(
-                f"adv_estimator={self.name!r}: it returned shape {found.shape} for {rows} completions of up to "
-                f"{tokens} tokens; return ({rows},) or ({rows}, {tokens})"
-            )
-        found = found[:, None] if found.ndim == 1 else found
+        found = self._shaped(self._called(step), step)
         if not np.isfinite(np.where(step.tokens, found, 0.0)).all():
             raise ConfigError(
                 f"adv_estimator={self.name!r}: it returned an advantage that is not finite; a reward of NaN is one "
                 "that could not be scored: give such a completion the advantage 0"
             )
         return found
+
+    def _called(self, step: Outcomes) -> NDArray[np.float64]:
+        with naming(f"adv_estimator={self.name!r}: it"):
+            return np.asarray(self(locked(step)), np.float64)
+
+    def _shaped(self, found: NDArray[np.float64], step: Outcomes) -> NDArray[np.float64]:
+        rows, tokens = step.tokens.shape
+        if found.shape not in ((rows,), (rows, 1), (rows, tokens)):
+            raise ConfigError(
+                f"adv_estimator={self.name!r}: it returned shape {found.shape} for {rows} completions of up to "
+                f"{tokens} tokens; return ({rows},) or ({rows}, {tokens})"
+            )
+        return found[:, None] if found.ndim == 1 else found
 
 
 def small_step(conversing: bool = False) -> Outcomes:

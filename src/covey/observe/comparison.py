@@ -154,9 +154,9 @@ def chosen_steps(spec: str, there: list[int], option: str) -> list[int]:
     chosen = [number for number in there if first <= number <= last]
     if not chosen:
         near = sorted(there, key=lambda number: min(abs(number - first), abs(number - last)))[:3]
-        known = f"there are {len(there)}, from {there[0]} to {there[-1]}"
-        nearest = " and ".join(str(number) for number in sorted(near))
-        raise ConfigError(f"{option}={spec}: the run has no table of it; {known}, the nearest {nearest}")
+        nearest = ", ".join(str(number) for number in sorted(near))
+        known = f"{len(there)}, from {there[0]} to {there[-1]}, the nearest {nearest}" if len(there) > 3 else nearest
+        raise ConfigError(f"{option}={spec}: the run has no table of it; there are {known}")
     return chosen
 
 

@@ -157,6 +157,8 @@ class ConsoleProgress(BaseObserver):
             self._bar.update(self._task, activity=f"{activity} {done}/{total}" if done < total else "")
 
     def on_event(self, kind: str, message: str) -> None:
+        if kind == "failed":  # the error itself is printed by whoever catches it
+            message = message.rpartition("\n")[2]
         self._say(f"{kind}: {visible(message, 2000)}")
 
     def on_run_end(self, status: str) -> None:

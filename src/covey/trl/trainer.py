@@ -46,6 +46,7 @@ from covey.trl.loading import model_name, place_model, with_models
 from covey.trl.methods import Formulas, NeverCalled
 from covey.trl.saving import POINTER, RUN_FOLDER, Saving
 from covey.trl.tables import columns, send, show
+from covey.trl.tools import methods
 from covey.trl.translate import generate_options, optimizer_steps, prompts_per_generation, settings
 
 log = logging.getLogger("covey.trl")
@@ -246,6 +247,7 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
     remove_callback = property(attrgetter("callback_handler.remove_callback"), doc="Takes a callback out.")
     tools = property(attrgetter("_acting.toolset.tools"), doc="What the model may call: functions, then methods.")
     _tools_accept_completion_idx = property(attrgetter("_acting.toolset.accepts_index"))
+    _environment_pool = property(attrgetter("_acting.toolset.pools"))
     aux_loss_enabled = False  # the balance loss of a mixture of experts is not computed
 
     @property
@@ -274,6 +276,11 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
     def environments(self) -> list[Any] | None:
         """The environments of the latest completions, in their order; None without any."""
         return self._acting.toolset.environments or None
+
+    @property
+    def _env_tools(self) -> dict[Any, list[Callable[..., Any]]]:
+        """By name, what the model may call of each environment."""
+        return {name: methods(pool[0]) for name, pool in self._environment_pool.items()}
 
     @property
     def entropy_coef(self) -> float:
