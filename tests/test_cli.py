@@ -52,6 +52,14 @@ def test_train_eval_sample_report(covey: Command, recipe_folder: Path, tmp_path:
     assert (run / "learning_curve.png").stat().st_size > 5_000
     status, _, err = covey("train", recipe_folder, f"run.output_dir={run}")
     assert (status, "covey resume" in err) == (2, True)
+    for words, said in (
+        (("resume", run, "run.output_dir=elsewhere"), "a run goes on in its own folder"),
+        (("eval", run, "--rotations", "2"), "--rotations=2, --lead-in='': only multiple-choice tasks"),
+        (("export", run, tmp_path / "out", "--private"), "--private: goes with --push-to-hub"),
+        (("export", run, tmp_path / "out", "--adapter", "--dtype", "float16"), "--dtype=float16: of a whole model"),
+    ):
+        status, _, err = covey(*words)
+        assert (status, said in err) == (2, True), err
     out = covey.done("eval", run, "--num", "2", "--show", "1")
     assert "eval/reward" in out
     assert "say one" in out
@@ -96,6 +104,7 @@ def test_config_prints_what_a_recipe_means_and_explains(covey: Command, recipe_f
         (("serve", "{model}", "--kv-cache-gb", "inf"), "less than or equal to 1000000"),
         (("serve", "{model}", "--max-batch-size", "1000000000000"), "less than or equal to 1000000"),
         (("resume", "x" * 5000), "too long for a path"),
+        (("config", "--only", "beta"), "--only='beta': goes with --explain"),
         (("eval", "{model}"), "--task"),
         (("eval", "{model}", "--show", "-1"), "greater than or equal to 0"),
         (("sample", "{model}", "hi", "-n", "1000000000"), "-n 1000000000 x --max-tokens 128: needs at least"),

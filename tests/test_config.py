@@ -353,6 +353,7 @@ WRONG = [
         "algorithm.delta=1.1: below 1 + epsilon_high = 1.2 it would replace the clip",
     ),
     ({"importance_sampling_correction": "token_mask:3:2"}, "the smallest ratio 3 must be 0 or more and less than"),
+    ({"importance_sampling_correction": "off:2"}, "off has no bounds; write off alone"),
     ({"importance_sampling_correction": "token_trunc:2"}, "'token_trunc:2': must be auto | off | token_truncate"),
     ({"down_sampling": "max_varianc:2"}, "'max_varianc:2': must be none | max_variance"),
     ({"down_sampling": "shortest:16"}, "algorithm.down_sampling='shortest:16': groups have at most 16 completions"),

@@ -41,6 +41,8 @@ EXTRACTED = {
     "print('hello')\ndef f(): pass": "print('hello')\ndef f(): pass",
     "Here it is:\nfor i in range(3):\n    print(i)": "for i in range(3):\n    print(i)",
     "# add\nx = 1": "# add\nx = 1",
+    "Read both.\na, b = map(int, input().split())\nprint(a + b)": "a, b = map(int, input().split())\nprint(a + b)",
+    "Now, a = 3\nx = 1": "x = 1",
     "~~~python\nx = 1\n~~~": "x = 1\n",
 }
 KEYS = st.integers() | st.text()

@@ -211,13 +211,15 @@ class TestFolders:
 
         whole = trained(make(out=tmp_path / "a", max_steps=4))
         out, options = tmp_path / "b", {"max_steps": 4, "save_steps": 2}
-        make(out=out, callbacks=[Stop], **options).train()
+        stopped = make(out=out, callbacks=[Stop], **options)
+        stopped.train()
         assert get_last_checkpoint(out) == str(out / "checkpoint-3")
         assert AutoModelForCausalLM.from_pretrained(out / "checkpoint-2").config.model_type == "llama"
-        resumed = make(out=out, **options)
-        resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
-        assert resumed.state.global_step == 4
-        assert changed(resumed, weights(whole)) == set()
+        stopped.callback_handler.pop_callback(Stop)
+        for resumed in (make(out=out, **options), stopped):  # a new trainer, and the one that was stopped
+            resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+            assert resumed.state.global_step == 4
+            assert changed(resumed, weights(whole)) == set()
 
     @pytest.mark.parametrize("strategy", ["steps", "no"])
     def test_what_a_stopped_run_says_of_resuming_holds(self, strategy: str, make: Any, tmp_path: Path) -> None:

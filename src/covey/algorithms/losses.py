@@ -116,7 +116,7 @@ def grpo(
     _require(0 <= epsilon <= 1, "epsilon", epsilon, "ratios are clipped around 1", "0 to 1")
     _require(upper >= 0, "epsilon_high", upper, "ratios are clipped around 1", "0 or more")
     reason = f"below 1 + epsilon_high = {1 + upper:g} it would replace the clip"
-    _require(delta is None or delta > 1 + upper, "delta", delta, reason, "a larger one, or None")
+    _require(delta is None or delta > 1 + upper, "delta", delta, reason, "a larger one, or leave it out")
     ratio = _ratio(x, importance_sampling_level)
     return clip_surrogate(ratio, x.advantages, epsilon, upper, delta)._replace(ratio=ratio)
 

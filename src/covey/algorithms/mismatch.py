@@ -99,6 +99,8 @@ def read_correction(text: str) -> tuple[str, Correction]:
         ValueError: it is none of these.
     """
     mode, *written = text.split(":")
+    if mode == "off" and written:
+        raise ValueError("off has no bounds; write off alone")
     try:
         bounds = list(map(float, written)) or [3.0]
     except ValueError:

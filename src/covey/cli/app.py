@@ -26,8 +26,9 @@ from covey.cli.results import PER_KIND, print_choices, print_difference, print_k
 from covey.cli.serve import serve
 from covey.cli.watch import watch
 from covey.cli.weights import Overrides, config_for, err, out, recipe_file, said_by_signals
+from covey.config.names import canonical_names
 from covey.config.old_names import gone_command
-from covey.config.text import render_explain
+from covey.config.text import parse_overrides, render_explain
 from covey.config.whole import GRPOConfig
 from covey.errors import ClusterLostError, ConfigError, CoveyError
 from covey.observe.console import accept_any_text, print_table, say, visible
@@ -133,6 +134,8 @@ def resume(
 
     folder = RunFolder.read(run)
     file = folder.whole_config()
+    if "output_dir" in canonical_names(parse_overrides(overrides or [])):
+        raise ConfigError(f"run.output_dir: a run goes on in its own folder; copy {run} and resume the copy")
     if folder.needs_python and not overrides:
         raise ConfigError(
             f"{run}: the run was started from Python with parts that no file holds, such as a reward function or a "
@@ -200,8 +203,9 @@ def evaluate(
         asked = {"rotations": rotations, "lead_in": lead_in}
         _evaluate_choices(measured, config, other, asked, show, report)
         return
-    if report is not None:
-        raise ConfigError(f"--report={str(report)!r}: only multiple-choice tasks such as usmle have a report")
+    if report is not None or rotations != 1 or lead_in:
+        given = f"--report={str(report)!r}" if report else f"--rotations={rotations}, --lead-in={lead_in!r:.50}"
+        raise ConfigError(f"{given}: only multiple-choice tasks such as usmle have these; leave it out")
     trainer = _trainer(config)
     result = trainer.evaluation()
     _show(result, show)
@@ -277,6 +281,8 @@ def show_config(
     ] = "",
 ) -> None:
     """Print the settings of a recipe, or explain all settings."""
+    if only and not explain:
+        raise ConfigError(f"--only={only!r:.50}: goes with --explain; add it, or leave --only out")
     if explain:
         wanted = only or str(recipe or "")  # `covey config --explain beta`
         if not render_explain(out, wanted):

@@ -51,6 +51,10 @@ def export(
         raise ConfigError("--adapter, --mlx and --gguf: each is another form; give one of them")
     if best and checkpoint is not None:
         raise ConfigError("--best and --checkpoint: each names other weights; give one of them")
+    if private and push_to_hub is None:
+        raise ConfigError("--private: goes with --push-to-hub OWNER/NAME; add it, or leave --private out")
+    if dtype is not None and (adapter or mlx):
+        raise ConfigError(f"--dtype={dtype}: of a whole model; an adapter keeps its own; leave --dtype out")
     folder = RunFolder.read(run)
     config = GRPOConfig.from_toml(folder.whole_config()).replace(upload_adapters_to_server=False)
     target = require_empty(run / "export" if output is None else output)

@@ -451,6 +451,8 @@ class RunFolder:
         if kind == "adapter":
             return f"{path} ({said[-1]})" if said else f"{path}, the end of the run"
         step = f": {said[-1]}" if said else ""
+        if self.adapter.exists():
+            return f"{path}, the best evaluation{step}"
         return f"{path}, the best evaluation so far{step}; the run has no adapter/ yet"
 
     def last_logged_step(self) -> int:

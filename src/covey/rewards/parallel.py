@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from covey.errors import RewardError
+from covey.functions import USER_FILES
 from covey.processes import end_python, start_python
 from covey.rewards.jail import messages
 from covey.rewards.verifier import Verifier
@@ -102,7 +103,8 @@ class _Worker:
         self._channel = ours
         self._stop = weakref.finalize(self, end_python, process, ours)
         functions = base64.b64encode(pickle.dumps(self._functions)).decode()
-        answer = self._ask({"functions": functions, "memory": self._memory_mb << 20}, _START_SECONDS)
+        told = {"functions": functions, "files": USER_FILES, "memory": self._memory_mb << 20}
+        answer = self._ask(told, _START_SECONDS)
         if "error" in answer:
             self.stop()
             raise RewardError(f"a process for {self._functions[0]!r:.80} did not start: {answer['error']}")
@@ -127,6 +129,7 @@ def serve(channel: int) -> None:
     if (message := messages.receive(channel)) is None:
         return
     resource.setrlimit(resource.RLIMIT_AS, (message["memory"], message["memory"]))
+    USER_FILES.update(message["files"])
     try:
         function, prepare = pickle.loads(base64.b64decode(message["functions"]))
         prepare()

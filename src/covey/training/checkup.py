@@ -223,7 +223,8 @@ class Recipe:
     @property
     def prompt(self) -> int:
         """Tokens before an answer, or before a conversation."""
-        return self.config.data.max_prompt_length or PROMPT_TOKENS
+        room = self.shape.context - self.config.sampling.max_completion_length
+        return self.config.data.max_prompt_length or max(1, min(PROMPT_TOKENS, room))
 
     def choices(self, own: int | None = None, tokens: int | None = None) -> Choices:
         """What the formulas ask of the settings, of completions of `own` tokens and passes of `tokens`."""

@@ -189,8 +189,10 @@ class Recorder:
     # ------------------------------------------------------------------ what happens
 
     def event(self, kind: str, message: str) -> None:
-        """Tell the observers of something worth a sentence."""
+        """Tell the observers of something worth a sentence; a warning is said where no progress is shown too."""
         self._observers.on_event(kind, message)
+        if kind == "warning" and not self._settings.progress:
+            log.warning("%s", message)
 
     def progress(self, activity: str, done: int, total: int) -> None:
         """Tell the observers that something long moves on, and what has happened to samplers and workers meanwhile."""

@@ -592,6 +592,7 @@ class GRPOTrainer:
             with recorder.running(resume):
                 self._recorder = recorder
                 try:
+                    self._callbacks.control.should_training_stop = False  # of an earlier call
                     self._callbacks("on_train_begin")
                     yield recorder
                     self._callbacks("on_train_end")

@@ -18,7 +18,7 @@ _LANGUAGE = re.compile(r"(?:```|~~~)[ \t]*([\w+-]*)")
 _LONGEST_NUMBER = 400
 _STARTS = re.compile(
     r"^(?:def |class |import |from \w[\w.]* import |@|async def |(?:if|for|while|with) [^\n]*:[ \t]*$|try:|#|"
-    r"[A-Za-z_][\w.]* ?[-+*/]?= ?\S|"
+    r"[A-Za-z_][\w.]* ?[-+*/]?= ?\S|[a-z_][\w.]*(?:, ?[a-z_][\w.]*)+ ?= ?\S|"
     r"[A-Za-z_][\w.]*\([^\n]*\)[ \t]*$)",
     re.MULTILINE,
 )
