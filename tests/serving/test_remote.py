@@ -27,7 +27,7 @@ from covey.types import Completion, Request, SamplingSettings
 
 SETTINGS = SamplingSettings(temperature=0.9, max_tokens=12, eos_token_ids=(2,))
 REQUESTS = [Request(np.array([5 + i, 6, 7]), (1, i)) for i in range(20)]
-HINT = r"needs a dialect: server\.inference_server_kind, see docs/serving\.md"
+HINT = r"needs a dialect: server\.inference_server_kind, see docs/use\.md"
 TEXTS, UPLOADS = "/v1/completions", "/upload_adapter"
 TAKEN: list[dict[str, Any]] = [
     *({}, {"choice": {"text": ...}}, {"choice": {"finish_reason": "stop"}}, {"health": {"policy_version": ...}}),

@@ -18,7 +18,7 @@ class ServerConfig(Section, frozen=True):
     to which the adapter is uploaded; or several, with commas or as a list. none = sample here."""
     inference_server_kind: str = Field(default="covey", pattern=r"^(covey|vllm|sglang|.+:.+)$")
     """covey (`covey serve`), vllm (vLLM's OpenAI server with run-time LoRA loading), sglang (SGLang's server), or
-    FILE.py:NAME (a dialect of your own, see docs/serving.md)."""
+    FILE.py:NAME (a dialect of your own, see docs/use.md)."""
     server_token: str | None = Field(default=None, exclude=True, repr=False)
     """Bearer token of the server; none = the environment variable COVEY_SERVER_TOKEN. Never saved."""
     adapter_folder: str | None = None

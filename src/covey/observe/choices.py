@@ -52,7 +52,7 @@ class Answered:
 
 
 def choice_report(rows: Sequence[Row], answered: Answered, baseline: Answered | None = None) -> Json:
-    """All statistics as plain values: see `docs/evaluation.md` for what each means. Both answered the same questions.
+    """All statistics as plain values: see `docs/use.md` for what each means. Both answered the same questions.
 
     Raises:
         ValueError: not one answer for each question.

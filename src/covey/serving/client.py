@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 TOKEN_VARIABLE = "COVEY_SERVER_TOKEN"
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
 """Statuses after which the same request may succeed a little later."""
-OTHER_SERVERS = "a server that speaks otherwise needs a dialect: server.inference_server_kind, see docs/serving.md"
+OTHER_SERVERS = "a server that speaks otherwise needs a dialect: server.inference_server_kind, see docs/use.md"
 _BACKOFF = tenacity.wait_exponential(multiplier=0.2, max=10.0)
 
 
