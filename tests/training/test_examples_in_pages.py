@@ -50,7 +50,7 @@ def test_rewards_of_the_page_score_as_it_says(blocks: dict[str, str]) -> None:
 
 
 def test_verifier_of_the_page_scores_in_processes(blocks: dict[str, str]) -> None:
-    is_even = load_function("my_verifiers:is_even")
+    is_even = load_function("my_verifiers.py:is_even")
     try:
         assert is_even(prompts=["a", "a"], completions=["14", "15"]) == [1.0, 0.0]
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,4 +61,6 @@ def config_for(model: str, adapter: str | None, overrides: list[str] | None) -> 
         return config.replace(adapter=adapter)
     kept = kept_weights(folder, config)
     say(err, f"weights: {kept.said}")
-    return config.replace(**{"adapter" if config.model.use_peft else "model": str(kept.path)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # lora_r beside an adapter has no effect: it is the one that it was made with
+        return config.replace(**{"adapter" if config.model.use_peft else "model": str(kept.path)})

@@ -219,7 +219,8 @@ def _tolerance_of(folder: RunFolder, config: GRPOConfig) -> tuple[float, str]:
         why = "a CUDA device adds up in any order"
     if not why:
         return EXACT, "versions, machine and threads are the run's"
-    half = "float32" not in (config.model.dtype, "") or config.optim.autocast != "none"
+    narrow = ("bfloat16", "float16", *(["auto"] if "cuda_device" in before else []))
+    half = config.model.dtype in narrow or config.optim.autocast != "none"
     return (HALF if half else ALIKE), why
 
 
