@@ -1,4 +1,6 @@
-"""What stands in `deploy/` and docs/cluster.md: manifests of the right shape, scripts that run, settings that exist."""
+"""What stands in `deploy/`, docs/scale.md and docs/configure.md: manifests of the right shape, scripts that run,
+settings that exist.
+"""
 
 from __future__ import annotations
 
@@ -147,15 +149,28 @@ def test_the_slurm_script_says_how_it_is_used(slurm: Any) -> None:
         assert subprocess.run([checker, SLURM], timeout=60).returncode == 0
 
 
-def test_the_commands_of_the_page_name_settings_that_exist() -> None:
-    text = (ROOT / "docs" / "cluster.md").read_text()
-    blocks = "\n".join(re.findall(r"```(?:sh)?\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
+@pytest.mark.parametrize(("page", "least"), [("scale.md", 15), ("configure.md", 3)])
+def test_the_commands_of_a_page_name_settings_that_exist(page: str, least: int) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    blocks = "\n".join(re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)).replace("\\\n", " ")
     sections, found = GRPOConfig().to_dict(), 0
     for line in blocks.splitlines():
-        for word in re.findall(r"(?:^|\s)([a-z_]+\.[a-z_]+)=", line.partition("#")[0]):
+        for word in re.findall(r"(?:^|[\s'])([a-z_]+\.[a-z_]+)=", line.partition("#")[0]):
             section, _, name = word.partition(".")
             assert name in sections[section], word
             found += 1
-    assert found > 5
+    assert found >= least
     for path in re.findall(r"\]\(\.\./([^)]+)\)|`(deploy/[^`]+)`", text):
         assert (ROOT / (path[0] or path[1])).exists(), path
+
+
+def test_the_recipes_of_the_page_are_read(tmp_path: Path) -> None:
+    from covey.training.schedule import Elapsed
+    from covey.training.setup import phase_plan, run_length
+
+    blocks = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs" / "configure.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks) >= 4
+    for block in blocks:
+        (tmp_path / "recipe.toml").write_text(block)
+        config = GRPOConfig.from_toml(tmp_path / "recipe.toml")
+        assert run_length(config, phase_plan(config), num_prompts=100).rates(phase_plan(config).at(Elapsed()), 0)

@@ -1,5 +1,5 @@
-"""The tables of docs/memory.md and docs/models.md: what the formulas say of models of seven sizes, and what the code
-does with a tiny model of each family.
+"""The two tables of docs/scale.md: what the formulas say of models of seven sizes, and what the code does with a tiny
+model of each family.
 
 COVEY_WRITE_DOCS=1 pytest tests/pytorch/test_pages.py      # writes them
 """
@@ -20,7 +20,7 @@ from covey.pytorch.engine import Engine
 from covey.pytorch.footprint import Shape, build_empty
 from covey.training.checkup import Recipe, dtype_of
 
-DOCS = Path(__file__).parents[2] / "docs"
+PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
 DEVICES = (12, 24, 48, 80, 141)
 CHECKPOINTING: dict[str, Any] = {"gradient_checkpointing": True}
 ALL_WEIGHTS = CHECKPOINTING | {"use_peft": False, "autocast": "bfloat16"}
@@ -98,14 +98,18 @@ def what_serves() -> str:
     return drawn([["models", "class in transformers", "trainer", "sampler"], *map(row, EVERY_FAMILY)])
 
 
-@pytest.mark.parametrize(("page", "table"), [("memory.md", what_fits), ("models.md", what_serves)])
-def test_a_page_says_what_is_so(page: str, table: Callable[[], str]) -> None:
-    path = DOCS / page
-    if not path.is_file():
+@pytest.mark.parametrize("table", [what_fits, what_serves])
+def test_the_page_says_what_is_so(table: Callable[[], str]) -> None:
+    if not PAGE.is_file():
         pytest.skip("not run from a source tree")
-    before, _, rest = path.read_text().partition(" -->\n")
-    assert "test_pages.py" in before
-    wanted = f"{before} -->\n\n{table()}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    begin, end, made = f"<!-- {table.__name__}, ", f"<!-- end {table.__name__} -->", table()
+    text = PAGE.read_text()
+    before, _, rest = text.partition(begin)
+    note, _, _ = rest.partition(" -->\n")
+    assert "test_pages.py" in note
+    assert rest.count(end) == 1
+    wanted = f"{before}{begin}{note} -->\n\n{made}\n\n{end}{rest.partition(end)[2]}"
     if os.environ.get("COVEY_WRITE_DOCS"):
-        path.write_text(wanted)
-    assert path.read_text() == wanted, "write it anew: COVEY_WRITE_DOCS=1 pytest tests/pytorch/test_pages.py"
+        PAGE.write_text(wanted)
+        return
+    assert text == wanted, "write it anew: COVEY_WRITE_DOCS=1 pytest tests/pytorch/test_pages.py"
