@@ -3,6 +3,7 @@
 COVEY_WRITE_DOCS=1 pytest tests/test_reference_page.py      # writes it anew
 """
 
+import html
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +31,10 @@ def plain(text: str) -> str:
 
 
 def code(text: str) -> str:
-    return f"`{text}`".replace("|", "\\|") if text else ""
+    """As code; a bar would end the cell on GitHub, and a backslash before it stands on the site."""
+    if "|" in text:
+        return f"<code>{html.escape(text).replace('|', '&#124;')}</code>"
+    return f"`{text}`" if text else ""
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
