@@ -43,24 +43,29 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def settings() -> Iterator[str]:
-    head = ("setting", "default", "type, range", "meaning")
+    head = ("setting", "default", "meaning")
     for section, found in groupby(explain(), lambda line: line.section):
         yield f"### {section}"
         yield plain(SECTIONS[section].__doc__ or "")
         yield table(head, (setting(line) for line in found))
         if section == "schedule":
             yield "Fields of an entry of `phases`:"
-            fields = (
-                (code(n), plain(type_text(f)), plain(f.description or "")) for n, f in PhaseConfig.model_fields.items()
+            yield table(
+                ("field", "meaning"),
+                ((code(name), of_field(field)) for name, field in PhaseConfig.model_fields.items()),
             )
-            yield table(("field", "type, range", "meaning"), fields)
+
+
+def of_field(field: Any) -> str:
+    return plain(f"{field.description} Type: {type_text(field)}.")
 
 
 def setting(line: FieldHelp) -> Iterator[str]:
     yield f'<a id="{line.section}.{line.name}"></a>{code(line.name)}'
     yield code(line.default)
-    yield plain(line.type)
-    yield plain(line.meaning) + (f" Other names: {', '.join(map(code, line.also))}." if line.also else "")
+    yield plain(f"{line.meaning} Type: {line.type}.") + (
+        f" Other names: {', '.join(map(code, line.also))}." if line.also else ""
+    )
 
 
 def commands() -> Iterator[str]:
