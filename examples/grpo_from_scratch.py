@@ -3,7 +3,7 @@
     python examples/grpo_from_scratch.py                   # SmolLM2-135M learns to compare two numbers, on a CPU
 
 Every function that is imported from `covey` is the one that `GRPOTrainer` uses. What the trainer adds to this page:
-it computes each shared token once, keeps a run folder, evaluates with intervals, and resumes. `docs/design.md` shows
+it computes each shared token once, keeps a run folder, evaluates with intervals, and resumes. `docs/internals.md` shows
 where each part lives.
 """
 

@@ -322,7 +322,7 @@ WRONG = [
     ({"dataset": ""}, "data.dataset='': is empty; "),
     ({"loss_type": "dap"}, "algorithm.loss_type='dap': must be grpo | bnpo | "),
     ({"loss_type": "dap"}, "did you mean 'dapo'?"),
-    ({"top_p": 1.5}, "sampling.top_p=1.5: must be float, > 0, <= 1 (Draw from"),
+    ({"top_p": 1.5}, "sampling.top_p=1.5: must be float, > 0, <= 1 (Sample only from"),
     ({"temperature": 0}, "sampling.temperature=0: must be float, >= 0.001, <= 100"),
     ({"temperature": float("nan")}, "sampling.temperature=nan"),
     ({"learning_rate": float("inf")}, "optim.learning_rate=inf"),

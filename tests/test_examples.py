@@ -86,3 +86,14 @@ def test_the_algorithm_on_a_page(
     longer = example.main([*arguments, "--steps", "20"])
     assert longer[:2] == rewards
     assert sum(longer[-5:]) > sum(longer[:5])  # it learns
+
+
+def test_internals_shows_the_loop_of_the_page() -> None:
+    page = EXAMPLES.parent / "docs" / "internals.md"
+    if not page.is_file():
+        pytest.skip("not run from a source tree")
+    shown = page.read_text().partition("```python\n")[2].partition("```")[0].splitlines()
+    lines = (EXAMPLES / "grpo_from_scratch.py").read_text().splitlines()
+    assert len(shown) > 20
+    for line in shown:
+        assert f"    {line}" in lines

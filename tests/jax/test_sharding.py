@@ -91,7 +91,7 @@ def test_a_mesh_changes_nothing_but_where_it_runs(meshes: tuple[str, ...], tmp_p
     environment = {
         "PYTHONPATH": os.pathsep.join([str(Path(covey.__file__).parent.parent), str(here)]),
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "NPROC": "64",  # threads of the pool that sums over devices wait on; see docs/jax.md
+        "NPROC": "64",  # threads of the pool that sums over devices wait on; see docs/internals.md
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",

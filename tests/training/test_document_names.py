@@ -1,4 +1,4 @@
-"""The names of the five documents at the doors (docs/documents.md), and the recipes of usmle-qa.md."""
+"""The names of the five documents (docs/internals.md), and the recipes of usmle-qa.md."""
 
 from __future__ import annotations
 
@@ -161,8 +161,9 @@ def test_a_reference_that_is_another_adapter(settings: Settings, tmp_path: Path,
 
 def test_the_page_names_what_is_there() -> None:
     """Every setting that usmle-qa.md prints is accepted, and every metric of the page is one."""
-    page = (Path(__file__).parents[2] / "docs" / "documents.md").read_text()
-    section = page.partition("## usmle-qa.md")[2].partition("\n## ")[0]
+    page = (Path(__file__).parents[2] / "docs" / "internals.md").read_text()
+    page = page.partition("## Names of the five documents")[2].partition("\n## ")[0]
+    section = page.partition("### usmle-qa.md")[2].partition("\n### ")[0]
     for name in ("num_samples_per_prompt", "max_new_tokens", "kl_coef", "use_unbiased_kl", "off_policy_threshold"):
         assert name in section
         assert name in SYNONYMS or name in OPTIONS

@@ -178,9 +178,9 @@ def evaluate(
 ) -> None:
     """Measure a model, with or without an adapter, on held-out prompts: accuracy with its 95 % interval.
 
-    For multiple choice (`--task usmle`) also: a paired test against the model without its adapter, how often no letter
-    is found, what the letters alone would reach, whether rotated options change the answer, and the likelihood of each
-    letter with its calibration.
+    For multiple choice (`--task usmle`) also: a paired test against the model without its adapter, the share of answers
+    without a letter, and the accuracy of the letters alone. Then whether rotated options change the answer, and the
+    likelihood of each letter with its calibration.
     """
     from covey.training import setup
     from covey.training.multiple_choice import ChoiceTask

@@ -59,94 +59,91 @@ class AlgorithmConfig(Section, frozen=True):
     """Advantages, surrogate, KL to the reference, masks."""
 
     loss_type: Annotated[str, BeforeValidator(loss_name)] = "grpo"
-    """What is minimised. On the shelf: grpo (mean within a completion, then over completions), bnpo, dapo (mean over
-    tokens), dr_grpo (constant denominator), gspo and gspo_token (sequence ratio), luspo (the same, times length), gmpo
-    (geometric mean of clipped ratios), cispo, sapo, vespo, clip_cov and kl_cov (hold tokens of high covariance back),
-    reinforce (no ratio, no clip), reinforce_kept (the same, mean over the completions that masks leave, and the KL over
-    all sampled tokens: usmle-qa.md to the letter). Or a loss of your own: FILE.py:NAME."""
+    """The loss. grpo averages over the tokens of a completion, then over completions; dapo over all tokens; bnpo over
+    all tokens that are trained; dr_grpo divides by a constant. gspo and gspo_token use one ratio per completion, luspo
+    too, times length; gmpo uses the geometric mean of clipped ratios. Others: cispo, sapo, vespo, clip_cov and kl_cov
+    (limit tokens of high covariance), reinforce (no ratio, no clip), reinforce_kept (usmle-qa.md to the letter: mean
+    over the completions that masks keep, KL over all sampled tokens). Your own: FILE.py:NAME."""
     loss_parameters: Options = Field(default_factory=dict)
-    """The loss's own parameters by name, as its function has them: epsilon_high (upper clip range, where it is another
-    one than epsilon: 0.28 for dapo), delta (cap on the ratio itself, which also bounds the loss of negative advantages)
-    and importance_sampling_level (token, sequence or gspo_token: one ratio for each of these) of losses that clip,
-    epsilon_max of cispo, sapo_temperature_pos and sapo_temperature_neg of sapo, { k_pos = 2.0 } of vespo."""
+    """Parameters of the loss by name. Losses that clip: epsilon_high (upper clip range; default epsilon, for dapo
+    0.28), delta (cap on the ratio, which also bounds the loss of negative advantages), importance_sampling_level
+    (token, sequence or gspo_token). cispo: epsilon_max. sapo: sapo_temperature_pos, sapo_temperature_neg. vespo: {
+    k_pos = 2.0 } and so on."""
     adv_estimator: Annotated[
         AdvantageEstimator | Annotated[str, Field(pattern=r".:.")], BeforeValidator(function_name)
     ] = "grpo"
-    """How a reward becomes an advantage: grpo (against the group's mean and spread), naive_grpo (the same, each
-    multi-turn episode counted once), dr_grpo (mean only), rloo (mean of the others), gigpo (agents: episodes, and turns
-    that began with the same observation), gdpo (several reward functions: each is normalised in its group, and their
-    sum over the batch), reinforce_plus_plus (against the batch) and reinforce_plus_plus_baseline (group's mean, then
-    batch), remax (against the prompt's greedy completion), opo (mean weighed by length), optimal_token_baseline
-    (weighed by the length of gradients, token by token), gpg, grpo_passk (the best of the group only), or a function of
-    yours, FILE.py:FUNCTION or MODULE:FUNCTION."""
+    """How rewards become advantages. grpo: against the group's mean and standard deviation. naive_grpo: the same, with
+    each multi-turn episode counted once. dr_grpo: mean only. rloo: mean of the others. gigpo: for agents, also compares
+    turns that began with the same observation. gdpo: normalises each reward function in its group, then their sum over
+    the batch. reinforce_plus_plus: against the batch; reinforce_plus_plus_baseline: group mean, then batch. remax:
+    against the greedy completion. opo: mean weighted by length. optimal_token_baseline: per token, weighted by gradient
+    length. gpg. grpo_passk: only the best of the group. Your own: FILE.py:FUNCTION or MODULE:FUNCTION."""
     adv_parameters: Options = Field(default_factory=dict)
-    """The estimator's own parameters by name: gamma of reinforce_plus_plus; std_correction where rewards are divided by
-    a spread (1 divides squares by G - 1, 0 by G); of agents step_score of grpo (what is compared: the reward of a
-    turn's whole episode, its discounted return, or the turn's own reward: episode, return, step), discount of returns,
-    and step_advantage_weight of gigpo (the paper's omega)."""
+    """Parameters of the estimator by name. reinforce_plus_plus: gamma. Estimators that divide by a standard deviation:
+    std_correction (1 divides by G - 1, 0 by G). grpo with agents: step_score, the score of a turn: episode (reward of
+    the whole episode), return (discounted return) or step (the turn's own reward). discount of returns. gigpo:
+    step_advantage_weight (the paper's omega)."""
     scale_rewards: Annotated[Literal["group", "batch", "none"], BeforeValidator(_spread)] = "group"
-    """Spread that advantages are divided by: that of the group, of the whole batch, or none. Has no effect with an
+    """Divide advantages by the standard deviation of the group, of the whole batch, or not at all. No effect with an
     adv_estimator that does not divide, such as dr_grpo and rloo. True means group, False none."""
     beta: float = Field(default=0.04, ge=0)
     """Weight of the KL divergence from the reference model; 0 turns it off and saves its forward pass."""
     kl_estimator: KLEstimator = "k3"
-    """How that KL is estimated, per token. k3 is never negative; k3_unbiased is also right off-policy; exact sums over
+    """How that KL is estimated per token. k3 is never negative; k3_unbiased is also correct off-policy; exact sums over
     the vocabulary; exact_weighted reproduces a published formula that is not unbiased."""
     epsilon: Annotated[float | None, Field(ge=0, lt=1), BeforeValidator(_loss_s_own)] = Field(
         default_factory=default_epsilon
     )
-    """Clip range: importance ratios below 1 - epsilon gain nothing further. none = what loss_type says: 0.2, and 0.0003
-    for gspo and gspo_token, whose sequence ratio moves far less than a token's, 0.002 for luspo. For gmpo a range of
-    log-ratios, 0.4."""
+    """Lower clip range: an importance ratio below 1 - epsilon has no further gradient. none = the default of loss_type:
+    0.2; 0.0003 for gspo and gspo_token; 0.002 for luspo; for gmpo 0.4, a range of log-ratios."""
     num_iterations: int = Field(default=1, ge=1, le=1000)
     """Passes over each batch of completions (the paper's mu)."""
     num_minibatches: int = Field(default=1, ge=1, le=10_000)
-    """Optimiser steps of each pass, on random parts of the batch; ratios are against the policy that sampled all of
-    it."""
+    """Optimiser steps of each pass, on random parts of the batch. Ratios compare with the policy that sampled the
+    batch."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of an entropy bonus; 0 = off."""
     adaptive_entropy: AdaptiveEntropy | None = None
-    """A table, { target = 0.2, delta = 0.005, min = 0.0, max = 1.0 }, which may be empty: move entropy_coef, which is
-    then where it begins, after each optimiser step, up by delta while the entropy (in nats, mean over trained tokens)
-    is at or below target, else down, from min to max. The bonus acts only after a step whose entropy was at or below
-    the target (Skywork-OR1). none = off."""
+    """Adapt entropy_coef to keep the entropy at a target (Skywork-OR1). A table, which may be empty: { target = 0.2,
+    delta = 0.005, min = 0.0, max = 1.0 }. After each optimiser step entropy_coef moves by delta: up if the entropy (in
+    nats, mean over trained tokens) is at or below target, else down. The bonus acts only after a step with entropy at
+    or below target. none = off."""
     mask_truncated_completions: bool = False
     """Leave completions that hit max_completion_length out of the loss."""
     off_policy_mask_threshold: float | None = Field(default=None, ge=0)
-    """A completion with a negative advantage has no policy gradient when the mean over its tokens of old - new
-    log-probability, in nats, is above this; averages and its KL term stay (DeepSeek-V3.2, equation 8). none = off."""
+    """Remove the policy gradient of a completion with a negative advantage if the mean over its tokens of old - new
+    log-probability, in nats, is above this. Averages and its KL term stay (DeepSeek-V3.2, equation 8). none = off."""
     reference_drift_threshold: Annotated[float | str | None, _readable(_read_drift)] = None
-    """Leave a completion out of the loss unless policy - reference log-probability, in nats, mean over its tokens, is
-    below this, whatever its advantage; 0.5 in the USMLE recipe. sum:12 = the sum over its tokens. none = off."""
+    """Leave a completion out of the loss, whatever its advantage, unless the mean over its tokens of policy - reference
+    log-probability, in nats, is below this; 0.5 in the USMLE recipe. sum:12 = the sum over its tokens. none = off."""
     keep_sampling_mask: bool = False
-    """Keep, with each token, the ids that top_k, top_p and min_p had left, and take all log-probabilities over those
-    ids only (DeepSeek-V3.2)."""
+    """Store the ids that top_k, top_p and min_p left for each token, and compute all log-probabilities over those ids
+    only (DeepSeek-V3.2)."""
     validity_min_length: int | None = Field(default=None, ge=0)
-    """Validity mask: leave a completion that has fewer characters than this, has no valid answer or repeats itself out
-    of the loss (it still counts in its group's mean). Beware: with every invalid completion goes the signal that would
-    teach a valid form. none = off; 10 in the USMLE recipe."""
+    """Validity mask: leave a completion out of the loss if it has fewer characters than this, has no valid answer or
+    repeats itself. It still counts in its group's mean. Without invalid completions nothing teaches the valid form.
+    none = off; 10 in the USMLE recipe."""
     top_entropy_quantile: float = Field(default=1.0, gt=0, le=1)
-    """Only this fraction of the tokens, the most uncertain ones, has a policy gradient; averages are still over all
-    tokens, and so are KL and entropy terms. 1 = all, 0.2 in arXiv 2506.01939."""
+    """Only this fraction of the tokens, those of highest entropy, has a policy gradient. Averages, KL and entropy terms
+    still cover all tokens. 1 = all, 0.2 in arXiv 2506.01939."""
     importance_sampling_correction: Annotated[str, _readable(read_correction)] = "auto"
-    """Correct for a sampler whose log-probabilities differ from the trainer's. token_truncate, sequence_truncate: weigh
-    tokens or completions by their ratio, up to a largest; token_mask, sequence_mask: drop those beyond it. The largest
-    ratio follows, 3 unless it is given (token_truncate:2), or the smallest and the largest (token_mask:0.5:5: IcePop).
-    auto = token_truncate where they do differ (vLLM or a server of another kind than covey samples,
-    sampling.sampler_dtype is narrower than the model's, or schedule.max_staleness is above 0), else off."""
+    """Correct for a sampler whose log-probabilities differ from the trainer's. token_truncate and sequence_truncate
+    weight tokens or completions by their ratio, capped; token_mask and sequence_mask drop those beyond the cap. The cap
+    is 3 unless given (token_truncate:2), or a smallest and a largest ratio (token_mask:0.5:5: IcePop). auto =
+    token_truncate with vLLM, a server of another kind than covey, a sampling.sampler_dtype narrower than the model's,
+    or schedule.max_staleness above 0; else off."""
     reference_update_steps: int | None = Field(default=None, ge=1)
-    """Optimiser steps between updates by which the reference follows the policy; none = it never does."""
+    """Optimiser steps between updates of the reference from the policy; none = the reference never changes."""
     reference_ema_decay: float = Field(default=0.0, ge=0, lt=1)
     """Share of the old reference that an update keeps (exponential moving average); 0 = a copy."""
     dynamic_sampling: int = Field(default=0, ge=0)
-    """Replace groups that teach nothing, whose rewards are all equal, by newly sampled ones (DAPO): how many times a
-    step may sample in all before it trains on the groups it has. 0 = off; 3 is usual."""
+    """Replace groups whose rewards are all equal by newly sampled ones (DAPO). The number is how many times a step may
+    sample in all before it trains on the groups it has. 0 = off; 3 is usual."""
     down_sampling: Annotated[str, BeforeValidator(function_name), _readable(read_down_sampling)] = "none"
-    """Which completions of each group are trained on, and how many, 4 unless it is said: max_variance:8 (those whose
-    rewards vary most: PODS), largest_advantage:8 (CPPO), shortest:8 and token_efficiency:8 (GFPO), first:8, or what a
-    function of yours chooses, FILE.py:RULE:8. An advantage is compared with the completions that are trained on, or
-    with the whole group, as the paper of the rule does (group for largest_advantage); `:selected` or `:group` after the
-    number says otherwise. none = all."""
+    """Train only on some completions of each group, 4 unless a number is given: max_variance:8 (those whose rewards
+    vary most: PODS), largest_advantage:8 (CPPO), shortest:8 and token_efficiency:8 (GFPO), first:8, or your own,
+    FILE.py:RULE:8. Advantages compare the selected completions or the whole group, as in the rule's paper (group for
+    largest_advantage); append `:selected` or `:group` to choose. none = all."""
 
     def problems(self) -> Iterator[str]:
         entropy = self.adaptive_entropy

@@ -13,33 +13,32 @@ class DistributedConfig(Section, frozen=True):
     """Samplers in other processes and on other machines. Without `samplers`, all of it is as in one process."""
 
     samplers: int | None = Field(default=None, ge=0, le=100_000)
-    """Ray actors that only sample. 0: this process samples, or the servers, unit by unit as actors would and so with
-    their numbers; none = this process in one call."""
+    """Ray actors that only sample. 0 = this process, or the servers, in the same fixed batches and so with the same
+    numbers; none = this process in one call."""
     ray_address: str = Field(default="auto", min_length=1)
     """Ray cluster, HOST:PORT; local = one that is started here and ends with the run; auto = the one that this machine
-    is part of, else local. A cluster also starts learners, local leaves them to torchrun."""
+    is part of, else local. A cluster also starts learners; with local, torchrun starts them."""
     gpus_per_sampler: float | None = Field(default=None, ge=0, le=1)
-    """GPUs of each sampler, parts of one included; none = 1 where the cluster has any and model.device is not cpu, else
-    0."""
+    """GPUs per sampler, fractions included; none = 1 if the cluster has any and model.device is not cpu, else 0."""
     groups_per_unit: int = Field(default=2, ge=1)
-    """Size of a unit, which is sampled in one call, alone: times sampling.num_generations completions. It is part of
-    the numbers."""
+    """Groups in one batch of a sampler; it samples this times sampling.num_generations completions in one call. It
+    changes the numbers."""
     learners: int = Field(default=1, ge=1, le=100_000)
-    """Processes that train: covey train starts them on the Ray cluster that ray_address names or that this machine is
-    part of, else with torchrun on this machine; torchrun by hand starts them anywhere. Each has a GPU where there are
-    any. They sample too, unit by unit, where nobody else does. No part of the numbers, with samplers at 0 or more."""
+    """Processes that train. covey train starts them on the Ray cluster of ray_address or of this machine, else with
+    torchrun on this machine; torchrun by hand starts them anywhere. Each has a GPU if there are any. They also sample
+    if nothing else does. It does not change the numbers, with samplers at 0 or more."""
     learner_kind: Literal["auto", "replicated", "sharded"] = "auto"
-    """What each of several learners holds: replicated = all weights, sharded = a part of each (FSDP2); auto =
+    """What each of several learners holds: replicated = all weights; sharded = a part of them (FSDP2); auto =
     replicated, unless weights and training state would fill 80 % of a device's memory."""
     timeout_seconds: float = Field(default=600.0, ge=1, le=1e9)
-    """Seconds that a sampler, or another worker, may be silent before it is given up; a start has at least 120.
-    Learners wait as long for each other, and their restart for room in the cluster."""
+    """Seconds without an answer after which a sampler or another worker is given up; a start has at least 120. Learners
+    wait as long for each other, and a restart for room in the cluster."""
     max_restarts: int = Field(default=3, ge=0)
-    """How often in a row a sampler is replaced before the run goes on without it, and how often covey train starts all
-    learners again when one dies."""
+    """How often in a row a sampler is replaced before the run continues without it, and how often covey train restarts
+    all learners when one dies."""
     reward_workers: int | None = Field(default=None, ge=0, le=100_000)
-    """Ray actors that score completions, whole groups at a time, each on a CPU of its own. 0: this process scores,
-    group by group as they would; none = this process, all rows of a step in one call."""
+    """Ray actors that score completions in whole groups, each on its own CPU. 0 = this process, group by group as they
+    would; none = this process, all rows of a step in one call."""
 
     @property
     def actors(self) -> int:

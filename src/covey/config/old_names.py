@@ -31,8 +31,8 @@ _SERVERS = (
     "vLLM samples in this process (sampling.engine=vllm) or behind URLs (server.inference_server_url, one or several)"
 )
 SETTINGS: dict[str, tuple[Any, str]] = {
-    "backend": ("pytorch", "recipes train with PyTorch; in JAX train with covey.jax.GRPOTrainer (docs/jax.md)"),
-    "mesh": (None, "recipes train with PyTorch; covey.jax.GRPOTrainer takes a mesh (docs/jax.md)"),
+    "backend": ("pytorch", "recipes train with PyTorch; in JAX train with covey.jax.GRPOTrainer (docs/internals.md)"),
+    "mesh": (None, "recipes train with PyTorch; covey.jax.GRPOTrainer takes a mesh (docs/internals.md)"),
     "sampler_kind": ("covey", _SERVERS),
     "vllm_python": (None, _SERVERS),
     "vllm_arguments": ([], _SERVERS),

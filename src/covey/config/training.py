@@ -44,21 +44,18 @@ class OptimConfig(Section, frozen=True):
     """AdamW, its learning rate, and the size of micro-batches."""
 
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
-    """AdamW: PyTorch's fused one, or bitsandbytes' (extra quantization), whose moments have 8 bits in place of 32;
-    paged = they move to the host's memory where the GPU's is full. PyTorch only."""
+    """adamw: PyTorch's fused AdamW. adamw_8bit: that of bitsandbytes (extra quantization), with 8-bit moments.
+    paged_adamw_8bit: the same, whose moments move to host memory when the GPU is full. PyTorch only."""
     learning_rate: float = Field(default=1e-5, gt=0)
-    """Peak learning rate. The default suits LoRA, whose few weights need larger steps; train all weights (use_peft
-    false) with about 1e-6."""
+    """Peak learning rate. The default suits LoRA; for all weights (use_peft false) use about 1e-6."""
     embedding_lr: float | None = Field(default=None, gt=0)
-    """Learning rate of the embedding, where it is trained; none = learning_rate."""
+    """Learning rate of the embedding, if it is trained; none = learning_rate."""
     optimizer_parameters: dict[Literal["weight_decay", "beta1", "beta2", "epsilon"], float] = Field(
         default_factory=dict
     )
-    """Parameters of AdamW by name: weight_decay (decoupled; 0), beta1 and beta2 (decay of the mean of gradients, 0.9,
-    and of squared gradients, 0.999), epsilon (added to the denominator, 1e-8)."""
+    """Parameters of AdamW by name: weight_decay (decoupled; default 0), beta1 (0.9), beta2 (0.999), epsilon (1e-8)."""
     lr_scheduler_type: ScheduleType = "linear"
-    """Course of the learning rate after warm-up, as in transformers: down to 0 (linear, cosine), constant, or another
-    of its schedules."""
+    """Learning-rate schedule after warm-up, as in transformers: to 0 (linear, cosine), constant, or another one."""
     lr_scheduler_kwargs: Options = Field(default_factory=dict)
     """Options of the schedule, such as min_lr of cosine_with_min_lr or num_decay_steps of warmup_stable_decay."""
     warmup_steps: Annotated[float, AfterValidator(_whole_steps)] = Field(default=0.0, ge=0)
@@ -66,14 +63,14 @@ class OptimConfig(Section, frozen=True):
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Gradients with a larger norm are scaled down to it; 0 = never."""
     autocast: Literal["none", "bfloat16", "float16"] = "none"
-    """Mixed precision: weights and their optimiser stay as they are (float32), and the products of the forward pass are
-    computed in this type, float16 with a loss scale that adapts. none = everything in the weights' own type."""
+    """Mixed precision: weights and optimiser stay float32, and products of the forward pass use this type, float16 with
+    adaptive loss scaling. none = everything in the type of the weights."""
     offload: bool = False
-    """On a GPU: the optimiser's moments, and a reference that is a copy of weights, are in the host's memory while
-    nobody uses them. Less memory, and each step waits for the copies. Not measured on a GPU."""
+    """On a GPU: keep the optimiser's moments, and a reference that is a copy of weights, in host memory between uses.
+    It takes less memory and makes each step slower. Not measured on a GPU."""
     tokens_per_micro_batch: int = Field(default=1024, ge=1)
-    """Packed tokens in one forward and backward pass; a path of a tree that is longer is kept whole. Changes memory and
-    speed only: the gradient is that of the whole step."""
+    """Packed tokens in one forward and backward pass; a single sequence that is longer is kept whole. It changes memory
+    and speed only: the gradient is that of the whole step."""
 
     def problems(self) -> Iterator[str]:
         if self.offload and self.optimizer != "adamw":
@@ -123,25 +120,25 @@ class ScheduleConfig(Section, frozen=True):
     """How long a run is, and its phases. The first limit to be reached ends the run."""
 
     max_steps: Annotated[int, AfterValidator(_some_steps)] = Field(default=-1, ge=-1)
-    """Optimiser steps; -1 = as many as num_train_epochs makes, above 0 replaces it."""
+    """Optimiser steps; -1 = as many as num_train_epochs gives. Above 0 it replaces num_train_epochs."""
     max_optimizer_steps: int | None = Field(default=None, ge=1)
-    """Length in optimiser steps where several are taken on each step's completions (num_iterations, num_minibatches),
-    in place of max_steps; warm-up and schedule count them too, and the last step's completions are trained on less
-    often where it is no multiple."""
+    """Length in optimiser steps, in place of max_steps, when each step's completions have several (num_iterations,
+    num_minibatches). Warm-up and schedule count them too. The last step's completions are trained on less often if the
+    number is no multiple."""
     num_train_epochs: float = Field(default=1.0, gt=0)
     """Passes over the dataset."""
     max_minutes: float | None = Field(default=None, gt=0)
     """Time limit of the run in minutes; none = none."""
     phases: Annotated[tuple[PhaseConfig, ...], Field(strict=False)] = ()
-    """Stretches of the run, one after another, each with a name, one length (steps, tokens or minutes) and its own
-    temperature, beta, num_generations or learning_rate."""
+    """Consecutive parts of the run, each with a name, one length (steps, tokens or minutes) and its own temperature,
+    beta, num_generations or learning_rate."""
     max_staleness: int = Field(default=0, ge=0)
-    """Optimiser steps by which the weights that sampled a completion may be older than those that are trained on it. 0
-    = sampling and training take turns; from 1 on the next steps are sampled while this one is learnt, and
-    importance_sampling_correction is token_truncate unless it is set."""
+    """Optimiser steps by which the sampler's weights may be behind. 0 = sampling and training take turns. From 1 on,
+    the next steps are sampled during training, and importance_sampling_correction is token_truncate unless it is
+    set."""
     stale_groups: Literal["wait", "drop"] = "wait"
-    """What keeps groups within max_staleness: wait (after each update, for what is being sampled; the same run gives
-    the same numbers) or drop (sampling goes on, and groups that have become older are dropped)."""
+    """How max_staleness is kept: wait (each update waits for running samples; the same run gives the same numbers) or
+    drop (sampling goes on, and groups that became older are dropped)."""
 
     def problems(self) -> Iterator[str]:
         if self.stale_groups == "drop" and self.max_staleness == 0:
@@ -162,7 +159,7 @@ class EvaluationConfig(Section, frozen=True):
     eval_steps: int = Field(default=50, ge=0)
     """Optimiser steps between evaluations; 0 = none while training."""
     eval_on_start: bool = True
-    """Evaluate before the first step, so that what was learned can be told."""
+    """Evaluate before the first step, to compare with later."""
     eval_at_end: bool = True
     """Evaluate after the last step too."""
     num_eval_prompts: int | None = Field(default=None, ge=1)
@@ -176,8 +173,8 @@ class EvaluationConfig(Section, frozen=True):
     metric_for_best_model: Annotated[str, BeforeValidator(_of_evaluation)] = Field(
         default="eval/accuracy", min_length=1
     )
-    """Metric of an evaluation that says which checkpoint is best; more is better. Where nothing says which completions
-    are right there is no eval/accuracy, and eval/reward takes its place for the whole run."""
+    """Evaluation metric that chooses the best checkpoint; more is better. Without eval/accuracy (nothing says which
+    completions are right) the whole run uses eval/reward."""
     load_best_model_at_end: bool = False
     """Finish with the weights of the best evaluation instead of the last."""
 

@@ -1,4 +1,4 @@
-"""TRL's door: a TRL script runs with its import line changed.
+"""TRL's interface: a TRL script runs with its import line changed.
 
     from covey.trl import GRPOConfig, GRPOTrainer
 

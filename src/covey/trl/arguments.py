@@ -19,7 +19,6 @@ import torch
 from transformers import TrainingArguments
 from transformers.utils.import_utils import is_torch_tf32_available
 
-from covey.config.names import FIELDS, SECTIONS
 from covey.errors import ConfigError
 
 Kind = Literal["same", "translated", "machinery", "warned", "refused"]
@@ -29,9 +28,9 @@ Kind = Literal["same", "translated", "machinery", "warned", "refused"]
 class Meaning:
     """What becomes of a field, and how the documentation says so.
 
-    A field is the *same* in Covey, is *translated*, is of a *machinery* that Covey does not have, asks for something
-    that changes no result (*warned* when set), or is *refused* with what to do instead. A value that equals TRL's
-    default asks for nothing and is never refused.
+    A field is the *same* in Covey, is *translated*, is ignored without a word (*machinery*), is ignored with a warning
+    when it is set (*warned*), or is *refused* with what to do instead. A value that equals TRL's default is never
+    refused.
     """
 
     kind: Kind
@@ -53,29 +52,29 @@ _idle: Any = partial(_option, "machinery")
 _warned: Any = partial(_option, "warned")
 _refused: Any = partial(_option, "refused")
 
-_IDLE = "of a machine that Covey does not have; no result depends on it"
+_IDLE = "ignored: no result depends on it"
 _BATCH = "data.prompts_per_step, algorithm.num_minibatches"
-_VLLM = "the vllm section, with use_vllm and vllm_mode colocate"
+_VLLM = "the vllm section, with use_vllm and vllm_mode=colocate"
 _URL = "server.inference_server_url"
 _AUTOCAST = "optim.autocast: weights stay float32"
-_VESPO = "algorithm.loss_parameters of vespo"
+_VESPO = "algorithm.loss_parameters, for vespo"
 _REFERENCE = "algorithm.reference_update_steps"
 _LOSS = "algorithm.loss_parameters"
-_SAPO = "algorithm.loss_parameters of sapo"
+_SAPO = "algorithm.loss_parameters, for sapo"
 _ENTROPY = "algorithm.adaptive_entropy"
 _CORRECTION = "algorithm.importance_sampling_correction, with use_vllm"
-_MORE = "of every metric more is better; False beside another than the loss is refused"
-_ADAMW = "optim.optimizer: AdamW, of 8 bits with bitsandbytes' names; its other variants run as plain AdamW"
-_CHUNKS = "log-probabilities are computed in chunks, without the logits of a whole batch, in any case"
-_COMPILED = "the layers have a backward pass of their own"
-_LOADED = "the model is loaded with them, quantization_config too"
+_MORE = "True: a larger metric is better; False is refused unless the metric is the loss"
+_ADAMW = "optim.optimizer: AdamW, 8-bit under bitsandbytes' names; other variants run as plain AdamW"
+_CHUNKS = "log-probabilities are always computed in chunks, without the logits of a whole batch"
+_COMPILED = "the layers have a hand-written backward pass"
+_LOADED = "arguments for loading the model, quantization_config included"
 _BALANCE = "the balance loss of mixtures of experts is not computed; leave it out"
-_SAMPLER = "sampling.top_k, top_p, min_p, temperature, stop_strings; with others the model's generate samples"
-_USE_VLLM = "vllm_mode server: the server section; colocate: sampling.engine=vllm where installed"
-_UPPER = "algorithm.loss_parameters: epsilon_high, of cispo epsilon_max; unset: epsilon"
+_SAMPLER = "sampling.top_k, top_p, min_p, temperature, stop_strings; any other one makes model.generate sample"
+_USE_VLLM = "vllm_mode=server: the server section; colocate: sampling.engine=vllm if it is installed"
+_UPPER = "algorithm.loss_parameters: epsilon_high, for cispo epsilon_max; unset: epsilon"
 _ESTIMATOR = "algorithm.adv_estimator: grpo, or gdpo"
-_KEPT = "completions stay in the run folder; upload its folder completions/"
-_VLLM_HAS = "vLLM has the learner's device, the model's number format and its prefix cache"
+_KEPT = "completions stay in the run folder; upload its completions/ folder"
+_VLLM_HAS = "vLLM uses the learner's device, the model's dtype and prefix caching"
 
 
 @dataclass
@@ -109,8 +108,8 @@ class GRPOConfig(TrainingArguments):
     model_init_kwargs: dict[str, Any] | str | None = _becomes(_LOADED, None)
     trust_remote_code: bool = _same("model", False, "Run code that a model repository brings.")
     router_aux_loss_coef: float | None = _refused(_BALANCE, None)
-    disable_dropout: bool = _becomes("model.lora_dropout: 0 (other dropouts are off in any case)", False)
-    cast_lm_head_to_fp32: bool = _becomes("log-probabilities are computed in float32 in any case", False)
+    disable_dropout: bool = _becomes("model.lora_dropout: 0 (other dropout is always off)", False)
+    cast_lm_head_to_fp32: bool = _becomes("log-probabilities are always computed in float32", False)
     num_generations: int | None = _same("sampling", 8, "Completions for each prompt.")
     num_generations_eval: int | None = _becomes("evaluation.num_generations_eval; unset: num_generations", None)
     max_completion_length: int | None = _same("sampling", 512, "Longest completion, in tokens.")
@@ -127,7 +126,7 @@ class GRPOConfig(TrainingArguments):
     min_p: float | None = _becomes("sampling.min_p; unset: 0", None, "Less than this share of the likeliest: out.")
     generation_kwargs: dict | str | None = _becomes(_SAMPLER, None)  # type: ignore[type-arg]
     chat_template_kwargs: dict | str | None = _same("data", None, "Arguments of the chat template.")  # type: ignore[type-arg]
-    repetition_penalty: float = _becomes("unless 1, the model's own generate samples", 1.0)
+    repetition_penalty: float = _becomes("any value but 1 makes model.generate sample", 1.0)
     cache_implementation: str | None = _idle(_IDLE, None, "Key-value cache of generate.")
     use_vllm: bool = _becomes(_USE_VLLM, False)
     vllm_mode: str = _becomes("see use_vllm", "colocate", "server or colocate.")
@@ -172,7 +171,7 @@ class GRPOConfig(TrainingArguments):
     entropy_coef_max: float = _becomes(_ENTROPY, 1.0, "Largest entropy_coef.")
     entropy_coef_delta: float = _becomes(_ENTROPY, 0.005, "Step of entropy_coef.")
     entropy_target: float = _becomes(_ENTROPY, 0.2, "Wanted entropy, in nats.")
-    max_tool_calling_iterations: int | None = _becomes("with tools, rounds of calls in a completion", None)
+    max_tool_calling_iterations: int | None = _becomes("rounds of tool calls in a completion", None)
     vllm_importance_sampling_correction: bool = _becomes(_CORRECTION, True, "Correct for another sampler.")
     vllm_importance_sampling_mode: str = _becomes(_CORRECTION, "sequence_mask", "token or sequence, truncate or mask.")
     vllm_importance_sampling_clip_max: float | None = _becomes(_CORRECTION, 3.0, "Largest ratio of that correction.")
@@ -204,7 +203,7 @@ class GRPOConfig(TrainingArguments):
     vllm_device: str | None = _warned(_VLLM_HAS, None, "Device of vLLM.")
     vllm_dtype: str | None = _warned(_VLLM_HAS, None, "Number type of vLLM.")
     vllm_enable_prefix_caching: bool = _warned(_VLLM_HAS, True, "Prefix cache of vLLM.")
-    use_liger_loss: bool = _warned("log-probabilities are computed in chunks in any case", False, "Chunked loss.")
+    use_liger_loss: bool = _warned("log-probabilities are always computed in chunks", False, "Chunked loss.")
     overwrite_output_dir: bool = _becomes("an earlier run of the folder is kept beside the new one", False)
     save_safetensors: bool = _idle("weights are always saved as safetensors", True)
     logging_dir: str | None = _idle("TensorBoard's files are in output_dir", None)
@@ -341,29 +340,29 @@ _INHERITED: tuple[tuple[Kind, str, str], ...] = (
     ("translated", "the first step is logged", "logging_first_step"),
     ("translated", "run.save_steps", "save_strategy save_steps"),
     ("translated", "evaluation.eval_steps", "eval_strategy eval_steps"),
-    ("translated", "evaluation.metric_for_best_model; the loss means eval/reward", "metric_for_best_model"),
+    ("translated", "evaluation.metric_for_best_model; loss means eval/reward", "metric_for_best_model"),
     ("translated", _MORE, "greater_is_better"),
     ("translated", "run.progress", "disable_tqdm"),
     ("translated", _ADAMW, "optim"),
     ("warned", "run.seed also orders the data", "data_seed"),
-    ("translated", "read by your script, as in transformers: train() takes it", "resume_from_checkpoint"),
-    ("translated", "save_model and the end of train push the adapter or the model", "push_to_hub"),
-    ("translated", "where push_to_hub uploads to", "hub_model_id hub_token hub_private_repo hub_revision"),
-    ("translated", "evaluations before that step are left out", "eval_delay"),
+    ("translated", "only your script reads it, as in transformers: pass it to train()", "resume_from_checkpoint"),
+    ("translated", "save_model and the end of train() push the adapter or the model", "push_to_hub"),
+    ("translated", "the target of push_to_hub", "hub_model_id hub_token hub_private_repo hub_revision"),
+    ("translated", "evaluations before that step are skipped", "eval_delay"),
     ("warned", _CHUNKS, "use_liger_kernel liger_kernel_config"),
     ("warned", _COMPILED, "torch_compile torch_compile_backend torch_compile_mode"),
-    ("warned", "checkpoints hold all that a resume needs", "save_only_model"),
-    ("warned", "a run that is killed resumes from its last checkpoint", "enable_jit_checkpoint"),
-    ("warned", "a seed fixes the whole run in any case", "full_determinism"),
-    ("warned", "prompts come in a random order, or with shuffle_dataset=False in theirs", "train_sampling_strategy"),
+    ("warned", "checkpoints always hold what a resume needs", "save_only_model"),
+    ("warned", "a killed run resumes from its last checkpoint", "enable_jit_checkpoint"),
+    ("warned", "a seed always fixes the whole run", "full_determinism"),
+    ("warned", "prompts are shuffled, or in dataset order with shuffle_dataset=False", "train_sampling_strategy"),
     ("warned", "an incomplete last batch is filled from the next epoch", "dataloader_drop_last"),
-    ("warned", "evaluations compute as training does", "bf16_full_eval fp16_full_eval"),
-    ("warned", "noise on embeddings would leave the distribution that was sampled", "neftune_noise_alpha"),
+    ("warned", "evaluation uses the dtype of training", "bf16_full_eval fp16_full_eval"),
+    ("warned", "noise on embeddings would make training off-policy", "neftune_noise_alpha"),
     ("warned", "there are no labels", "label_smoothing_factor"),
     ("refused", "set adam_beta1, adam_beta2 and adam_epsilon", "optim_args"),
     ("refused", "pass peft_config with target_modules", "optim_target_modules"),
     ("refused", "lower per_device_train_batch_size", "auto_find_batch_size"),
-    ("refused", "training runs in one process; leave it out", "parallelism_config fsdp fsdp_config deepspeed"),
+    ("refused", "not supported; leave it out", "parallelism_config fsdp fsdp_config deepspeed"),
 )
 
 _ALL = {field.name: meaning for field, meaning in _MEANING_OF.items()}
@@ -421,31 +420,3 @@ def check(args: GRPOConfig) -> None:
     ]
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-_WORDS: dict[Kind, str] = {"machinery": "no effect", "warned": "no effect, said"}
-
-
-def _shown(value: Any) -> str:
-    return f"`{getattr(value, 'value', value)!r}`"
-
-
-def _ours(name: str) -> str:
-    """Covey's default of the field of the same name."""
-    if name not in FIELDS:
-        return ""
-    field = SECTIONS[FIELDS[name]].model_fields[name]
-    derived = field.default_factory not in (None, dict)
-    return _shown("by loss_type" if derived else field.get_default(call_default_factory=True))
-
-
-def table(former: bool = False) -> str:
-    """A line of Markdown for each of TRL's fields, or of those that it had before, in alphabetical order."""
-    meanings = FORMER if former else MEANINGS
-    lines = ["| TRL's field | its default | here | becomes, or why not | Covey's default |", "| - | - | - | - | - |"]
-    for name in sorted(meanings):
-        meaning = meanings[name]
-        kind, text = _WORDS.get(meaning.kind, meaning.kind), meaning.text
-        text = f"`{text}.{name}`" if kind == "same" else text
-        lines.append(f"| `{name}` | {_shown(DEFAULTS[name])} | {kind} | {text} | {_ours(name)} |")
-    return "\n".join(lines) + "\n"

@@ -26,7 +26,7 @@ _SENTENCES = {
         "order the rows of train_dataset and set shuffle_dataset=False"
     ),
     "_prepare_inputs prediction_step _get_per_token_logps_and_entropies": (
-        "use covey.GRPOTrainer, whose parts can be replaced (docs/design.md)"
+        "use covey.GRPOTrainer, whose parts can be replaced (docs/internals.md)"
     ),
     "get_high_entropy_mask get_off_policy_mask": "set top_entropy_quantile or off_policy_mask_threshold",
 }
