@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,18 @@ def test_train_eval_sample_report(covey: Command, recipe_folder: Path, tmp_path:
     out = covey.done("eval", run, "--num", "2", "--show", "1")
     assert "eval/reward" in out
     assert "say one" in out
+    found = json.loads(covey.done("eval", run, "--num", "2", "--json"))
+    assert f"{found['metrics']['eval/reward']:.4g}" in out
     arguments = ("sample", run, "hello", "-n", "2", "--max-tokens", "5")
     first = covey.done(*arguments)
     assert first.count("log-probability") == 2
+    rows = json.loads(covey.done(*arguments, "--json"))
+    assert [row["prompt"] for row in rows] == ["hello"] * 2
+    assert all(f"(log-probability {row['logprob']:.2f})" in first and row["text"] in first for row in rows)
     assert covey(*arguments)[1] == first  # the same seed
     assert covey(*arguments, "--seed", "1")[1] != first
-    covey.done("report", run, "-o", picture)
+    found = json.loads(covey.done("report", run, "-o", picture, "--json"))
+    assert (found["runs"], found["equal_step"]) == (["run"], 2)
     assert picture.stat().st_size > 5_000
 
 
@@ -78,6 +85,9 @@ def test_config_prints_what_a_recipe_means_and_explains(covey: Command, recipe_f
     assert "kl_coef" not in out
     (tmp_path / "again.toml").write_text(out)
     assert covey.done("config", tmp_path / "again.toml") == out  # it reads back
+    assert json.loads(covey.done("config", recipe_folder, "kl_coef=0.5", "--json")) == tomllib.loads(out)
+    found = json.loads(covey.done("config", "--explain", "top_p", "--json"))
+    assert ("sampling", "top_p") in [(line["section"], line["name"]) for line in found]
     out = covey.done("config", "--explain")
     assert [field.name for field in explain() if field.name not in out] == []
     assert "beta" in covey("config", "--explain", "--only", "divergence")[1]

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import tomllib
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,14 +22,24 @@ from typer.core import TyperGroup
 from covey import __version__
 from covey.cli.doctor import doctor
 from covey.cli.export import export
+from covey.cli.mcp import mcp
 from covey.cli.play import play
 from covey.cli.report import report
-from covey.cli.results import PER_KIND, print_choices, print_difference, print_kinds, print_left_out, print_summary
+from covey.cli.results import (
+    PER_KIND,
+    paired,
+    print_choices,
+    print_difference,
+    print_kinds,
+    print_left_out,
+    print_summary,
+)
 from covey.cli.serve import serve
 from covey.cli.watch import watch
-from covey.cli.weights import Overrides, config_for, err, out, recipe_file, said_by_signals
+from covey.cli.weights import AsJson, Overrides, config_for, err, out, print_json, recipe_file, said_by_signals
 from covey.config.names import canonical_names
 from covey.config.old_names import gone_command
+from covey.config.text import explain as explained
 from covey.config.text import parse_overrides, render_explain
 from covey.config.whole import GRPOConfig
 from covey.errors import ClusterLostError, ConfigError, CoveyError
@@ -174,6 +186,7 @@ def evaluate(
     lead_in: Annotated[
         str, typer.Option(help="Multiple choice: text before the letter when its likelihood is measured.")
     ] = "",
+    as_json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
     """Measure a model, with or without an adapter, on held-out prompts: accuracy with its 95 % interval.
@@ -201,13 +214,30 @@ def evaluate(
     other = _baseline(config, baseline, always=isinstance(measured, ChoiceTask))
     if isinstance(measured, ChoiceTask):
         asked = {"rotations": rotations, "lead_in": lead_in}
-        _evaluate_choices(measured, config, other, asked, show, report)
+        _evaluate_choices(measured, config, other, asked, show, report, as_json)
         return
     if report is not None or rotations != 1 or lead_in:
         given = f"--report={str(report)!r}" if report else f"--rotations={rotations}, --lead-in={lead_in!r:.50}"
         raise ConfigError(f"{given}: only multiple-choice tasks such as usmle have these; leave it out")
     trainer = _trainer(config)
     result = trainer.evaluation()
+    before = None if other is None else _trainer(other).evaluation()
+    if as_json:
+        found: dict[str, Any] = {
+            "model": _name(config),
+            "metrics": result.metrics,
+            "left_out": int((~result.judged).sum()),
+        }
+        if other is not None and before is not None:
+            compared = paired(before, result)
+            found["baseline"] = {
+                "model": _name(other),
+                "metrics": before.metrics,
+                "left_out": int((~before.judged).sum()),
+            }
+            found["against_baseline"] = compared and asdict(compared)
+        print_json(out, found)
+        return
     _show(result, show)
     print_left_out(out, _name(config), result)
     table = Table("metric", "value")
@@ -216,8 +246,7 @@ def evaluate(
             table.add_row(name, f"{value:.4g}")
     print_table(out, table)
     print_kinds(out, result)
-    if other is not None:
-        before = _trainer(other).evaluation()
+    if other is not None and before is not None:
         print_left_out(out, _name(other), before)
         print_difference(out, _name(other), before, result)
 
@@ -232,6 +261,7 @@ def sample(
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion in tokens.")] = 128,
     system: Annotated[str | None, typer.Option(help="System message; a run's folder knows its own.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Equal seeds give equal completions.")] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Sample completions and print them."""
     from dataclasses import replace
@@ -259,8 +289,16 @@ def sample(
     requests = [Request(p.token_ids, (seed, index, n)) for index, p in enumerate(prompts) for n in range(number)]
     settings = replace(setup.sampling_settings(config, policy, temperature), max_tokens=max_tokens, keep_support=False)
     decode = setup.decoder(policy)
-    for position, completion in enumerate(engine(requests, settings, policy_version=1)):
-        text = decode(completion.token_ids.tolist())
+    sampled = engine(requests, settings, policy_version=1)
+    texts = [decode(completion.token_ids.tolist()) for completion in sampled]
+    if as_json:
+        rows: list[dict[str, Any]] = [{"prompt": prompt[n // number], "text": text} for n, text in enumerate(texts)]
+        for row, completion in zip(rows, sampled, strict=True):
+            row |= {"finish_reason": completion.finish_reason, "tokens": len(completion.token_ids)}
+            row["logprob"] = completion.logprobs.sum()
+        print_json(out, rows)
+        return
+    for position, (text, completion) in enumerate(zip(texts, sampled, strict=True)):
         if position % number == 0:
             out.print(f"> {prompt[position // number]}", style="bold", markup=False, highlight=False)
         ending = "" if completion.finish_reason == "stop" else "  [truncated]"
@@ -279,20 +317,27 @@ def show_config(
             "--only", help="With --explain: only sections or fields that contain this; may stand without --only."
         ),
     ] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Print the settings of a recipe, or explain all settings."""
     if only and not explain:
         raise ConfigError(f"--only={only!r:.50}: goes with --explain; add it, or leave --only out")
     if explain:
         wanted = only or str(recipe or "")  # `covey config --explain beta`
-        if not render_explain(out, wanted):
+        found = explained(wanted)
+        if as_json and found:
+            print_json(out, [asdict(line) for line in found])
+        elif as_json or not render_explain(out, wanted):
             raise ConfigError(f"{wanted!r}: no setting has this in its name or meaning; leave it out to see them all")
         return
     config = GRPOConfig() if recipe is None else GRPOConfig.from_toml(recipe_file(recipe), overrides=overrides or [])
-    say(out, config.to_toml())
+    if as_json:
+        print_json(out, tomllib.loads(config.to_toml()))
+    else:
+        say(out, config.to_toml())
 
 
-for _command in (play, export, serve, watch, report):
+for _command in (play, export, serve, watch, report, mcp):
     app.command()(_command)
 
 
@@ -303,6 +348,7 @@ def _evaluate_choices(
     asked: dict[str, Any],
     show: int,
     folder: Path | None,
+    as_json: bool,
 ) -> None:
     """Put the questions to the model, then to the one it is compared with; print, and write the report if asked to."""
     from covey.observe.choices import choice_report, write_choice_report
@@ -316,13 +362,17 @@ def _evaluate_choices(
         with progress_bar(err, _name(one)) as progress:
             answered.append(answer_choices(trainer, task, name=_name(one), progress=progress, **asked))
     found = choice_report(rows, answered[0], answered[1] if other else None)
+    if as_json:
+        print_json(out, found)
+        show = 0
     for row, text, letter in list(zip(rows, answered[0].texts, answered[0].chosen, strict=True))[:show]:
         mark = "right" if letter == row["answer"] else "wrong"
         out.print(f"{row['question']}\n  {mark} ({letter}): {text!r}", markup=False, highlight=False)
-    print_choices(out, found)
+    if not as_json:
+        print_choices(out, found)
     if folder is not None:
         for path in write_choice_report(folder, found, f"{_name(config)}: multiple choice"):
-            say(out, f"  {path}")
+            say(err if as_json else out, f"  {path}")
 
 
 def _baseline(config: GRPOConfig, wanted: str | None, *, always: bool) -> GRPOConfig | None:

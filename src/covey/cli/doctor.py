@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from covey.cli.weights import Overrides, err, out, recipe_file
+from covey.cli.weights import AsJson, Overrides, err, out, recipe_file
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError
 from covey.observe.console import print_table, say, visible
@@ -48,7 +48,7 @@ def doctor(
     cluster: Annotated[
         bool, typer.Option("--cluster", help="Only look at the cluster that the recipe would run on. Trains nothing.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what is wrong: with a run, from its metrics or by computing a step again; with a recipe, from two steps of
     it, and what a step costs; with a cluster.

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from covey.cli.results import difference, percent
+from covey.cli.weights import AsJson, err, print_json
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError, DataError, RunFolderError
 from covey.files import explained, open_regular, write_atomically
@@ -65,6 +66,7 @@ def report(
     ] = False,
     html: Annotated[Path | None, typer.Option(help="Write the runs as one page to send, which opens offline.")] = None,
     files: Annotated[list[Path] | None, typer.Option("-o", "--output", help=_OUTPUT)] = None,
+    as_json: AsJson = False,
 ) -> None:
     """What runs reached: settings that differ, curves, a paired test on the same held-out questions, hard questions.
 
@@ -83,10 +85,10 @@ def report(
     if step is not None or worst or question or lines:
         if others := [str(path) for path in files if path not in lines]:
             raise ConfigError(f"--output {', '.join(others)}: with completions only .jsonl is written; ask twice")
-        _read(runs, step, evaluation, question, number, lines, worst)
+        _read(runs, step, evaluation, question, number, lines, worst, as_json)
         return
     with closing(TableReader(workers=1)) as reader:
-        _compare(runs, evaluation, number, files, reader, seeds=seeds)
+        _compare(runs, evaluation, number, files, reader, seeds=seeds, as_json=as_json)
 
 
 def _write_page(runs: Sequence[Path], path: Path) -> None:
@@ -110,7 +112,14 @@ Pair = tuple[str, Answers, Answers, PairedAnswers]
 
 
 def _compare(
-    runs: Sequence[Path], which: str, number: int | None, files: Sequence[Path], reader: TableReader, *, seeds: bool
+    runs: Sequence[Path],
+    which: str,
+    number: int | None,
+    files: Sequence[Path],
+    reader: TableReader,
+    *,
+    seeds: bool,
+    as_json: bool,
 ) -> None:
     from covey.training.evaluate import questions_of
 
@@ -147,16 +156,11 @@ def _compare(
     ]
     found["against_first"] = [{"run": label} | asdict(result) for label, _, _, result in pairs]
     found["notes"] = notes
-    _print(found, compared, sides, pairs)
-    try:
-        if any(asked):
-            _print_questions(folders, found["runs"], asked, number, reader)
-        if len(folders) == 1 and (steps := folders[0].completion_steps()):
-            rows = _rows(folders[0], "step", steps[-1:], "", _SAMPLED, reader, worst=True)
-            say(out, f"worst completions of step {steps[-1]}; --worst and --step read more", style="bold")
-            _show(rows, _EXCERPT)
-    except RunFolderError as error:  # a damaged table; the rest is told
-        say(out, visible(str(error), 500))
+    if as_json:
+        print_json(out, found)
+    else:
+        _print(found, compared, sides, pairs)
+        _print_rest(folders, found["runs"], asked, number, reader)
     for path in files:
         if path.suffix == ".json":
             write_atomically(path, json.dumps(plain(found), indent=1) + "\n")
@@ -165,7 +169,22 @@ def _compare(
         else:
             lines = comparison.group_seeds(compared) if seeds else {run.label: [run.records] for run in compared}
             curve.draw_comparison(lines, path)
-        say(out, f"wrote {path}")
+        say(err if as_json else out, f"wrote {path}")
+
+
+def _print_rest(
+    folders: list[RunFolder], labels: list[str], asked: list[list[Question]], number: int | None, reader: TableReader
+) -> None:
+    """Hard questions, and of a single run its worst completions."""
+    try:
+        if any(asked):
+            _print_questions(folders, labels, asked, number, reader)
+        if len(folders) == 1 and (steps := folders[0].completion_steps()):
+            rows = _rows(folders[0], "step", steps[-1:], "", _SAMPLED, reader, worst=True)
+            say(out, f"worst completions of step {steps[-1]}; --worst and --step read more", style="bold")
+            _show(rows, _EXCERPT)
+    except RunFolderError as error:  # a damaged table; the rest is told
+        say(out, visible(str(error), 500))
 
 
 def run_labels(runs: Sequence[Path]) -> list[str]:
@@ -357,6 +376,7 @@ def _read(
     number: int | None,
     files: list[Path],
     worst: bool,
+    as_json: bool,
 ) -> None:
     if len(runs) > 1:
         raise ConfigError("--step, --worst, --question: completions of one run are read; give one run")
@@ -377,8 +397,10 @@ def _read(
         raise DataError(f"{runs[0]}: no such completion in {where}; see --step all")
     for path in files:
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
-        say(out, f"wrote {path}")
-    if files:
+        say(err if as_json else out, f"wrote {path}")
+    if as_json:
+        print_json(out, rows)
+    if files or as_json:
         return
     if paged := out.is_terminal and sys.stdin.isatty():
         os.environ.setdefault("LESS", "FRX")  # what fits on the screen needs no pager; colours; the text stays

@@ -88,16 +88,26 @@ def print_difference(out: Console, name: str, before: Evaluation, after: Evaluat
     Raises:
         ConfigError: nothing says which completions are right.
     """
+    found = paired(before, after)
+    told = "no episode was judged for both" if found is None else difference(found)
+    out.print(f"accuracy against {name}: {told}", markup=False, highlight=False)
+
+
+def paired(before: Evaluation, after: Evaluation) -> PairedDifference | None:
+    """The paired difference in accuracy on the problems that both could be judged on; None without any.
+
+    Raises:
+        ConfigError: nothing says which completions are right.
+    """
     if before.correct is None or after.correct is None:
         raise ConfigError(
             "--baseline compares right answers, and nothing says here which are right; give --task, or "
             "name a reward in rewards.correctness"
         )
     both = before.judged & after.judged
-    found = "no episode was judged for both"
-    if both.any():
-        found = difference(paired_difference(before.correct[both].tolist(), after.correct[both].tolist()))
-    out.print(f"accuracy against {name}: {found}", markup=False, highlight=False)
+    if not both.any():
+        return None
+    return paired_difference(before.correct[both].tolist(), after.correct[both].tolist())
 
 
 def print_summary(out: Console, trainer: GRPOTrainer, folder: Path) -> None:

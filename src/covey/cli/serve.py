@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from dataclasses import asdict
 from typing import Annotated, Literal
 
 import typer
 
-from covey.cli.weights import out
+from covey.cli.weights import out, print_json
 from covey.errors import ConfigError
 
 _WANTED = ("fastapi", "uvicorn", "multipart", "prometheus_client")
@@ -40,6 +41,7 @@ def serve(
         Literal["finish", "continue"],
         typer.Option(help="Running completions at an upload: finish (old weights) or continue (new ones)."),
     ] = "finish",
+    as_json: Annotated[bool, typer.Option("--json", help="With --check: print what was found as JSON.")] = False,
 ) -> None:
     """Serve a model: OpenAI's completion API, and adapters that are uploaded while it runs. Or try a server.
 
@@ -49,7 +51,7 @@ def serve(
     if check is not None:
         if model is not None:
             raise ConfigError(f"{model} with --check {check}: the server has its own model; leave {model} out")
-        if not _check(check, token):
+        if not _check(check, token, as_json):
             raise typer.Exit(1)
         return
     if model is None:
@@ -75,7 +77,7 @@ def serve(
     uvicorn_server(app, ConnectionLimits(address=max_connections)).run(sockets=[listening])
 
 
-def _check(url: str, token: str | None) -> bool:
+def _check(url: str, token: str | None, as_json: bool) -> bool:
     """Try a server and say of each step how it went; True when none failed."""
     from covey.serving.check import check_server, fitting_adapter
     from covey.serving.client import InferenceClient
@@ -83,8 +85,10 @@ def _check(url: str, token: str | None) -> bool:
     client = InferenceClient(url, token, timeout=60.0, retry_seconds=0.0)
     steps = check_server(client, fitting_adapter(client))
     client.close()
+    if as_json:
+        print_json(out, [asdict(step) for step in steps])
     marks = {True: "[green]ok[/]", False: "[red]failed[/]", None: "[yellow]not told[/]"}
-    for step in steps:
+    for step in () if as_json else steps:
         out.print(f"{step.name:<12} {marks[step.passed]}  ", end="", highlight=False)
         out.print(step.detail, markup=False, highlight=False)
     return all(step.passed is not False for step in steps)

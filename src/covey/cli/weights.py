@@ -7,13 +7,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from covey.config.whole import GRPOConfig
 from covey.observe.console import say
+from covey.observe.records import plain
 from covey.overseer import overseen
 from covey.signals import EndedError, ended_by_signals
 
@@ -25,6 +26,12 @@ Overrides = Annotated[
         metavar="[SECTION.FIELD=VALUE]...", help="Settings that replace the recipe's, e.g. optim.learning_rate=2e-5."
     ),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print what was found as JSON, and nothing else.")]
+
+
+def print_json(console: Console, found: Any) -> None:
+    """As JSON, for programs; numbers that are not finite are null."""
+    console.print_json(data=plain(found))
 
 
 @contextmanager

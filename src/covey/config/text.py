@@ -50,8 +50,10 @@ class FieldHelp:
     """Other names that mean it, or a part of it."""
 
 
-def explain() -> list[FieldHelp]:
-    """Every setting, in the order of the sections."""
+def explain(filter: str = "") -> list[FieldHelp]:
+    """The settings, in the order of the sections: those that have `filter` in their name, in their meaning or in
+    another name that means them.
+    """
     lines = []
     for section, model in SECTIONS.items():
         defaults = model()
@@ -60,21 +62,22 @@ def explain() -> list[FieldHelp]:
             text = "none" if default is None else json.dumps(default)
             also = tuple(other for other, meant in MEANS.items() if meant == name)
             lines.append(FieldHelp(section, name, type_text(field), text, field.description or "", also))
-    return lines
+    return [
+        line
+        for line in lines
+        if filter.lower() in f"{line.section}.{line.name} {line.meaning} {line.type} {' '.join(line.also)}".lower()
+    ]
 
 
 def render_explain(console: Console, filter: str | None = None) -> int:
-    """Print the settings as one table for each section: those that have `filter` in their name, in their meaning or in
-    another name that means them.
-    """
+    """Print those of `explain` as one table for each section."""
     from rich.markup import escape
     from rich.table import Table
 
     wanted = (filter or "").lower()
     by_section: dict[str, list[FieldHelp]] = defaultdict(list)
-    for line in explain():
-        if wanted in f"{line.section}.{line.name} {line.meaning} {line.type} {' '.join(line.also)}".lower():
-            by_section[line.section].append(line)
+    for line in explain(wanted):
+        by_section[line.section].append(line)
     gone = [name for name in SETTINGS if wanted and wanted in name]
     for name in gone:
         console.print(escape(f"{name} is no setting any more; {SETTINGS[name][1]}"))
