@@ -167,5 +167,7 @@ def test_what_may_not_say_what_is_right(settings: Settings) -> None:
         GRPOTrainer(args=args.replace(correctness="letters"), correctness=right, **how)
     with pytest.raises(ConfigError, match=r"'exact': is no reward function; there is letters.*GRPOTrainer\(correct"):
         GRPOTrainer(args=args.replace(correctness="exact"), **how)
+    with pytest.raises(DataError, match="row 0: the prompt is None"):  # no odd row is hidden by the trial
+        GRPOTrainer(args=args, correctness=letters, reward_funcs=letters, train_dataset=[{"prompt": None}])
     with pytest.raises(ConfigError, match="no such file"):
         GRPOTrainer(args=args.replace(correctness="nowhere.py:exact"), **how)

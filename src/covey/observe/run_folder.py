@@ -177,12 +177,10 @@ class RunFolder:
     ) -> RunFolder:
         """Make a folder for a new run, finding out now, not after an hour, whether it can be written.
 
-        A run without a finished step that is in the folder is deleted.
-
         Args:
             path: the folder (`run.output_dir`); parents are created.
             resume: open the run that is already there, if there is one.
-            overwrite: delete the run that is already there, also one with finished steps.
+            overwrite: delete the run that is there; one without a finished step is deleted in any case.
             needed_bytes: refuse when less than this is free: an estimate of what the run will write.
             needs_python: the run has parts that no file holds, so that only its own program can continue it.
 
@@ -210,8 +208,7 @@ class RunFolder:
     ) -> None:
         """Find out whether `create` would work, and raise what it would, before a model is loaded. Changes nothing."""
         folder = Path(path).expanduser().absolute()
-        there = cls.is_run(folder)
-        if there:
+        if there := cls.is_run(folder):
             cls.read(folder)._require_replaceable(overwrite)
             FolderLock(folder).release()  # nobody writes it
         with files.explained(folder, "create the run folder"):

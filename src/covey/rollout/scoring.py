@@ -231,9 +231,7 @@ class Scorer:
         self._warn_unscored(rewards, prompts, episodes)
         return rewards, parts
 
-    def judged(
-        self, prompts: Sequence[Prompt], episodes: Sequence[Episode], by: str | None = None
-    ) -> tuple[str, Rewards]:
+    def judged(self, prompts: Sequence[Prompt], episodes: Sequence[Episode], by: Any = None) -> tuple[str, Rewards]:
         """Name of the judge, or of the reward `by`, and `[N]` what it gives N episodes. Raises as `score`."""
         spec = next((spec for spec in self.specs if spec.name == by), self.judge)
         assert spec is not None

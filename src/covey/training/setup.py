@@ -26,7 +26,7 @@ from covey.config.data import DataConfig
 from covey.config.effects import correction_mode, uses_reference
 from covey.config.rewards import NO_TIMEOUT
 from covey.config.whole import GRPOConfig
-from covey.errors import ConfigError, DataError, RewardError, naming
+from covey.errors import ConfigError, DataError, naming
 from covey.functions import load_function
 from covey.metric_names import says_which_is_best
 from covey.processes import total_memory
@@ -224,7 +224,7 @@ def load_data(
     for rows in (train, held_out):
         if rows:
             scorer.check_columns({name for row in rows for name in row if name != data.prompt_column})
-            for function in (spec.function for spec in scorer.specs):
+            for function in (spec.function for spec in filter(None, (*scorer.specs, scorer.judge))):
                 getattr(function, "check_rows", lambda rows: None)(rows)  # Covey's own read their references
     system_prompt = data.system_prompt or (task.system_prompt if task else None)
     if task is None:
@@ -398,13 +398,13 @@ def _try_correctness(scorer: Scorer, by: Any, rows: Sequence[Mapping[str, Any]],
     column, few, ids = data.prompt_column, rows[:3], np.zeros(1, np.int64)
     texts = ["", *(text for row in few for name, text in row.items() if name != column and isinstance(text, str))][:12]
     prompts = [Prompt(ids, row.get(column, ""), row) for row in few for _ in texts]
-    if data.system_prompt is not None:  # see `build_prompts`
-        prompts = [replace(p, content=[{"role": "user", "content": str(p.content)}]) for p in prompts]
+    if data.system_prompt is not None and all(isinstance(prompt.content, str) for prompt in prompts):
+        prompts = [replace(p, content=[{"role": "user", "content": p.content}]) for p in prompts]  # see `build_prompts`
     said = [Episode(ids, ids > 0, np.zeros(1, np.float32), text, "stop", 0) for _ in few for text in texts]
     try:
         name, given = scorer.judged(prompts, said, by if isinstance(by, str) else None)
-    except RewardError:
-        return  # what a function raises for these texts it need not raise for a model's
+    except Exception:  # what fails for these texts need not for a model's, and prompts are looked at later
+        return
     finally:
         scorer.take_logged()
     right_by(name, given)

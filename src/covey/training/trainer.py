@@ -429,8 +429,6 @@ class GRPOTrainer:
         A prompt is a text or a list of messages. Where the training prompts are conversations, a text becomes the
         user's message after `data.system_prompt`; otherwise the model continues it as it is. `temperature` None = that
         of evaluations (default 0, greedy). Returns the texts, a list of `num_generations` for each prompt.
-
-        Raises `ConfigError`: agents, which answer in episodes. `DataError`: a prompt is malformed or too long.
         """
         return answers(self, prompts, num_generations, temperature)
 
