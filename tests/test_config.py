@@ -613,5 +613,3 @@ def test_help_finds_a_setting_by_its_other_names() -> None:
         assert found == 1
         assert f"{setting} " in shown
         assert re.search(rf"{name}[^.]* means? this\.", " ".join(shown.replace("│", " ").split())), name
-    for name, setting in (("lr", "learning_rate"), ("use_lora", "use_peft")):
-        assert f"│ {setting} " in rendered(name)[1]

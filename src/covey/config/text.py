@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from covey.config.names import FIELDS, HINTS, MEANS, SECTIONS, SYNONYMS, canonical_names, field_path, resolve
+from covey.config.names import FIELDS, MEANS, SECTIONS, SYNONYMS, canonical_names, field_path, resolve
 from covey.config.old_names import CHOICES, SETTINGS, in_toml
 from covey.config.section import shown
 from covey.config.training import PhaseConfig
@@ -73,8 +73,7 @@ def render_explain(console: Console, filter: str | None = None) -> int:
     wanted = (filter or "").lower()
     by_section: dict[str, list[FieldHelp]] = defaultdict(list)
     for line in explain():
-        text = f"{line.section}.{line.name} {line.meaning} {line.type} {' '.join(line.also)}".lower()
-        if wanted in text or HINTS.get(wanted) == line.name:
+        if wanted in f"{line.section}.{line.name} {line.meaning} {line.type} {' '.join(line.also)}".lower():
             by_section[line.section].append(line)
     gone = [name for name in SETTINGS if wanted and wanted in name]
     for name in gone:
