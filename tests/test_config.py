@@ -23,7 +23,7 @@ from covey.algorithms import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, LOSSES, VOCABU
 from covey.config import GRPOConfig, old_names
 from covey.config.algorithm import AdvantageEstimator, AlgorithmConfig, KLEstimator
 from covey.config.effects import without_effect
-from covey.config.names import FIELDS, MEANS, OPTIONS, SECTIONS, SYNONYMS, canonical_names
+from covey.config.names import FIELDS, HINTS, MEANS, OPTIONS, SECTIONS, SYNONYMS, canonical_names
 from covey.config.sampling import ModelConfig, SamplingConfig
 from covey.config.text import explain, parse_overrides, render_explain
 from covey.errors import ConfigError
@@ -44,6 +44,10 @@ def test_every_name_has_one_meaning() -> None:
     assert not set(MEANS) & set(FIELDS)  # no synonym and no option is also a field
     assert len(MEANS) == len(SYNONYMS) + len(OPTIONS) + len(old_names.OLD_NAMES)
     assert set(MEANS.values()) <= set(FIELDS)
+    assert set(HINTS.values()) <= set(FIELDS)
+    assert not set(HINTS) & {*MEANS, *FIELDS, *SECTIONS, *old_names.SETTINGS}  # of these none is read
+    with pytest.raises(AttributeError, match="'lr'; did you mean learning_rate"):
+        _ = GRPOConfig().lr
     assert [f"{line.section}.{line.name}" for line in explain() if len(line.meaning) < 10] == []
 
 
@@ -247,6 +251,16 @@ def test_files_are_found_and_named_in_full(tmp_path: Path, monkeypatch: pytest.M
     assert whole.data.eval_dataset == "not/here"
 
 
+def test_recipes_in_one_folder_have_run_folders_of_their_own(tmp_path: Path) -> None:
+    for name in ("r1.toml", "r2.v2.toml", "recipe.toml"):
+        (tmp_path / name).write_text("beta = 0.1")
+    found = [GRPOConfig.from_toml(path).output_dir for path in sorted(tmp_path.iterdir())]
+    assert found == ["runs/r1", "runs/r2.v2", f"runs/{tmp_path.name}"]
+    assert GRPOConfig.from_toml(tmp_path / "r1.toml", overrides=["output_dir=a"]).output_dir == "a"
+    (tmp_path / "config.toml").write_text(GRPOConfig().to_toml())  # of a run, which names its folder
+    assert GRPOConfig.from_toml(tmp_path / "config.toml").output_dir == GRPOConfig().output_dir == "runs/covey"
+
+
 def test_overrides_win_over_the_file_whatever_names_both_use(tmp_path: Path) -> None:
     text = "kl_coef = 0.01\n[sampling]\nnum_samples_per_prompt = 4\n[schedule]\nmax_minutes = 4.0\n"
     path = recipe(tmp_path, text + '[[schedule.phases]]\nname = "warmup"\nsteps = 10\ntemperature = 0.7\n')
@@ -393,6 +407,10 @@ WRONG = [
     ({"algorithm": {"num_generations": 4}}, "no setting of section algorithm; write sampling.num_generations"),
     ({"algorithm": {"num_samples_per_prompt": 4}}, "write sampling.num_generations"),
     ({"sampling": 3}, "sampling: a section takes a table"),
+    ({"lr": 1e-5}, "lr: there is no such setting; did you mean optim.learning_rate?"),
+    ({"model": {"use_lora": True}}, "model.use_lora: there is no such setting; did you mean model.use_peft?"),
+    ({"trainer": {"batch_size": 4}}, "there is no section 'trainer'; did you mean data.prompts_per_step?"),
+    ({"overwrite_output_dir": True}, "did you mean run.overwrite?"),
     ({"zzzzqqq": 3}, "`covey config --explain` lists all settings"),
     ({"smpling": {}}, "smpling: there is no such setting"),
 ]

@@ -174,18 +174,20 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> list[Path]:
             if end.endswith("-replaced") and not path.with_name(final).exists():
                 os.rename(path, path.with_name(final))
             else:
-                _remove(path)
+                remove(path)
             removed.append(path)
         if removed:
             _fsync(Path(folder))
     return removed
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+def remove(path: Path) -> None:
+    """Delete a file, a link or a folder, if it is there."""
+    with explained(path, "delete"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -226,7 +228,7 @@ def publish_folder(aside: str | os.PathLike[str], final: str | os.PathLike[str])
             raise
         _fsync(target.parent)
         if replaced is not None:
-            _remove(replaced)
+            remove(replaced)
     return target
 
 
@@ -288,7 +290,7 @@ def remove_folder(path: str | os.PathLike[str]) -> None:
     target, aside = Path(path), _aside(Path(path))
     with explained(target, "delete"):
         os.rename(target, aside)
-        _remove(aside)
+        remove(aside)
 
 
 _HEAD_BYTES, _PLACES, _PLACE_BYTES = 1 << 20, 16, 1 << 16

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,37 @@ def test_plain_console_prints_a_line_every_few_steps() -> None:
     progress.on_run_start({}, {"total_steps": 9, "start_step": 4, "name": "demo", "last_eval": last})  # a resume
     progress.on_step(6, {"reward": 0.5})
     assert text.getvalue().splitlines()[-1].startswith("step 6/9  reward 0.500  held-out 0.300 (step 3)")
+
+
+def test_a_notebook_has_one_output_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle, shown, now = Mock(), Mock(), [100.0]
+    shown.return_value = handle
+    monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=shown))
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    text = io.StringIO()
+    progress = ConsoleProgress(Console(file=text, force_jupyter=True), logging_steps=2)
+    progress.on_run_start({}, {"total_steps": 3, "name": "demo"})
+    shown.assert_called_once_with({"text/plain": "demo: 3 steps"}, raw=True, display_id=True)
+    progress.on_progress("sampling", 3, 8)  # a moment later
+    assert handle.update.call_count == 0
+    for step in (1, 2, 3):
+        progress.on_step(step, {"reward": step / 10})
+        now[0] += 1
+    progress.on_eval(3, HELD_OUT)
+    progress.on_progress("sampling", 4, 8)
+    now[0] += 1
+    progress.on_progress("sampling", 5, 8)
+    outputs = [each.args[0]["text/plain"] for each in handle.update.call_args_list]
+    assert [output.splitlines()[-1] for output in outputs[:3]] == [
+        f"step {step}/3  reward 0.{step}00  left 0 s" for step in (1, 2, 3)
+    ]
+    evaluation = "evaluation at step 3: accuracy 0.250 (95 %: 0.100 to 0.500)"
+    before = f"demo: 3 steps\n{evaluation}\nstep 3/3  reward 0.300  left 0 s"
+    assert outputs[3:] == [before, f"{before}  sampling 5/8"]
+    progress.on_run_end("finished")
+    last = handle.update.call_args.args[0]["text/plain"].splitlines()
+    assert last == [*before.splitlines(), "finished after 4 s"]
+    assert (shown.call_count, text.getvalue()) == (1, "")
 
 
 def test_live_console_shows_a_bar_and_ends_cleanly() -> None:

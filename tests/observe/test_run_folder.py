@@ -39,9 +39,10 @@ def test_a_new_run_has_its_layout_and_its_versions(tmp_path):
 def test_create_refuses_another_run_and_says_how_to_go_on(tmp_path):
     with RunFolder.create(tmp_path / "a") as run:
         run.write_config("")
+        run.append_metrics(1, {})
         run_id = run.run_id
     for begin in (RunFolder.check_new, RunFolder.create):
-        with pytest.raises(RunFolderError, match=f"covey resume {tmp_path / 'a'}.* another run.output_dir"):
+        with pytest.raises(RunFolderError, match=f"steps: 1.*covey resume {tmp_path / 'a'}`, .*overwrite=true"):
             begin(tmp_path / "a")
     with RunFolder.create(tmp_path / "a", resume=True) as run:
         assert run.run_id == run_id
@@ -71,6 +72,48 @@ def test_what_a_start_that_was_killed_leaves_is_fine(tmp_path):
         run.append_metrics(1, {})
     with pytest.raises(RunFolderError, match="another run"):
         RunFolder.create(tmp_path)
+
+
+def test_a_run_without_a_finished_step_is_replaced_and_any_other_where_asked_to(tmp_path):
+    def begin(**how):
+        RunFolder.check_new(tmp_path, **how)
+        return RunFolder.create(tmp_path, **how)
+
+    def fill(run, step):  # as a run does that a reward ends at its first step, and one that goes on
+        run.write_config("seed = 1")
+        run.append_metrics(step, {"eval/reward": 0.5})
+        run.write_evaluation(step, [{"completion": "5"}])
+        run.append_event("failed", "ZeroDivisionError")
+        (run.checkpoints / f"step_{step:06d}").mkdir()
+        for name in ("memory.json", "config_until_000002.toml"):
+            (run.path / name).write_text("{}")
+
+    with begin() as run:
+        fill(run, 0)
+        (tmp_path / "thesis.tex").touch()  # not Covey's, and never deleted
+    ids = {run.run_id}
+    for step, how in ((7, {}), (3, {"overwrite": True})):
+        with begin(**how) as run:
+            ids.add(run.run_id)
+            assert (run.read_metrics(), run.read_events(), run.evaluation_steps()) == ([], [], [])
+            assert not run.config_path.exists()
+            assert not any(run.checkpoints.iterdir())
+            with pytest.raises(RunFolderError, match="already open for writing"):
+                RunFolder.check_new(tmp_path, overwrite=True)
+            fill(run, step)
+    assert len(ids) == 3
+    present = {path.name for path in tmp_path.iterdir()}
+    assert present - {"thesis.tex"} >= {"memory.json", "config_until_000002.toml", "versions.json"}
+    with pytest.raises(RunFolderError, match="finished steps: 3"):
+        begin()
+    run.metrics_path.write_text("")  # lost, but what was learned is there
+    (tmp_path / "completions" / "eval_000003.parquet").unlink()
+    (tmp_path / "checkpoints" / "step_000003").rmdir()
+    run.best.mkdir()
+    with pytest.raises(RunFolderError, match="finished steps: 0"):
+        begin()
+    begin(overwrite=True).close()
+    assert "thesis.tex" in {path.name for path in tmp_path.iterdir()}
 
 
 def test_checking_changes_nothing(tmp_path):

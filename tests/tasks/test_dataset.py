@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import math
 import sys
 import tempfile
 import types
 from collections import UserList
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,14 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tiny_models import tiny_tokenizer
 
 from covey.errors import DataError
 from covey.tasks import DataOrder, build_prompts, load_rows
+from covey.tasks.dataset import split_rows
 from fakes import FakeTokenizer
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+3=", "answer": "5"}]
@@ -57,6 +60,64 @@ def test_files(tmp_path: Path) -> None:
     for rows in (ROWS, [{"prompt": CHAT}]):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
         assert load_rows(tmp_path / "a.parquet") == rows
+
+
+class FakeFrame:
+    """What matters of a DataFrame of pandas, where a missing value is NaN and iteration gives column names."""
+
+    iloc = columns = property(list)
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows[0])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def astype(self, kind: type) -> FakeFrame:
+        assert kind is object
+        return self
+
+    def notna(self) -> list[dict[str, bool]]:
+        return [{name: value == value for name, value in row.items()} for row in self.rows]
+
+    def where(self, keep: list[dict[str, bool]], other: None) -> FakeFrame:
+        pairs = zip(self.rows, keep, strict=True)
+        return FakeFrame([{name: value if kept[name] else other for name, value in row.items()} for row, kept in pairs])
+
+    def to_dict(self, orient: str) -> Any:
+        assert orient == "records"
+        return self.rows
+
+
+def test_tables_in_memory() -> None:
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+3=", "answer": None}]
+    assert load_rows(FakeFrame([rows[0], rows[1] | {"answer": math.nan}])) == rows
+    assert load_rows({"train": FakeFrame(rows)}) == load_rows(pyarrow.Table.from_pylist(rows)) == rows
+
+
+@given(st.lists(st.sampled_from("abcdefgh"), min_size=3, max_size=30), st.floats(0.01, 0.6), st.randoms())
+def test_what_is_held_out_depends_on_the_prompts_alone(texts: list[str], fraction: float, random: Any) -> None:
+    distinct = len(set(texts))
+    assume(max(round(fraction * distinct), 1) < distinct)
+    rows = [{"prompt": [{"role": "user", "content": text}], "id": n} for n, text in enumerate(texts)]
+    train, held = split_rows(rows, fraction, "prompt")
+    assert len({str(row["prompt"]) for row in held}) == max(round(fraction * distinct), 1)
+    assert sorted([*train, *held], key=itemgetter("id")) == rows
+    assert [row["id"] for row in train] == sorted(row["id"] for row in train)  # in their order
+    shuffled = random.sample(rows, len(rows))
+    again = split_rows(shuffled, fraction, "prompt")
+    for before, after in zip((train, held), again, strict=True):  # no prompt is in both parts, whatever the order
+        assert {row["id"] for row in after} == {row["id"] for row in before}
+
+
+def test_a_split_that_cannot_be() -> None:
+    with pytest.raises(DataError, match=r"data\.eval_fraction=0\.9: 2 of 2 distinct prompts would be held out"):
+        split_rows(ROWS, 0.9, "prompt")
+    with pytest.raises(DataError, match="has no column 'mail'"):
+        split_rows(ROWS, 0.1, "mail")
 
 
 def test_sources_that_are_none() -> None:

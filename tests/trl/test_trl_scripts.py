@@ -295,3 +295,12 @@ def test_the_engine_samples_where_nothing_was_replaced_and_the_reference_stays(m
         trainer.train()
     assert all(torch.equal(old, trainer.ref_model.get_parameter(name)) for name, old in before.items())
     assert changed(trainer, before) == set(before)
+
+
+@pytest.mark.parametrize("name", ["SFTTrainer", "DPOConfig"])
+def test_what_trl_has_besides_is_one_sentence(name: str) -> None:
+    import covey.trl
+
+    with pytest.raises(ImportError, match=rf"^covey\.trl has no {name}: it has GRPO only; import it from trl"):
+        getattr(covey.trl, name)
+    assert not hasattr(covey.trl, "nonsense")

@@ -202,10 +202,12 @@ def evaluate(
     changes: dict[str, Any] = {"task": task, "world": world, "dataset" if task else "eval_dataset": dataset}
     changes |= {"num_eval_prompts": num, "eval_temperature": temperature}
     config = config.replace(**{name: value for name, value in changes.items() if value is not None})
+    if dataset is not None or task is not None or world is not None:
+        config = config.replace(eval_fraction=0.0)
     if task is not None or world is not None:
         config = config.replace(correctness=None)  # they say themselves what is right
     acting = config.environment.world is not None
-    if config.data.task is None and config.data.eval_dataset is None and not acting:
+    if config.data.task is None and config.data.eval_dataset is None and not config.data.eval_fraction and not acting:
         missing = "" if model.startswith("pkg:") or os.path.exists(model) else f"; and {model} does not exist here"
         raise ConfigError(f"nothing to measure on: give --task NAME, --world NAME or --dataset FILE{missing}")
     if config.data.task is None and config.data.dataset is None and not acting:

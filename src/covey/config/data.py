@@ -17,6 +17,9 @@ class DataConfig(Section, frozen=True):
     own."""
     eval_dataset: PathText | None = None
     """Held-out prompts, given like dataset; none = the task's own, or no evaluation."""
+    eval_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the distinct prompts of dataset that are held out and never trained on; 0 = none. A hash of the prompt
+    chooses them, so that order and seed change nothing, and rows with equal prompts stay together."""
     task: str | None = None
     """A task that renders prompts and scores answers, by name (arithmetic) or in a file (FILE.py:TASK); none = prompts
     as they are in the dataset."""

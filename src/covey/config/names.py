@@ -69,6 +69,20 @@ OPTIONS: dict[str, str] = {
 }
 """Options of usmle-qa.md's `GRPO_CONFIG` that are no field under another name -> the field that they are about."""
 
+_HINTS = """
+    learning_rate: lr max_lr / use_peft: use_lora lora peft / lora_r: rank lora_rank r / quantization: load_in_4bit
+    load_in_8bit / model: model_name model_name_or_path / dataset: train_file train_dataset dataset_name / eval_dataset:
+    eval_file val_dataset test_dataset / eval_fraction: test_size val_size eval_split / functions: reward_funcs
+    reward_function / prompts_per_step: batch_size train_batch_size / num_generations: group_size n rollouts
+    / max_completion_length: max_tokens max_length max_response_length / max_steps: steps num_steps total_steps
+    / num_train_epochs: epochs / beta: kl kl_penalty kl_loss_coef / epsilon: clip clip_eps clip_range clip_ratio
+    / lr_scheduler_type: scheduler lr_scheduler / warmup_steps: warmup / eval_steps: eval_every / save_steps: save_every
+    / report_to: logger wandb / output_dir: out output save_dir / overwrite: overwrite_output_dir exist_ok
+"""
+_ENTRIES = (entry.split(":") for entry in _HINTS.split("/"))
+HINTS: dict[str, str] = {name: field.strip() for field, names in _ENTRIES for name in names.split()}
+"""Names of other libraries, which are not read -> the field that the error names."""
+
 MEANS: dict[str, str] = {**SYNONYMS, **OPTIONS, **old_names.OLD_NAMES}
 """Every other name that is read -> the field that it is about."""
 
@@ -129,7 +143,7 @@ def resolve(path: str) -> str:
         return field
     if name in OPTIONS or name in old_names.OLD_NAMES or name in old_names.SETTINGS:
         return name
-    if name in _OF_TRL.split() and path not in SECTIONS:
+    if name in _OF_TRL.split() and path not in SECTIONS and name not in HINTS:
         raise ConfigError(
             f"{path}: is an option of TRL's; a TRL script runs with `from covey.trl import GRPOConfig, GRPOTrainer`, "
             "and `covey config --explain` lists Covey's own settings"
@@ -142,6 +156,8 @@ def resolve(path: str) -> str:
 def _nearest(name: str, section: str) -> str:
     if name in FIELDS:
         return f"write {field_path(name)}"
+    if name in HINTS:
+        return f"did you mean {field_path(HINTS[name])}?"
     sections = get_close_matches(section, SECTIONS, n=1) if section else []
     own = list(SECTIONS[sections[0]].model_fields) if sections else []
     for names in (own, [*FIELDS, *SYNONYMS, *OPTIONS]):

@@ -22,8 +22,9 @@ class RewardConfig(Section, frozen=True):
     reward_weights: Annotated[tuple[float, ...], Field(strict=False)] | None = None
     """One weight for each reward function, in their order; none = 1 for each."""
     correctness: str | None = Field(default=None, min_length=1)
-    """Name of the reward function that says which completions are right: 1 = right, 0 = wrong. Without a task,
-    accuracy, prompt_order and min_accuracy need it; none = the task says so, or nothing does."""
+    """The function that says which completions are right: 1 = right, 0 = wrong. The name of a reward, or
+    FILE.py:FUNCTION or MODULE:FUNCTION for one that is no reward. Without a task, accuracy, prompt_order and
+    min_accuracy need it; none = the task says so, or nothing does."""
     reward_timeout: float = Field(default=60.0, gt=0, le=NO_TIMEOUT)
     """Seconds that one call of a reward function may take before the run stops; 1e9 = no limit."""
     soft_overlong_cache: int = Field(default=0, ge=0)

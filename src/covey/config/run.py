@@ -21,7 +21,10 @@ class RunConfig(Section, frozen=True):
     """Where a run is recorded, its seed, how often it logs and when it saves."""
 
     output_dir: PathText = Field(default="runs/covey", min_length=1)
-    """Folder of the run: metrics, completions, checkpoints, config."""
+    """Folder of the run: metrics, completions, checkpoints, config. A recipe's default is runs/NAME, after its file (or
+    the folder of a recipe.toml)."""
+    overwrite: bool = False
+    """Delete the run that is in output_dir, and start anew; false = replace only a run without a finished step."""
     run_name: str | None = None
     """Name in reports; none = the folder's name."""
     seed: int = Field(default=42, ge=0, lt=2**63)

@@ -30,7 +30,7 @@ from covey.config.data import DataConfig
 from covey.config.distributed import DistributedConfig
 from covey.config.effects import without_effect
 from covey.config.environment import EnvironmentConfig
-from covey.config.names import FIELDS, MEANS, SECTIONS, canonical_names
+from covey.config.names import FIELDS, HINTS, MEANS, SECTIONS, canonical_names
 from covey.config.rewards import RewardConfig
 from covey.config.run import RunConfig
 from covey.config.sampling import ModelConfig, SamplingConfig, VLLMConfig
@@ -87,7 +87,8 @@ class GRPOConfig(Section, frozen=True):
         section = self.__dict__.get(FIELDS.get(name, ""))
         if section is not None:
             return getattr(section, name)
-        close = [MEANS[name]] if name in MEANS else get_close_matches(name, FIELDS, n=1)
+        other = (MEANS | HINTS).get(name)
+        close = [other] if other else get_close_matches(name, FIELDS, n=1)
         raise AttributeError(f"GRPOConfig has no setting {name!r}" + (f"; did you mean {close[0]}?" if close else ""))
 
     @property
@@ -117,6 +118,7 @@ class GRPOConfig(Section, frozen=True):
         may be left out (`beta=0.02`), and synonyms do as well. A `FILE.py:NAME` and a file of data are looked for
         beside the TOML file and then in the working directory; a model's or an adapter's folder, and what an override
         names, there only. What is found has its whole path from then on, so that a run can be resumed from anywhere.
+        Without `run.output_dir` the run folder is `runs/NAME`, after the file, or the folder of a `recipe.toml`.
 
         Raises `ConfigError`: the file cannot be read, is not TOML, or holds unknown names or bad values.
         """
@@ -134,7 +136,9 @@ class GRPOConfig(Section, frozen=True):
             raise ConfigError(f"{path}: is no file; give the path of a TOML file")
         written = _whole_paths(canonical_names(table), Path(path).parent, Path())
         changes = _whole_paths(canonical_names(parse_overrides(overrides), base=written), Path())
-        return cls(**(written | changes))
+        file = Path(path).absolute()
+        name = file.parent.name if file.name == "recipe.toml" else file.stem
+        return cls(**({"output_dir": f"runs/{name}"} | written | changes))
 
     @classmethod
     def from_overrides(cls, overrides: Iterable[str]) -> Self:
@@ -204,7 +208,8 @@ GRPOTrainingArgs = GRPOConfig
 _PATHS = ("model", "adapter", "adv_estimator", "dataset", "eval_dataset", "functions", "adapter_folder", "output_dir")
 """Fields that name files, or may."""
 
-_CODE = ("functions", "task", "world", "loss_type", "adv_estimator", "down_sampling", "inference_server_kind")
+_CODE: tuple[str, ...] = ("functions", "correctness", "task", "world", "loss_type", "adv_estimator", "down_sampling")
+_CODE += ("inference_server_kind",)
 _DATA, _WEIGHTS = ("dataset", "eval_dataset"), ("model", "adapter")
 """Fields that may name something in a file of the user's, a file of data, and a folder or file of weights."""
 

@@ -27,7 +27,7 @@ SHOWN = (
     *("eval/accuracy", "eval/reward", "reward", "accuracy", "frac_reward_zero_std", "completions/mean_length"),
     *("completions/clipped_ratio", "kl", "entropy", "grad_norm", "step_time"),
 )
-_OWN = tuple(f"run.{name}" for name in ("output_dir", "run_name", "progress", "num_completions_to_print"))
+_OWN = tuple(f"run.{name}" for name in ("output_dir", "overwrite", "run_name", "progress", "num_completions_to_print"))
 """Settings that say where a run is and what is seen of it, nothing of what it does."""
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from statistics import fmean
 from typing import Any
 
@@ -90,6 +92,8 @@ class ConsoleProgress(BaseObserver):
         self._every = max(1, logging_steps)
         self._num_completions = num_completions_to_print or 0
         self._live = self._console.is_terminal if live is None else live
+        self._display: Any = None  # the one output of a notebook: what was said, and a line of what goes on
+        self._lines, self._line, self._shown_at = deque[str](maxlen=100), "", 0.0
         self._held_out = ""
         self._total: int | None = None
         self._start_step = 0
@@ -123,9 +127,10 @@ class ConsoleProgress(BaseObserver):
         self._step_times.append(float(metrics.get("step_time", 0.0)))
         if self._bar is not None:
             self._bar.update(self._task, completed=step, numbers=numbers, activity="")
-        elif step % self._every == 0 or step == self._total:
+        elif self._console.is_jupyter or step % self._every == 0 or step == self._total:
             of_total = f"/{self._total}" if self._total else ""
-            self._say(f"step {step}{of_total}  {numbers}{self._time_left(step)}")
+            self._line = f"step {step}{of_total}  {numbers}{self._time_left(step)}"
+            self._show(self._line) if self._console.is_jupyter else self._say(self._line)
 
     def on_eval(self, step: int, metrics: Metrics) -> None:
         """Print the accuracy with its interval."""
@@ -152,9 +157,12 @@ class ConsoleProgress(BaseObserver):
             self._say(f"  reward {reward}: {visible(str(row.get('completion', '')))}")
 
     def on_progress(self, activity: str, done: int, total: int) -> None:
-        """Show it beside the bar; without a terminal nothing is printed."""
+        """Show it beside the bar or the line of a notebook; elsewhere nothing is printed."""
+        said = f"{activity} {done}/{total}" if done < total else ""
         if self._bar is not None:
-            self._bar.update(self._task, activity=f"{activity} {done}/{total}" if done < total else "")
+            self._bar.update(self._task, activity=said)
+        elif self._console.is_jupyter and time.monotonic() - self._shown_at > 0.5:
+            self._show(f"{self._line}  {said}")
 
     def on_event(self, kind: str, message: str) -> None:
         if kind == "failed":  # the error itself is printed by whoever catches it
@@ -166,6 +174,8 @@ class ConsoleProgress(BaseObserver):
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+        self._lines.append(self._line)
+        self._line = ""
         self._say(f"{status} after {_duration(time.monotonic() - self._started)}")
 
     def _time_left(self, step: int) -> str:
@@ -175,8 +185,19 @@ class ConsoleProgress(BaseObserver):
         return f"  left {_duration(fmean(self._step_times) * max(0, self._total - step))}"
 
     def _say(self, text: str) -> None:
+        if self._console.is_jupyter:
+            self._lines.append(text)
+            return self._show(self._line)
         # A live bar belongs to its console, so printing there keeps the bar below the text.
         self._console.print(Text(text), soft_wrap=True)
+
+    def _show(self, line: str) -> None:
+        self._shown_at = time.monotonic()
+        shown = {"text/plain": "\n".join([*self._lines, line]).strip()}
+        if self._display is None:
+            self._display = import_module("IPython.display").display(shown, raw=True, display_id=True)
+        else:
+            self._display.update(shown, raw=True)
 
 
 def _duration(seconds: float) -> str:

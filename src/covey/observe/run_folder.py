@@ -122,6 +122,7 @@ _FILES = (
     *("config.toml", "versions.json", "metrics.jsonl", "questions.jsonl", "events.jsonl", "log.txt"),
     *("samplers.json", "learning_curve.png", FolderLock.NAME),
 )
+_OTHERS = ("memory.json", "tensorboard", "mlflow", "wandb")  # of trackers, and of ranks whose memory ran out
 # What `create` makes before the caller writes anything.
 _FRESH = {"versions.json", "metrics.jsonl", "questions.jsonl", "events.jsonl", "completions", "checkpoints"}
 
@@ -133,7 +134,7 @@ class RunFolder:
     attributes: `config_path`, `metrics_path`, `completions`, `best` and so on.
     """
 
-    def __init__(self, path: Path, *, writable: bool) -> None:
+    def __init__(self, path: Path, *, writable: bool, overwrite: bool | None = None) -> None:
         """Use `create`, `open` or `read` instead."""
         self.path = path
         self.config_path, self.versions_path = path / "config.toml", path / "versions.json"
@@ -150,6 +151,9 @@ class RunFolder:
         if writable:
             self._lock = FolderLock(path)
             try:
+                if overwrite is not None and self.is_run(path):
+                    self._require_replaceable(overwrite)  # again: now nobody else writes
+                    self._clear()
                 for folder in (path, self.checkpoints, self.completions):
                     with files.explained(path):
                         folder.mkdir(exist_ok=True)
@@ -167,6 +171,7 @@ class RunFolder:
         path: str | os.PathLike[str],
         *,
         resume: bool = False,
+        overwrite: bool = False,
         needed_bytes: int = DEFAULT_FREE_BYTES,
         needs_python: bool = False,
     ) -> RunFolder:
@@ -175,6 +180,7 @@ class RunFolder:
         Args:
             path: the folder (`run.output_dir`); parents are created.
             resume: open the run that is already there, if there is one.
+            overwrite: delete the run that is there; one without a finished step is deleted in any case.
             needed_bytes: refuse when less than this is free: an estimate of what the run will write.
             needs_python: the run has parts that no file holds, so that only its own program can continue it.
 
@@ -185,26 +191,28 @@ class RunFolder:
         folder = Path(path).expanduser().absolute()
         if resume and cls.is_run(folder):
             return cls.open(folder, needed_bytes=needed_bytes)
-        cls.check_new(path, needed_bytes=needed_bytes)
+        cls.check_new(path, overwrite=overwrite, needed_bytes=needed_bytes)
         with files.explained(folder, "create the run folder"):
             folder.mkdir(parents=True, exist_ok=True)
         _probe(folder, needed_bytes)
         with contextlib.ExitStack() as undo:
-            run = undo.enter_context(cls(folder, writable=True))
+            run = undo.enter_context(cls(folder, writable=True, overwrite=overwrite))
             known = {"run_id": uuid.uuid4().hex[:12], "needs_python": needs_python, **collect_versions()}
             files.write_atomically(run.versions_path, json.dumps(known, indent=1) + "\n")
             undo.pop_all()
         return run
 
     @classmethod
-    def check_new(cls, path: str | os.PathLike[str], *, needed_bytes: int = DEFAULT_FREE_BYTES) -> None:
+    def check_new(
+        cls, path: str | os.PathLike[str], *, overwrite: bool = False, needed_bytes: int = DEFAULT_FREE_BYTES
+    ) -> None:
         """Find out whether `create` would work, and raise what it would, before a model is loaded. Changes nothing."""
         folder = Path(path).expanduser().absolute()
-        if cls.is_run(folder) and not _is_unused(folder):
-            how = cls.read(folder).how_to_continue()
-            raise RunFolderError(f"{path} holds another run; continue it with {how}, or choose another run.output_dir")
+        if there := cls.is_run(folder):
+            cls.read(folder)._require_replaceable(overwrite)
+            FolderLock(folder).release()  # nobody writes it
         with files.explained(folder, "create the run folder"):
-            present = [entry.name for entry in folder.iterdir()] if folder.exists() else []
+            present = [entry.name for entry in folder.iterdir()] if folder.exists() and not there else []
         foreign = sorted(name for name in present if name not in _IGNORED | _FRESH and not files.is_leftover(name))
         if foreign:
             held = f"is not empty (it holds {', '.join(foreign[:3])}) and is no Covey run"
@@ -298,6 +306,22 @@ class RunFolder:
         if self.needs_python:
             return "`trainer.train(resume_from_checkpoint=True)` in the Python program that started it"
         return f"`covey resume {shlex.quote(str(self.path))}`"
+
+    def _require_replaceable(self, overwrite: bool) -> None:
+        """RunFolderError where a new run would delete finished steps, or weights, and nobody has asked for that."""
+        saved = [int(path.name[5:]) for path in self.checkpoints.glob("step_*") if path.name[5:].isdecimal()]
+        steps = max([self.last_step(), *saved])
+        if not overwrite and (steps or self.best.exists() or self.adapter.exists()):
+            raise RunFolderError(
+                f"{self.path} holds another run (finished steps: {steps}); continue it with {self.how_to_continue()}, "
+                "delete it with run.overwrite=true (and a new GRPOTrainer), or choose another run.output_dir"
+            )
+
+    def _clear(self) -> None:
+        """Delete the run that is there, and nothing else; `versions.json` last, so that a kill leaves a run."""
+        known = {*_FILES, *_FOLDERS, *_OTHERS} - {FolderLock.NAME, self.versions_path.name}
+        for path in [*(self.path / name for name in known), *self.path.glob("config_until_*.toml"), self.versions_path]:
+            files.remove(path)
 
     # ------------------------------------------------------------------ writing
     def write_config(self, toml: str) -> None:
@@ -478,17 +502,6 @@ def tables_in(folder: Path, most: int | None = None) -> list[tuple[str, int, Pat
     with files.explained(folder, "read"):
         paths = list(itertools.islice(folder.iterdir(), most)) if folder.is_dir() else []
     return [(match[1], int(match[2]), path) for path in paths if (match := _TABLE.match(path.name))]
-
-
-def _is_unused(folder: Path) -> bool:
-    """True for a run that was killed before it wrote its config: nothing in it is worth keeping."""
-
-    def is_worthless(entry: Path) -> bool:
-        if entry.name in _IGNORED or entry.name == "versions.json" or files.is_leftover(entry):
-            return True
-        return entry.name in _FRESH and not (any(entry.iterdir()) if entry.is_dir() else entry.stat().st_size)
-
-    return all(map(is_worthless, folder.iterdir()))
 
 
 def collect_versions() -> Record:

@@ -107,9 +107,10 @@ class Scorer:
         weights: one for each reward; default 1.0 each.
         timeout: seconds that one call of one function may take. None waits for ever and calls synchronous
             functions in the caller's thread, which those that use signals need.
+        judge: a function that says which completions are right (1 or 0), and is no reward.
 
     Attributes:
-        specs: the rewards with their unique names and weights.
+        specs, judge: the rewards with their unique names and weights, and the judge.
         trainer_state: passed on to functions that take `trainer_state`; the trainer sets it.
         runner: the event loop of asynchronous functions.
         elsewhere: who scores in place of this process, but for functions that need the whole batch; None = nobody.
@@ -123,6 +124,7 @@ class Scorer:
         weights: Sequence[float] | None = None,
         *,
         timeout: float | None = None,
+        judge: RewardLike | None = None,
     ) -> None:
         functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         if not functions:
@@ -141,6 +143,7 @@ class Scorer:
         names = _unique_names([reward_name(function) for function in functions])
         every = zip(functions, names, map(float, weights), strict=True)
         self.specs: tuple[RewardSpec, ...] = tuple(_describe(*each) for each in every)
+        self.judge = None if judge is None else _describe(judge, reward_name(judge), 0.0)
         self.timeout = timeout
         self.trainer_state: Any = None
         self.runner = AsyncRunner()
@@ -172,7 +175,7 @@ class Scorer:
         """
         self._columns |= dict.fromkeys(name for name in columns if name not in _NO_COLUMNS)
         present = self._columns
-        for spec in self.specs:
+        for spec in filter(None, (*self.specs, self.judge)):
             for name in spec.required:
                 if name not in present and name not in _PROVIDED:
                     raise ConfigError(
@@ -227,6 +230,13 @@ class Scorer:
         rewards = np.where(np.isnan(matrix_FN).all(axis=0), np.nan, total)
         self._warn_unscored(rewards, prompts, episodes)
         return rewards, parts
+
+    def judged(self, prompts: Sequence[Prompt], episodes: Sequence[Episode], by: Any = None) -> tuple[str, Rewards]:
+        """Name of the judge, or of the reward `by`, and `[N]` what it gives N episodes. Raises as `score`."""
+        spec = next((spec for spec in self.specs if spec.name == by), self.judge)
+        assert spec is not None
+        asked = Asked(prompts, episodes, None, tuple(self._columns), self.trainer_state)
+        return spec.name, self._score(asked, [spec])[spec.name]
 
     def score_rows(self, asked: Asked) -> Scored:
         """Score rows in place of another process: its functions but for those that need the whole batch.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import difflib
 import gzip
+import hashlib
 import io
 import json
 import logging
@@ -45,9 +46,10 @@ def load_rows(source: Any, *, split: str = "train", what: str = "training") -> l
     """Read a dataset into a list of rows, at least one.
 
     Args:
-        source: a list of dicts; a Hugging Face `Dataset`, or a dict of splits; the path of a .jsonl, .json,
-            .csv or .parquet file (.gz of the first three too); or the id of a dataset on the hub,
-            `owner/name` or `owner/name:configuration`, which needs the package `datasets`.
+        source: a list of dicts; a Hugging Face `Dataset`, or a dict of splits; a DataFrame of pandas or polars, or a
+            table of Arrow (missing values become None); the path of a .jsonl, .json, .csv or .parquet file (.gz of the
+            first three too); or the id of a dataset on the hub, `owner/name` or `owner/name:configuration`, which needs
+            the package `datasets`.
         split: which split to take where there are several.
         what: needs the rows, for the message when there are none.
 
@@ -80,6 +82,22 @@ def load_rows(source: Any, *, split: str = "train", what: str = "training") -> l
     if not rows:
         raise DataError(f"{name}: no rows; {what} needs at least one prompt, so give a dataset that has some")
     return rows
+
+
+def split_rows(rows: Sequence[Row], fraction: float, prompt_column: str) -> tuple[list[Row], list[Row]]:
+    """Training rows and held-out rows: `fraction` of the distinct prompts, those with the smallest hashes.
+
+    Raises `DataError`: a row has no prompt, or nothing would be left to train on.
+    """
+    _check_column(rows, prompt_column)
+    hashes = [hashlib.sha256(repr(row[prompt_column]).encode("utf-8", "replace")).digest() for row in rows]
+    distinct = sorted(set(hashes))
+    count = max(round(fraction * len(distinct)), 1)
+    if count >= len(distinct):
+        told = f"{count} of {len(distinct)} distinct prompts would be held out, and none is left; give more rows"
+        raise DataError(f"data.eval_fraction={fraction:g}: {told}")
+    last, pairs = distinct[count - 1], list(zip(rows, hashes, strict=True))
+    return [row for row, own in pairs if own > last], [row for row, own in pairs if own <= last]
 
 
 def build_prompts(
@@ -538,6 +556,10 @@ def pick_split(source: Mapping[Any, Any], split: str) -> Iterable[Any]:
 
 def as_entries(source: Any) -> Sequence[Any]:
     """Something with a length that can be iterated over, or an error: a stream may never end."""
+    if hasattr(source, "iloc") and hasattr(source, "columns"):  # pandas
+        source = source.astype(object).where(source.notna(), None).to_dict("records")
+    elif hasattr(source, "columns") and (listed := getattr(source, "to_dicts", getattr(source, "to_pylist", None))):
+        source = listed()  # polars, Arrow
     if hasattr(source, "__len__") and hasattr(source, "__getitem__") and not hasattr(source, "__iter__"):
         return [source[index] for index in range(len(source))]  # a map-style dataset of PyTorch
     if not hasattr(source, "__len__") or not hasattr(source, "__iter__"):

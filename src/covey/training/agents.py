@@ -34,10 +34,10 @@ _HOW_TO_ACT = {
 
 def world_data(config: GRPOConfig, world: World, others: Sequence[Any] = ()) -> setup.Data:
     """Task instances in place of prompts; the world says what is right."""
-    if config.rewards.functions or any(other is not None for other in others):
+    if config.rewards.functions or config.data.eval_fraction or any(other is not None for other in others):
         raise ConfigError(
             "reward functions or datasets beside a world: a world brings its own tasks and rewards; leave out "
-            "reward_funcs, rewards.functions, train_dataset and eval_dataset"
+            "reward_funcs, rewards.functions, train_dataset, eval_dataset, data.eval_fraction and correctness"
         )
     said = f"environment.world={config.environment.world or type(world).__name__!r}"
     with naming(f"{said}: train_tasks or eval_tasks"):

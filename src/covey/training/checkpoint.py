@@ -383,7 +383,7 @@ def checked_state(checkpoint: Checkpoint, own: Mapping[str, Mapping[str, Any]], 
     return state
 
 
-_FREE = ("output_dir", "run_name", "report_to", "progress", "logging_steps", "num_completions_to_print")
+_FREE = ("output_dir", "overwrite", "run_name", "report_to", "progress", "logging_steps", "num_completions_to_print")
 """Settings of [run] that change nothing in what is learned."""
 _FREE_HERE = ("learners", "ray_address", "gpus_per_sampler", "timeout_seconds", "max_restarts", "reward_workers")
 """The same of [distributed]."""

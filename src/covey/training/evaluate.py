@@ -16,11 +16,12 @@ from covey.errors import RewardError
 from covey.observe.statistics import wilson_interval
 from covey.rollout.batching import HasAnswer, has_text
 from covey.rollout.collect import Collector, Rollout
+from covey.rollout.scoring import Scorer
 from covey.types import BoolArray, FloatArray, Progress, Prompt, SamplingSettings, equal_rewards
 
-IsCorrect = Callable[[Prompt, str], bool] | str
-"""The definition of `accuracy`: does this completion solve this prompt? Or the name of the reward that says so by 0
-or 1 (`rewards.correctness`).
+IsCorrect = Callable[[Prompt, str], bool] | str | Scorer
+"""The definition of `accuracy`: does this completion solve this prompt? Or, for `rewards.correctness`, the name of the
+reward that says so by 0 or 1, or the scorer whose judge does.
 """
 
 EVALUATION_STREAM = 1
@@ -156,18 +157,22 @@ def correct_completions(rollout: Rollout, is_correct: IsCorrect | None) -> BoolA
     if is_correct is None:
         return None
     if isinstance(is_correct, str):
-        return _right_by(is_correct, np.concatenate([group.reward_parts[is_correct] for group in rollout.groups]))
+        return right_by(is_correct, np.concatenate([group.reward_parts[is_correct] for group in rollout.groups]))
+    if isinstance(is_correct, Scorer):
+        owners = [group.prompt for group in rollout.groups for _ in group.episodes]
+        return right_by(*is_correct.judged(owners, [e for group in rollout.groups for e in group.episodes]))
     return np.array([is_correct(g.prompt, e.text) for g in rollout.groups for e in g.episodes], dtype=np.bool_)
 
 
-def _right_by(name: str, rewards: FloatArray) -> BoolArray:
-    """`[N]` 1 is right; 0, and None for what cannot be judged, is not."""
+def right_by(name: str, rewards: FloatArray) -> BoolArray:
+    """`[N]` 1 is right; 0, and None for what cannot be judged, is not. Raises `RewardError`: another number."""
     right = np.asarray(equal_rewards(rewards, 1.0))
     odd = rewards[~(np.isnan(rewards) | (rewards == 0.0) | right)]
     if len(odd):
         raise RewardError(
             f"rewards.correctness={name!r}: it gave {odd[0]:g}, and what says whether a completion is right gives 0 "
-            "or 1 (None: cannot tell); name a reward that does, or leave rewards.correctness out",
+            "or 1 (None: cannot tell); name a function that does, which need not be a reward (FILE.py:FUNCTION, in "
+            "Python GRPOTrainer(correctness=...)), or leave rewards.correctness out",
             function=name,
         )
     return right

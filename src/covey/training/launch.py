@@ -299,7 +299,7 @@ def _cluster(config: GRPOConfig, arguments: Sequence[str], say: Callable[[str], 
 
 def _train(config: GRPOConfig, resume: bool, backend: RanksBackend | None = None) -> GRPOTrainer:
     if not resume:
-        RunFolder.check_new(config.run.output_dir)
+        RunFolder.check_new(config.run.output_dir, overwrite=config.run.overwrite)
     elif said := MemoryNote(config.run.output_dir).tell():
         log.warning("%s", said)
     trainer = GRPOTrainer(args=config, backend=backend)

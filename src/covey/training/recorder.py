@@ -93,7 +93,9 @@ class Recorder:
     def running(self, resume: bool | str | Path | None) -> Iterator[None]:
         """Open the folder, restore a checkpoint if asked to, and close everything with the last results written."""
         run, output_dir = self._run, self._settings.output_dir
-        with RunFolder.create(output_dir, resume=bool(resume), needs_python=run.only_in_memory) as folder:
+        overwrite = self._settings.overwrite and run.state.global_step == 0  # else its own steps would go
+        how = {"resume": bool(resume), "overwrite": overwrite, "needs_python": run.only_in_memory}
+        with RunFolder.create(output_dir, **how) as folder:
             self._folder = folder
             if resume:
                 self._restore(folder, None if resume is True else Path(resume))

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from covey.adapters import CONFIG_FILE
 from covey.algorithms import Estimator
 from covey.backend import Backend
 from covey.config.algorithm import AlgorithmConfig
+from covey.config.data import DataConfig
 from covey.config.effects import correction_mode, uses_reference
 from covey.config.rewards import NO_TIMEOUT
 from covey.config.whole import GRPOConfig
@@ -33,10 +34,10 @@ from covey.rollout.batching import HasAnswer, estimator_of, has_text
 from covey.rollout.learning import TrainedPolicy
 from covey.rollout.scoring import Scorer
 from covey.tasks.base import Task
-from covey.tasks.dataset import DataOrder, WeightedOrder, build_prompts, load_rows
-from covey.training.evaluate import IsCorrect
+from covey.tasks.dataset import DataOrder, WeightedOrder, build_prompts, load_rows, split_rows
+from covey.training.evaluate import IsCorrect, right_by
 from covey.training.schedule import PhasePlan, ResolvedPhase, learning_rate_schedule, resolve_warmup_steps
-from covey.types import Prompt, SamplingSettings
+from covey.types import Episode, Prompt, SamplingSettings
 
 if TYPE_CHECKING:
     from covey.environments.base import World
@@ -159,6 +160,7 @@ def load_data(
     reward_funcs: Any = None,
     train_dataset: Any = None,
     eval_dataset: Any = None,
+    correct: Any = None,
 ) -> Data:
     """Rows and reward functions, from arguments where they are given, else from the config and its task."""
     data = config.data
@@ -181,7 +183,11 @@ def load_data(
             )
         reward_funcs = task.reward_funcs
     seconds = config.rewards.reward_timeout
-    scorer = Scorer(reward_funcs, config.rewards.reward_weights, timeout=None if seconds == NO_TIMEOUT else seconds)
+    named = config.rewards.correctness
+    if one_of(correctness=correct, **{"rewards.correctness": named}) is named and ":" in (named or ""):
+        correct = load_function(str(named))
+    timeout = None if seconds == NO_TIMEOUT else seconds
+    scorer = Scorer(reward_funcs, config.rewards.reward_weights, timeout=timeout, judge=correct)
     comparing = [spec.name for spec in scorer.specs if spec.whole_batch]
     if comparing and config.sampling.max_generations is not None:
         raise ConfigError(
@@ -190,6 +196,11 @@ def load_data(
         )
     train = load_rows(train_dataset)
     held_out = [] if eval_dataset is None else load_rows(eval_dataset, split="test", what="evaluation")
+    if data.eval_fraction and (held_out or task is not None):
+        told = "held-out prompts are given already (data.eval_dataset or a task); remove one of the two"
+        raise ConfigError(f"data.eval_fraction={data.eval_fraction:g}: {told}")
+    if data.eval_fraction:
+        train, held_out = split_rows(train, data.eval_fraction, data.prompt_column)
 
     def key(row: Mapping[str, Any]) -> str:
         return repr(sorted((str(name), repr(value)) for name, value in row.items() if name not in ("uid", "id")))
@@ -213,11 +224,12 @@ def load_data(
     for rows in (train, held_out):
         if rows:
             scorer.check_columns({name for row in rows for name in row if name != data.prompt_column})
-            for function in (spec.function for spec in scorer.specs):
+            for function in (spec.function for spec in filter(None, (*scorer.specs, scorer.judge))):
                 getattr(function, "check_rows", lambda rows: None)(rows)  # Covey's own read their references
     system_prompt = data.system_prompt or (task.system_prompt if task else None)
     if task is None:
-        by_reward = correctness(config, scorer.names, None)
+        by_reward = correctness(config, scorer, None)
+        _try_correctness(scorer, by_reward, train, data)
         return Data(train, held_out, scorer, system_prompt, by_reward, has_text)
 
     def is_correct(prompt: Prompt, text: str) -> bool:
@@ -231,7 +243,7 @@ def load_data(
         with naming(f"{words}: has_answer"):
             return task.has_answer(text, prompt.columns)
 
-    by_task = correctness(config, scorer.names, is_correct)
+    by_task = correctness(config, scorer, is_correct)
     return Data(train, held_out, scorer, system_prompt, by_task, has_answer)
 
 
@@ -344,9 +356,10 @@ _MOST_COMPLETIONS = 250_000
 """Of a step: several times what the largest published runs have."""
 
 
-def correctness(config: GRPOConfig, rewards: Sequence[str], by_task: IsCorrect | None) -> IsCorrect | None:
-    """Who says which completions are right: the task, or the reward named by `rewards.correctness`; None = nobody."""
-    named = config.rewards.correctness
+def correctness(config: GRPOConfig, scorer: Scorer, by_task: IsCorrect | None) -> IsCorrect | None:
+    """Who says which completions are right: the task, a reward by its name, or the scorer's judge; None = nobody."""
+    judge = scorer.judge
+    named = config.rewards.correctness or (judge and judge.name)
     if named is None:
         asking = [
             (f"schedule.phases[{index}].min_accuracy={phase.min_accuracy}", "remove min_accuracy")
@@ -367,9 +380,34 @@ def correctness(config: GRPOConfig, rewards: Sequence[str], by_task: IsCorrect |
             f"rewards.correctness={named!r}: data.task={config.data.task!r} says already which answers are right; "
             "remove one of them"
         )
-    if named not in rewards:
-        raise ConfigError(f"rewards.correctness={named!r}: is no reward function; there is {', '.join(rewards)}")
+    if judge is not None:
+        return next((spec.name for spec in scorer.specs if spec.function is judge.function), scorer)
+    if named not in scorer.names:
+        there = f"there is {', '.join(scorer.names)}; for one that is no reward write FILE.py:FUNCTION"
+        told = f"is no reward function; {there} (in Python: GRPOTrainer(correctness=...))"
+        raise ConfigError(f"rewards.correctness={named!r}: {told}")
     return named
+
+
+def _try_correctness(scorer: Scorer, by: Any, rows: Sequence[Mapping[str, Any]], data: DataConfig) -> None:
+    """Raise `RewardError`, before a model is loaded, where what should say 1 or 0 gives partial credit: a few rows are
+    judged with their own texts, and those of one another, as completions.
+    """
+    if by is None:
+        return
+    column, few, ids = data.prompt_column, rows[:3], np.zeros(1, np.int64)
+    texts = ["", *(text for row in few for name, text in row.items() if name != column and isinstance(text, str))][:12]
+    prompts = [Prompt(ids, row.get(column, ""), row) for row in few for _ in texts]
+    if data.system_prompt is not None and all(isinstance(prompt.content, str) for prompt in prompts):
+        prompts = [replace(p, content=[{"role": "user", "content": p.content}]) for p in prompts]  # see `build_prompts`
+    said = [Episode(ids, ids > 0, np.zeros(1, np.float32), text, "stop", 0) for _ in few for text in texts]
+    try:
+        name, given = scorer.judged(prompts, said, by if isinstance(by, str) else None)
+    except Exception:  # what fails for these texts need not for a model's, and prompts are looked at later
+        return
+    finally:
+        scorer.take_logged()
+    right_by(name, given)
 
 
 def best_metric(config: GRPOConfig, rewards: Sequence[str], *, knows_correct: bool, evaluates: bool) -> str:
@@ -382,7 +420,7 @@ def best_metric(config: GRPOConfig, rewards: Sequence[str], *, knows_correct: bo
             if getattr(settings, name):
                 raise ConfigError(
                     f"evaluation.{name}={getattr(settings, name)}: it compares evaluations, and there are no held-out "
-                    "prompts; set data.eval_dataset (in Python: pass eval_dataset), or remove it"
+                    "prompts; set data.eval_dataset or data.eval_fraction (in Python: pass eval_dataset), or remove it"
                 )
     if wanted.startswith(ACCURACY) and not knows_correct:
         return REWARD

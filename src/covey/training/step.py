@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,6 +91,15 @@ def episode_credit(groups: Sequence[Group], args: GRPOConfig) -> NDArray[np.floa
     except BaseException as error:  # SystemExit of somebody's function is a failure like any other
         log.warning("%s failed (%s: %s); tables show whole advantages only", part.name, type(error).__name__, error)
     return None
+
+
+def step_loss(learner: Learner, batch: Batch, args: GRPOConfig, phase: ResolvedPhase, state: TrainerState) -> float:
+    """The loss of a step in the first pass over its batch. The gradient is left, and no optimiser step is taken."""
+    parts = {"scores": learner.scores, "forward_backward": learner.forward_backward}
+    without_step: Any = SimpleNamespace(**parts, optim_step=lambda learning_rate: 0.0)
+    once = algorithm_in(args, phase).model_copy(update={"num_iterations": 1, "num_minibatches": 1})
+    limits: Any = {"temperature": phase.temperature, "max_completion_length": args.sampling.max_completion_length}
+    return float(update(without_step, batch, once, 0.0, **limits, state=replace(state)).metrics["loss"])
 
 
 def step_update(

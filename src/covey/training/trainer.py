@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from covey.adapters import read_adapter_folder
@@ -47,6 +46,7 @@ from covey.rollout.learning import Sampler
 from covey.signals import ended, held
 from covey.tasks.dataset import load_rows
 from covey.training import setup
+from covey.training.asking import COMPLETION_STREAM, answers, described
 from covey.training.evaluate import (
     Evaluation,
     QuestionHistory,
@@ -59,9 +59,9 @@ from covey.training.evaluate import (
 from covey.training.prefetch import PrefetchedSamples, Sampled, Samples
 from covey.training.schedule import ACCURACY_STEPS, Callbacks, Elapsed, ResolvedPhase, TrainerState, check_callbacks
 from covey.training.setup import best_metric, require_memory
-from covey.training.step import episode_credit, scorer, step_batch, step_update
+from covey.training.step import episode_credit, scorer, step_batch, step_loss, step_update
 from covey.training.tables import Ledger, StepFacts, completion_rows, make_ledger, pack_step
-from covey.training.update import Update, update
+from covey.training.update import Update
 from covey.types import Batch, Group, Progress, Prompt
 
 if TYPE_CHECKING:  # loaded where they are needed: most runs have no world, and many trainers are never trained
@@ -72,8 +72,8 @@ if TYPE_CHECKING:  # loaded where they are needed: most runs have no world, and 
 TRAINING_STREAM = 0
 """Second entry of every training request's random stream; see `evaluate.EVALUATION_STREAM`."""
 
-COMPLETION_STREAM, GROWING_STREAM = 3, 6
-"""The same of `complete`, and of what is added to groups."""
+GROWING_STREAM = 6
+"""The same of what is added to groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,7 @@ class GRPOTrainer:
         backend: what computes, in place of PyTorch; see `covey.backend`.
         sampler: `f(trainer, own)`, makes what samples from `own`, the sampler that the settings ask for.
         collector: `f(trainer)`, makes what samples and scores groups, in place of `trainer.collect`.
+        correctness: function that says which completions are right by 1 or 0, in place of `args.rewards.correctness`.
         ref_model: folder of an adapter, or a model (loaded, folder, hub id), to compare with in place of the policy as
             it was at the start.
 
@@ -145,13 +146,14 @@ class GRPOTrainer:
         policy_model: Any = None,
         ref_model: Any = None,
         reward_function: Any = None,
+        correctness: Any = None,
     ) -> None:
         args, model = setup.named_model(args, setup.one_of(model=model, policy_model=policy_model))
         reward_funcs = setup.one_of(reward_funcs=reward_funcs, reward_function=reward_function)
         check_callbacks(callbacks or ())
         sources = (reward_funcs, train_dataset, eval_dataset)
         stranger = None if type(backend).__module__.startswith("covey.") else backend
-        own_parts = (callbacks or None, task, world, stranger, sampler, collector)
+        own_parts = (callbacks or None, task, world, stranger, sampler, collector, correctness)
         given = (*sources, model, processing_class, peft_config, ref_model, *own_parts)
         self.world = world = setup.load_world(args) if world is None else world
         named, task = reward_funcs is None and task is None, setup.load_task(args) if task is None else task
@@ -165,11 +167,11 @@ class GRPOTrainer:
         if args.model.adapter is not None:
             read_adapter_folder(args.model.adapter)  # what is not there is missed before the model is loaded
         if world is None:
-            self.data = setup.load_data(args, task, *sources)
+            self.data = setup.load_data(args, task, *sources, correctness)
         else:
             from covey.training import agents
 
-            self.data = agents.world_data(args, world, sources)
+            self.data = agents.world_data(args, world, (*sources, correctness))
         own = type(world or task).__module__.startswith(("covey.", "builtins"))
         own = own or names_file(args.environment.world or args.data.task)
         self.only_in_memory = not own or any(thing is not None for thing in given)
@@ -210,6 +212,9 @@ class GRPOTrainer:
         self._recorder: Recorder | None = None
         self._samples: Samples | None = None
         self._ledger: Ledger | None = None
+
+    def __repr__(self) -> str:
+        return described(self)
 
     # ------------------------------------------------------------------ the algorithm
 
@@ -418,6 +423,15 @@ class GRPOTrainer:
             )
         return list(self._tokenize(rows))
 
+    def generate(self, prompts: Any, num_generations: int = 1, temperature: float | None = None) -> list[list[str]]:
+        """Sample answers to a prompt or several with the present weights. Nothing is scored or written.
+
+        A prompt is a text or a list of messages. Where the training prompts are conversations, a text becomes the
+        user's message after `data.system_prompt`; otherwise the model continues it as it is. `temperature` None = that
+        of evaluations (default 0, greedy). Returns the texts, a list of `num_generations` for each prompt.
+        """
+        return answers(self, prompts, num_generations, temperature)
+
     def complete(self, rows: Sequence[Mapping[str, Any]], num_generations: int = 1) -> Rollout:
         """Sample completions of other prompts with the present weights, at the temperature of training."""
         prompts, first = self._prompts(rows), (self.args.run.seed, COMPLETION_STREAM, self.state.global_step)
@@ -439,22 +453,7 @@ class GRPOTrainer:
         learned: every advantage is 0, or every token masked.
         """
         phase = self.next_phase()
-        batch = self.make_batch(rollout.groups, phase)
-        without_step: Any = SimpleNamespace(
-            scores=self.learner.scores,
-            forward_backward=self.learner.forward_backward,
-            optim_step=lambda learning_rate: 0.0,
-        )
-        done = update(
-            without_step,
-            batch,
-            setup.algorithm_in(self.args, phase).model_copy(update={"num_iterations": 1, "num_minibatches": 1}),
-            0.0,
-            temperature=phase.temperature,
-            max_completion_length=self.args.sampling.max_completion_length,
-            state=replace(self.state),
-        )
-        return float(done.metrics["loss"])
+        return step_loss(self.learner, self.make_batch(rollout.groups, phase), self.args, phase, self.state)
 
     # ------------------------------------------------------------------ counting, reporting
 

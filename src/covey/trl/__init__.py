@@ -29,3 +29,9 @@ __all__ += [
     "get_peft_config",
     "get_quantization_config",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name.endswith(("Trainer", "Config")):
+        raise ImportError(f"covey.trl has no {name}: it has GRPO only; import it from trl, and train on what it saves")
+    raise AttributeError(f"module 'covey.trl' has no attribute {name!r}")

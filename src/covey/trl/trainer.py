@@ -302,6 +302,9 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         folder, step = Path(self._config.run.output_dir), self.run.state.global_step
         return RunFolder.read(folder).read_completions(step) if step and RunFolder.is_run(folder) else []
 
+    def __repr__(self) -> str:
+        return f"covey.trl.{self.run!r}"
+
     def is_world_process_zero(self) -> bool:
         """True: there is one process."""
         return True

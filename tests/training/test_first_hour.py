@@ -1,0 +1,173 @@
+"""A notebook: cells that run again, a look at a trainer, a question to its model. And data that somebody brings: a
+table without a held-out part, rewards with partial credit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_runs import ROWS, Settings, failing_at, letters, rewarding, trained
+
+from command import Command
+from covey import GRPOConfig, GRPOTrainer
+from covey.errors import ConfigError, DataError, ModelError, RewardError, RunFolderError
+from covey.observe.run_folder import RunFolder
+
+ANSWERED = [{"prompt": f"give {n}: ", "answer": f'{{"a": {n}, "b": 1}}'} for n in range(8)]
+VOLATILE = ("seconds", "peak_gb", "accuracy", "/sampling", "/scoring", "/publish")
+PARTS = """
+def right(completions, answer, **columns):
+    return [float(text == wanted) for text, wanted in zip(completions, answer)]
+
+def partial(completions, answer, **columns):
+    return [sum(a == b for a, b in zip(text, wanted)) / len(wanted) for text, wanted in zip(completions, answer)]
+"""
+
+
+def test_a_cell_runs_again(settings: Settings) -> None:
+    with pytest.raises(RewardError, match="no such luck"):
+        trained(settings, failing_at(2), held_out=2, eval_on_start=True)  # after an evaluation, in the first step
+    run = trained(settings)
+    with pytest.raises(RunFolderError, match=r"holds another run \(finished steps: 2\).*overwrite"):
+        trained(settings)
+    first = RunFolder.read(settings["output_dir"]).run_id
+    again = trained(settings, overwrite=True)
+    assert RunFolder.read(settings["output_dir"]).run_id != first
+    assert again.state.global_step == run.state.global_step == 2
+    with pytest.raises(RunFolderError, match="and a new GRPOTrainer"):  # its own steps would go
+        again.train()
+    assert again.train(resume_from_checkpoint=True).global_step == 2
+
+
+def test_a_trainer_in_a_cell(settings: Settings) -> None:
+    trainer = trained(settings, held_out=2)
+    model = settings["model"]
+    assert repr(trainer) == (
+        f"GRPOTrainer({model}, rows in memory: 5 training prompts, 2 held out, step 2 of 2, {settings['output_dir']})"
+    )
+    records = list(trainer.state.log_history)
+    (one,) = trainer.generate("say one: ")
+    assert [one, one] == trainer.generate([row["prompt"] for row in ROWS[:1]] * 2)  # greedy, as evaluations are
+    drawn = trainer.generate([ROWS[0], ROWS[1]], 3, temperature=1.0)
+    assert drawn == trainer.generate([ROWS[0], ROWS[1]], 3, temperature=1.0)
+    assert [len(texts) for texts in drawn] == [3, 3]
+    assert len({text for texts in drawn for text in texts}) > 1
+    assert all(isinstance(text, str) and len(text) <= 8 for texts in drawn for text in texts)
+    assert trainer.state.log_history == records
+    assert trainer.generate([]) == []
+    with pytest.raises(DataError, match="the prompt is 3"):
+        trainer.generate([3])
+    with pytest.raises(DataError, match="more than"):
+        trainer.generate("a" * 9999)
+
+
+def test_a_question_has_the_form_of_the_training_prompts(settings: Settings) -> None:
+    chat = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
+    trainer = GRPOTrainer(args=GRPOConfig(**settings), reward_funcs=letters, train_dataset=chat)
+    asked = [{"role": "user", "content": "say one: "}]
+    assert trainer.generate("say one: ") == trainer.generate(asked) == trainer.generate([asked])
+    plain = GRPOTrainer(
+        args=GRPOConfig(**settings, system_prompt="Be brief."), reward_funcs=letters, train_dataset=ROWS
+    )
+    assert plain.generate("say one: ") == plain.generate([asked]) != trainer.generate("say one: ")
+
+
+def test_a_share_of_the_rows_is_held_out(settings: Settings, tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text("prompt,answer\n" + "".join(f"say {n}: ,{n}\n" for n in range(10)))
+    settings |= {"dataset": str(file), "eval_fraction": 0.2}
+    trainer = GRPOTrainer(args=GRPOConfig(**settings), reward_funcs=letters)
+    data = trainer.data
+    assert (len(data.train), len(data.held_out), len(trainer.eval_prompts)) == (8, 2, 2)
+    other = GRPOTrainer(args=GRPOConfig(**settings | {"dataset": None, "seed": 7}), reward_funcs=letters,
+                        train_dataset=[*data.held_out, *data.train][::-1])  # fmt: skip
+    assert sorted(map(str, other.data.held_out)) == sorted(map(str, data.held_out))
+    with pytest.raises(ConfigError, match=r"eval_fraction=0\.2: held-out prompts are given already"):
+        GRPOTrainer(args=GRPOConfig(**settings), reward_funcs=letters, eval_dataset=ROWS)
+
+
+def test_a_run_with_a_share_held_out_is_measured_on_it(settings: Settings, tmp_path: Path, covey: Command) -> None:
+    (tmp_path / "rewards.py").write_text(PARTS)
+    settings |= {"functions": [f"{tmp_path / 'rewards.py'}:partial"], "correctness": f"{tmp_path / 'rewards.py'}:right"}
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f'{{"prompt": "say {n}: ", "answer": "{n}"}}\n' for n in range(10)))
+    trainer = GRPOTrainer(args=GRPOConfig(**settings, dataset=str(file), eval_fraction=0.3))
+    trainer.train()
+    assert not trainer.only_in_memory
+    for more, count in (((), 3), (("--dataset", file, "--num", "4"), 4)):
+        (line,) = (
+            line for line in covey.done("eval", settings["output_dir"], *more).splitlines() if "num_comp" in line
+        )
+        assert str(count) in line.split()
+
+
+def right(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    return [float(text == wanted) for text, wanted in zip(completions, answer, strict=True)]
+
+
+def partial(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    pairs = zip(completions, answer, strict=True)
+    return [sum(a == b for a, b in zip(text, wanted, strict=False)) / len(wanted) for text, wanted in pairs]
+
+
+def test_accuracy_beside_rewards_with_partial_credit(settings: Settings, tmp_path: Path) -> None:
+    """What says what is right is no reward: rewards are the same numbers with it and without."""
+    early = rewarding("early", lambda text: float(text[:1].lower() < "n"))
+    none = rewarding("none", lambda text: None)
+
+    def run(name: str, **how: Any) -> GRPOTrainer:
+        args = GRPOConfig(**settings | {"output_dir": str(tmp_path / name)}, eval_on_start=True)
+        trainer = GRPOTrainer(args=args, train_dataset=ROWS, eval_dataset=ROWS[:2], **how)
+        trainer.train()
+        return trainer
+
+    alone, beside = run("a", reward_funcs=[letters, none]), run("b", reward_funcs=[letters, none], correctness=early)
+    as_reward = run("c", reward_funcs=[letters, early], correctness=early)
+    assert as_reward.data.is_correct == "early"  # it is called once
+    assert beside.only_in_memory
+    assert beside.best_metric == "eval/accuracy"
+    for before, after in zip(alone.state.log_history, beside.state.log_history, strict=True):
+        same = {name for name in after if not name.endswith(VOLATILE) and "time" not in name and name in before}
+        assert {name: repr(before[name]) for name in same} == {name: repr(after[name]) for name in same}
+        assert {"reward", "eval/reward"} & same
+        assert {"accuracy", "eval/accuracy"} & set(after)
+        assert not any("early" in name for name in after)
+    rows = RunFolder.read(tmp_path / "b").read_completions(1)
+    assert all(row["correct"] == (row["completion"][:1].lower() < "n") for row in rows)
+    for reward_funcs in ([none], [none, rewarding("zero", lambda text: 0.0)]):  # no reward becomes 0 by the judge
+        scored = GRPOTrainer(args=GRPOConfig(**settings), reward_funcs=reward_funcs, train_dataset=ROWS,
+                             correctness=early).rollout()  # fmt: skip
+        assert all((group.rewards != group.rewards).all() == (len(reward_funcs) == 1) for group in scored.groups)
+
+
+@pytest.mark.parametrize("partially", [partial, "FILE", "partial"])
+def test_partial_credit_is_found_before_the_model_is_loaded(settings: Settings, tmp_path: Path, partially: Any) -> None:
+    (tmp_path / "rewards.py").write_text(PARTS)
+    named = f"{tmp_path / 'rewards.py'}:"
+    how: dict[str, Any] = {"reward_funcs": [partial, letters], "train_dataset": ANSWERED}
+    given: Any = {"correctness": partially if partially == "partial" else f"{named}partial"}
+    if callable(partially):
+        given, how["correctness"] = {}, partially
+    args = GRPOConfig(**settings | {"model": str(tmp_path / "no such model")}, **given)
+    with pytest.raises(RewardError, match=r"correctness='partial': it gave 0\.\d+.*need not be a reward"):
+        GRPOTrainer(args=args, **how)
+    right_one = {"correctness": right} if callable(partially) else {}
+    args = args if right_one else args.replace(correctness=f"{named}right")
+    with pytest.raises(ModelError, match="no such model"):
+        GRPOTrainer(args=args, **how | right_one)
+
+
+def test_what_may_not_say_what_is_right(settings: Settings) -> None:
+    args, how = GRPOConfig(**settings), {"reward_funcs": letters, "train_dataset": ROWS}
+    with pytest.raises(ConfigError, match="needs the argument 'answer'"):
+        GRPOTrainer(args=args, correctness=right, **how)
+    with pytest.raises(ConfigError, match=r"correctness and rewards\.correctness: two names"):
+        GRPOTrainer(args=args.replace(correctness="letters"), correctness=right, **how)
+    with pytest.raises(ConfigError, match=r"'exact': is no reward function; there is letters.*GRPOTrainer\(correct"):
+        GRPOTrainer(args=args.replace(correctness="exact"), **how)
+    with pytest.raises(DataError, match="row 0: the prompt is None"):  # no odd row is hidden by the trial
+        GRPOTrainer(args=args, correctness=letters, reward_funcs=letters, train_dataset=[{"prompt": None}])
+    with pytest.raises(ConfigError, match="no such file"):
+        GRPOTrainer(args=args.replace(correctness="nowhere.py:exact"), **how)
