@@ -60,4 +60,4 @@ def config_for(model: str, adapter: str | None, overrides: list[str] | None) -> 
         return config.replace(adapter=adapter)
     kept = kept_weights(folder, config)
     say(err, f"weights: {kept.said}")
-    return config.replace(**{"adapter" if config.model.use_peft else "model": str(kept.path)})
+    return config.replace(adapter=kept.path) if config.model.use_peft else config.replace(model=kept.path)
