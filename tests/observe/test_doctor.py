@@ -191,8 +191,82 @@ def test_a_resumed_doctor_does_not_repeat_itself():
 ANYTHING = st.one_of(st.none(), st.floats(), st.integers(), st.just("text"), st.booleans())
 
 
+def mails(entropies, right=0.3, **more):
+    steps = [{**HEALTHY, "step": step, "entropy": value, **more} for step, value in enumerate(entropies, 1)]
+    return [{**step, "accuracy": right, "reward": right} for step in steps]
+
+
+FALL = [1.0 * 10 ** (-step / 7) for step in range(8)]  # from 1.0 to 0.1 in 8 steps
+KINDS = ("invoice", "order", "claim", "thanks")
+
+
+def evaluated(step, *accuracies, of=20):
+    told = zip(KINDS, accuracies, strict=True)
+    return {"step": step} | {
+        name: value
+        for kind, share in told
+        for name, value in ((f"eval/accuracy/{kind}", share), (f"eval/num_completions/{kind}", of))
+    }
+
+
+def test_an_entropy_that_falls_to_a_quarter_within_a_few_steps_is_named_until_the_task_is_solved():
+    (said,) = diagnose(mails(FALL))
+    assert said.code == "entropy_fell"
+    assert "from 0.72 to 0.14 nats for each token within 5 steps" in said.message  # 10 ** (-1 / 7), 10 ** (-6 / 7)
+    assert all(words in said.fix for words in ("learning_rate", "entropy_coef", "(few-shot)"))
+    assert codes(mails([*FALL, *[0.1] * 20])) == ["entropy_fell"]  # it is still down
+    assert codes(mails(FALL, right=0.95)) == []
+    assert codes(mails(FALL[:4])) == []
+    assert codes(mails([1.0, 0.9, 1.1, 0.1, 1.0, 0.9])) == []  # one step tells nothing
+    assert codes(mails([*FALL, 0.5, 0.6])) == []  # it rose again
+    assert codes(mails([0.09 * value for value in FALL], kl=0.01)) == []  # there was little from the start
+    slow = [10 ** (-step / 20) for step in range(29)]  # a quarter after 12 steps
+    assert codes(mails(slow)) == []
+    assert "covey play RECIPE --imitate" in diagnose(mails(FALL, **{"agent/turns": 3.0}))[0].fix
+    of_three = [{**step, "reward": 2.5} for step in mails(FALL)]
+    assert codes([{name: value for name, value in step.items() if name != "accuracy"} for step in of_three]) == [
+        "entropy_fell"
+    ]
+
+
+def test_kinds_of_questions_that_stay_at_zero_while_another_is_learnt_are_named():
+    before, after = evaluated(0, 0.2, 0.1, 0.0, 0.0), evaluated(8, 0.95, 0.6, 0.0, 0.0)
+    steps = mails(FALL)
+    assert codes([before, *steps, after]) == ["entropy_fell", "kinds_at_zero"]
+    said = diagnose([before, *steps, after])[1]
+    assert said.message.startswith("the accuracy of claim, thanks was 0 in 2 evaluations, while that of invoice rose")
+    assert "from 20% to 95%" in said.message
+    assert "one solved example of each of these kinds" in said.fix
+    healthy = history(10)
+    assert codes([before, *healthy, after]) == ["kinds_at_zero"]
+    assert codes([before, *healthy]) == []
+    assert codes([before, *healthy, before]) == []  # nothing is learnt of any
+    assert codes([before, evaluated(4, 0.5, 0.4, 0.1, 0.1), *healthy, after]) == []  # they were not always at 0
+    assert codes([evaluated(0, 0.2, 0.1, 0.0, 0.0), *healthy, evaluated(8, 0.95, 0.6, 0.0, 0.0, of=4)]) == []
+
+
+def test_the_doctor_hears_of_kinds_when_they_are_evaluated():
+    doctor = Doctor(history=[evaluated(0, 0.2, 0.1, 0.0, 0.0), *history(8)])
+    assert doctor.findings() == []
+    (said,) = doctor.check(evaluated(8, 0.95, 0.6, 0.0, 0.0))
+    assert said.code == "kinds_at_zero"
+    assert doctor.check({"step": 8, "eval/accuracy": 0.3}) == []
+    assert [(one.since, one.until, one.present) for one in doctor.findings()] == [(8, 8, True)]
+
+
+def test_a_reward_of_zero_is_advised_a_solved_example_and_a_world_imitation():
+    zero = {"reward": 0.0, **ALL_ALIKE}
+    (questions,), (world,) = diagnose(history(**zero)), diagnose(history(**zero, **{"agent/turns": 3.0}))
+    assert "one solved example of each kind of question into the prompt itself (few-shot)" in questions.fix
+    assert "covey play RECIPE --imitate" in world.fix
+    assert "few-shot" not in world.fix
+
+
+SEEN = sorted([*HEALTHY, "eval/accuracy/a", "eval/accuracy/b", "eval/num_completions/a"])
+
+
 @settings(deadline=None)
-@given(st.lists(st.dictionaries(st.sampled_from(sorted(HEALTHY)), ANYTHING), max_size=12))
+@given(st.lists(st.dictionaries(st.sampled_from(SEEN), ANYTHING), max_size=12))
 def test_no_metrics_break_the_doctor(steps):
     assert all(diagnosis.message and diagnosis.fix for diagnosis in diagnose(steps))
 

@@ -70,4 +70,4 @@ def config_for(model: str, adapter: str | None, overrides: list[str] | None) -> 
     say(err, f"weights: {kept.said}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # lora_r beside an adapter has no effect: it is the one that it was made with
-        return config.replace(**{"adapter" if config.model.use_peft else "model": str(kept.path)})
+        return config.replace(adapter=kept.path) if config.model.use_peft else config.replace(model=kept.path)

@@ -17,8 +17,9 @@ import tomllib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import tomli_w
 from pydantic import ValidationError
@@ -44,10 +45,17 @@ from covey.files import no_path
 from covey.functions import whole_path
 from covey.metric_names import says_which_is_best
 
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from covey.config.flat import Flat, Settings  # generated: tests/test_config_types.py
+else:
+    Flat = object
+
 __all__ = ["GRPOConfig", "GRPOTrainingArgs"]
 
 
-class GRPOConfig(Section, frozen=True):
+class GRPOConfig(Section, Flat, frozen=True):
     """All settings of a run, immutable. `covey config --explain` lists every field with its meaning, unit and range.
 
     Batch vocabulary: `data.prompts_per_step` prompts times `sampling.num_generations` completions make one optimiser
@@ -68,28 +76,36 @@ class GRPOConfig(Section, frozen=True):
     evaluation: EvaluationConfig
     run: RunConfig
 
-    def __init__(self, output_dir: str | Path | None = None, /, **settings: Any) -> None:
+    def __init__(self, output_dir: str | Path | None = None, /, **settings: Unpack[Settings]) -> None:
         """Take settings by field name, by section (a mapping or a section object) or by synonym.
         `GRPOConfig("runs/first")` names the run folder.
 
         Raises `ConfigError`: one message with every unknown name or every bad value, one a line.
         """
         if output_dir is not None:
-            settings = canonical_names({"output_dir": output_dir}) | settings
+            settings = {"output_dir": output_dir, **settings}
         super().__init__(**_build_sections(canonical_names(settings)))
         if problems := list(_across_sections(self)):
             raise ConfigError("\n".join(problems))
         for sentence in without_effect(self):
             warnings.warn(sentence, stacklevel=2)
 
-    def __getattr__(self, name: str) -> Any:
-        """Read a field without naming its section."""
-        section = self.__dict__.get(FIELDS.get(name, ""))
-        if section is not None:
-            return getattr(section, name)
-        other = (MEANS | HINTS).get(name)
-        close = [other] if other else get_close_matches(name, FIELDS, n=1)
-        raise AttributeError(f"GRPOConfig has no setting {name!r}" + (f"; did you mean {close[0]}?" if close else ""))
+    if not TYPE_CHECKING:  # who checks types reads `Flat`, where a misspelt name is an error
+
+        def __getattr__(self, name: str) -> Any:
+            """Read a field without naming its section."""
+            section = self.__dict__.get(FIELDS.get(name, ""))
+            if section is not None:
+                return getattr(section, name)
+            other = (MEANS | HINTS).get(name)
+            close = [other] if other else get_close_matches(name, FIELDS, n=1)
+            raise AttributeError(
+                f"GRPOConfig has no setting {name!r}" + (f"; did you mean {close[0]}?" if close else "")
+            )
+
+    def __dir__(self) -> Iterable[str]:
+        """With the flat names, which a notebook completes."""
+        return [*super().__dir__(), *FIELDS]
 
     @property
     def max_steps_ahead(self) -> int:
@@ -182,7 +198,7 @@ class GRPOConfig(Section, frozen=True):
         """
         return tomli_w.dumps(_without_none(self.to_dict()))
 
-    def replace(self, **settings: Any) -> Self:
+    def replace(self, **settings: Unpack[Settings]) -> Self:
         """A copy with other settings, given in any form that the constructor accepts, and validated.
 
         What nobody has set keeps following its default, also where that depends on another setting.
@@ -202,6 +218,10 @@ def _without_none(value: Any) -> Any:
         return {str(name): _without_none(inner) for name, inner in value.items() if inner is not None}
     return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value
 
+
+GRPOConfig.__signature__ = Signature(  # a notebook completes these names
+    [Parameter(name, Parameter.KEYWORD_ONLY, default=...) for name in dict.fromkeys([*FIELDS, *SECTIONS])]
+)
 
 GRPOTrainingArgs = GRPOConfig
 

@@ -11,6 +11,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import fmean, pvariance
 from typing import Any
 
@@ -48,6 +49,10 @@ class Thresholds:
     low_kl: float = 0.01  # the same: "If too low: Decrease kl_coef"
     clip_fraction: float = 0.3
     entropy: float = 0.02
+    entropy_fall: float = 4.0  # within `window` steps: arXiv 2505.22617 found 73 % gone after 200 steps of about 2,400
+    some_entropy: float = 0.1  # nats; from less a fall says little
+    kind_rise: float = 0.1  # by which another kind of question must have become better
+    kind_completions: int = 5  # 0 of fewer says little
     same_actions: float = 0.7  # share of turns that agents begin alike and take alike
     half_solved: float = 0.5  # success from which on doing the same is taken to be learnt
     short_completion: float = 2.5
@@ -84,12 +89,12 @@ groups_all_right: {about}, and the {named} is {right:.2f}: the prompts are too e
 -> Stop here, use harder prompts, or set algorithm.dynamic_sampling=3 to skip what is solved
 reward_never_nonzero: the reward was 0 for every completion of the last {total} steps
 -> Look at completions/ in the run folder: if right answers are there, the reward function does not recognise them; if
-   not, start from easier prompts, show an example in data.system_prompt, or add a reward for partial success
+   not, {begin}; or use easier prompts, or add a reward for partial success
 reward_constant: {about}
 -> Reward something that completions differ in: GRPO learns only from differences
 groups_all_wrong: {about}, and the {named} is {right:.2f}: the prompts are too hard so far{unless}
--> Use easier prompts, raise sampling.num_generations so that some completion succeeds, or add a reward for partial
-   success
+-> Raise sampling.num_generations so that some completion succeeds, use easier prompts, or add a reward for partial
+   success; or {begin}
 groups_tied: {about}{known}: little is left to learn from
 -> Set algorithm.dynamic_sampling=3, raise sampling.num_generations or sampling.temperature, or drop prompts that are
    always or never solved
@@ -131,6 +136,14 @@ greedy_from_the_start: the entropy was {begun:.4f} nats for each token from the 
 entropy_collapse: the entropy is {entropy:.4f} nats for each token {last}: all completions of a group are alike
 -> Raise sampling.temperature, the upper clip range or algorithm.entropy_coef, or go back to an earlier checkpoint with
    a larger algorithm.beta
+entropy_fell: the entropy fell from {begun:.2f} to {entropy:.2f} nats for each token within {count} steps, and the task
+   is not solved: the policy hardly explores any more
+-> Start again, or from a checkpoint before the fall, with a lower optim.learning_rate, or a larger
+   algorithm.entropy_coef or algorithm.beta; and {begin}
+kinds_at_zero: the accuracy of {names} was 0 in {count} evaluations, while that of {best} rose from {before:.0%} to
+   {now:.0%}
+-> Put one solved example of each of these kinds into the prompt itself (few-shot), and add training rows of them;
+   completions/ in the run folder shows what is answered instead
 sampler_mismatch: sampler and trainer disagree by {nats:.3f} nats for each token {last}: the trained objective is not
    that of the sampled completions
 -> Set algorithm.importance_sampling_correction to token_truncate, or run both in the same model.dtype
@@ -157,6 +170,11 @@ _SAYS = {
     match[1]: [" ".join(text.split()) for text in match.groups()[1:]]
     for match in re.finditer(r"^(\w+): (.*?)^-> (.*?)(?=^\w|\Z)", _TEXTS, re.MULTILINE | re.DOTALL)
 }
+_EXAMPLES = (
+    "put one solved example of each kind of question into the prompt itself (few-shot), which often works where a "
+    "sentence in data.system_prompt does not"
+)
+_IMITATION = "begin with imitation where the world has an expert (covey play RECIPE --imitate)"
 _WANTED_MASKS = {"mask/top_entropy_quantile", "mask/down_sampling"}  # asked for as a share, to mask most tokens
 _EXPLAINED_MASKS = {"mask/failed_episodes"}  # by `_worlds`
 _MOST_FINDINGS = 500
@@ -209,7 +227,8 @@ def diagnose(history: Sequence[Record], thresholds: Thresholds | None = None) ->
     Args:
         history: metrics of training steps, oldest first: lines of `metrics.jsonl`, or what observers are
             told. Lines without any of the names in `covey.metric_names.METRICS` that are judged here
-            count for nothing; evaluations (only `eval/` names) are skipped.
+            count for nothing; of evaluations (only `eval/` names)
+            the accuracy of kinds of questions is read.
         thresholds: where trouble begins.
 
     Returns:
@@ -221,11 +240,15 @@ def diagnose(history: Sequence[Record], thresholds: Thresholds | None = None) ->
     found = list(_broken_numbers(recent))
     if len(recent.steps) >= limits.min_steps:
         # A mean of 1.9 says nothing of how much is right.
-        found += _rewards(recent, limits, of_one=all(0 <= value <= 1 for value in _Window(steps).values("reward")))
+        of_one = all(0 <= value <= 1 for value in _Window(steps).values("reward"))
+        found += _rewards(recent, limits, of_one=of_one)
         found += _gradient(recent, steps, limits, explained=bool(found))
         found += _completions(recent, limits)
         found += _masks(recent, limits)
         found += _policy(recent, _Window(steps[: limits.min_steps]), limits)
+        if not {"entropy_collapse", "greedy_from_the_start"} & {one.code for one in found}:
+            found += _entropy(_Window(steps), limits, of_one=of_one)
+        found += _kinds([step for step in history if _of_kinds(step)], limits)
         found += _waiting(recent, limits)
         found = [*_worlds(recent, limits), *found]
         found += _falling(_Window(steps[-limits.still_steps :]), limits)
@@ -263,13 +286,14 @@ def _rewards(recent: _Window, limits: Thresholds, *, of_one: bool) -> Iterator[D
         yield _say("rewards_none", recent, share=unscored)
     rewards, spread = recent.values("reward"), recent.mean("reward_std")
     right, named, unless = recent.mean("accuracy"), "accuracy", ""
+    begin = _beginning(recent)
     alike = len(rewards) >= limits.min_steps and equal_rewards(min(rewards), max(rewards))
     if alike and equal_rewards(rewards[0], rewards[0] + (spread or 0.0)):
         about = f"every completion of the last {total} steps got the same reward, {rewards[0]:g}"
         if right is not None and right >= limits.solved_reward:
             yield _say("groups_all_right", recent, about=about, named=named, right=right, unless=unless)
         else:
-            yield _say("reward_constant" if rewards[0] else "reward_never_nonzero", recent, about=about)
+            yield _say("reward_constant" if rewards[0] else "reward_never_nonzero", recent, about=about, begin=begin)
         return
     tied = recent.above("frac_reward_zero_std", limits.tied_groups)
     if tied is None:
@@ -281,10 +305,16 @@ def _rewards(recent: _Window, limits: Thresholds, *, of_one: bool) -> Iterator[D
     if right is not None and right >= limits.solved_reward:
         yield _say("groups_all_right", recent, about=about, named=named, right=right, unless=unless)
     elif right is not None and right <= limits.failed_reward:
-        yield _say("groups_all_wrong", recent, about=about, named=named, right=right, unless=unless)
+        numbers = {"about": about, "named": named, "right": right, "unless": unless, "begin": begin}
+        yield _say("groups_all_wrong", recent, **numbers)
     else:
         known = "" if reward is None else f", with a mean reward of {reward:.2f}"
         yield _say("groups_tied", recent, about=about, known=known)
+
+
+def _beginning(recent: _Window) -> str:
+    """How a policy that never succeeds comes to succeed sometimes."""
+    return _IMITATION if recent.values("agent/turns") else _EXAMPLES
 
 
 def _gradient(recent: _Window, steps: Sequence[Record], limits: Thresholds, *, explained: bool) -> Iterator[Diagnosis]:
@@ -357,6 +387,47 @@ def _policy(recent: _Window, first: _Window, limits: Thresholds) -> Iterator[Dia
         yield _say("actions_alike", recent, share=alike, succeed=succeed)
 
 
+def _entropy(steps: _Window, limits: Thresholds, *, of_one: bool) -> Iterator[Diagnosis]:
+    """A fall within few steps, for as long as the entropy stays down. Two steps must agree, before it and now."""
+    values, newest = steps.values("entropy"), _Window(steps.steps[-3:])
+    right = newest.mean("accuracy") if newest.values("accuracy") or not of_one else newest.mean("reward")
+    if len(values) < limits.min_steps or (right is not None and right >= limits.solved_reward):
+        return
+    entropy = max(values[-2:])
+    high = [min(pair) for pair in pairwise(values)]
+    above = [i for i, least in enumerate(high) if least >= max(limits.entropy_fall * entropy, limits.some_entropy)]
+    if above:
+        begun, after = high[above[-1]], values[above[-1] + 2 :]
+        count = next(i for i, value in enumerate(after, 1) if value * limits.entropy_fall <= begun)
+        if count <= limits.window:
+            begin = _beginning(steps)
+            yield _say("entropy_fell", steps, begun=begun, entropy=entropy, count=count, begin=begin)
+
+
+def _of_kinds(record: Record) -> list[str]:
+    """The names of the accuracies of kinds of questions."""
+    return [name for name in record if name.startswith("eval/accuracy/") and _number(record[name]) is not None]
+
+
+def _kinds(evaluations: Sequence[Record], limits: Thresholds) -> Iterator[Diagnosis]:
+    if len(evaluations) < 2:
+        return
+    first, last = evaluations[0], evaluations[-1]
+    rises = {name: last[name] - first[name] for name in _of_kinds(last) if name in _of_kinds(first)}
+    counted = "eval/num_completions/"
+    at_zero = [
+        name.removeprefix("eval/accuracy/")
+        for name in rises
+        if not any(_Window(evaluations).values(name))
+        and (_number(last.get(name.replace("eval/accuracy/", counted))) or math.inf) >= limits.kind_completions
+    ]
+    best = max(rises, key=lambda name: rises[name], default="")
+    if at_zero and rises[best] >= limits.kind_rise:
+        numbers = {"before": first[best], "now": last[best], "count": len(evaluations)}
+        named = {"names": ", ".join(at_zero), "best": best.removeprefix("eval/accuracy/")}
+        yield _say("kinds_at_zero", _Window(evaluations), **named, **numbers)
+
+
 def _waiting(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
     waiting, sampling = recent.mean("time/samplers_waiting") or 0.0, recent.mean("time/sampling") or 0.0
     if sampling and waiting / sampling > limits.idle_samplers:
@@ -422,6 +493,7 @@ class Doctor:
         """Start, or take up a resumed run."""
         self._limits = thresholds or Thresholds()
         self._steps: deque[Record] = deque(maxlen=self._limits.longest)
+        self._evaluations: deque[Record] = deque(maxlen=self._limits.longest)
         self._step = 0
         self._newest: dict[str, Finding] = {}
         self._over: deque[Finding] = deque(maxlen=_MOST_FINDINGS)
@@ -429,13 +501,16 @@ class Doctor:
             self.check(record)
 
     def check(self, metrics: Record) -> list[Diagnosis]:
-        """Take in the metrics of a training step, and return what is new; those of an evaluation are passed over."""
-        if not is_step(metrics):
+        """Take in the metrics of a training step or of an evaluation, and return what is new."""
+        if is_step(metrics):
+            self._steps.append(metrics)
+            told = metrics.get("step")
+            self._step = told if isinstance(told, int) and not isinstance(told, bool) else self._step + 1
+        elif _of_kinds(metrics):
+            self._evaluations.append(metrics)
+        else:
             return []
-        self._steps.append(metrics)
-        told = metrics.get("step")
-        self._step = told if isinstance(told, int) and not isinstance(told, bool) else self._step + 1
-        now = {diagnosis.code: diagnosis for diagnosis in diagnose(list(self._steps), self._limits)}
+        now = {diagnosis.code: diagnosis for diagnosis in diagnose([*self._evaluations, *self._steps], self._limits)}
         new = []
         for code, diagnosis in now.items():
             old = self._newest.get(code)

@@ -80,8 +80,8 @@ def imitate(
             raise ConfigError(f"{folder}: it is not empty, and nothing is overwritten; choose another folder")
     try:
         steps = -(-episodes // episodes_per_step) * epochs
-        here = {"phases": (), "max_steps": steps, "num_iterations": 1, "num_minibatches": 1}
-        config = config.replace(**here, max_optimizer_steps=None)
+        config = config.replace(phases=(), max_steps=steps, max_optimizer_steps=None)
+        config = config.replace(num_iterations=1, num_minibatches=1)
         with closing(GRPOTrainer(args=config)) as trainer:
             played = _play(trainer, episodes, told)
             good = [trajectory for trajectory in played if trajectory.success and trajectory.episodes]

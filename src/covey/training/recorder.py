@@ -221,7 +221,10 @@ class Recorder:
         self._observers.on_step(state.global_step, metrics)
         self._observers.on_completions(state.global_step, completions)
         self._tell_failures(completions)
-        for diagnosis in self._doctor.check(state.log_history[-1]):
+        self._diagnose()
+
+    def _diagnose(self) -> None:
+        for diagnosis in self._doctor.check(self._run.state.log_history[-1]):
             self.event("diagnosis", str(diagnosis))
 
     def tokens(self, ledger: Sequence[Mapping[str, Any]] | None, batch: bytes | None) -> None:
@@ -245,6 +248,7 @@ class Recorder:
         if self._settings.log_completions:
             folder.write_evaluation(state.global_step, rows)
         self._tell_failures(rows)
+        self._diagnose()
         draw_run(folder)
 
         if not result.judged.any():

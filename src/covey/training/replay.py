@@ -180,9 +180,10 @@ def _stored_step(folder: RunFolder, step: int) -> StoredStep:
 
 def _settings(stored: StoredStep, moved: Sequence[str]) -> GRPOConfig:
     """The settings that a step was trained with, with things where they are now."""
+    settings: dict[str, Any] = stored.facts.settings
     try:
         with warnings.catch_warnings(action="ignore"):  # the run has said them
-            config = GRPOConfig(**stored.facts.settings)
+            config = GRPOConfig(**settings)
     except (ConfigError, TypeError) as error:
         raise RunFolderError(
             f"batches/step_{stored.facts.step:06d}.parquet: its settings are not those of a run ({str(error)[:300]}); "

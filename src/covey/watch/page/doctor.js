@@ -10,7 +10,7 @@ const BEHIND = {
   gradient_zero: ["grad_norm"], learning_rate_zero: ["learning_rate"], policy_does_not_move: ["kl", "learning_rate"],
   completions_truncated: ["completions/clipped_ratio", "completions/max_length"], completions_short: ["completions/mean_length"],
   no_answer: ["completions/no_answer_ratio"], mask_ratio_low: ["mask_ratio"], mask_ratio_high: ["mask_ratio"], kl_high: ["kl"],
-  clip_fraction_high: ["clip_ratio/region_mean"], entropy_collapse: ["entropy"], actions_alike: ["agent/same_action_ratio", "agent/success"], sampler_mismatch: ["sampling/sampling_logp_difference/mean"],
+  clip_fraction_high: ["clip_ratio/region_mean"], entropy_collapse: ["entropy"], entropy_fell: ["entropy"], actions_alike: ["agent/same_action_ratio", "agent/success"], sampler_mismatch: ["sampling/sampling_logp_difference/mean"],
   reward_falling: ["reward"], reward_flat: ["reward"],
 };
 let root;
