@@ -92,6 +92,7 @@ class Settings(TypedDict, total=False):
     llm_arguments: Mapping[str, bool | int | float | str] | None
     dataset: str | Path | None
     eval_dataset: str | Path | None
+    eval_fraction: float
     task: str | None
     prompts_per_step: int
     max_prompt_length: int | None
@@ -169,6 +170,7 @@ class Settings(TypedDict, total=False):
     metric_for_best_model: str
     load_best_model_at_end: bool
     output_dir: str | Path
+    overwrite: bool
     run_name: str | None
     seed: int
     logging_steps: int
@@ -219,13 +221,13 @@ class Flat:
 
     @property
     def dtype(self) -> Literal["auto", "float32", "bfloat16", "float16"]:
-        """Number format of weights and arithmetic; auto = bfloat16 on a GPU, else float32, which training all weights
-        (use_peft false) always gets.
+        """Number format of weights and arithmetic; auto = bfloat16 on a GPU, else float32. With use_peft false it is
+        always float32.
         """
     @property
     def quantization(self) -> Literal["none", "nf4", "int8", "torchao_int8"]:
-        """Hold the frozen model's linear layers in fewer bits under the adapter (QLoRA): nf4 (4 bits) or int8 of
-        bitsandbytes, or torchao_int8 (extra quantization). With use_peft.
+        """Hold the linear layers of the frozen model in fewer bits under the adapter (QLoRA): nf4 (4 bits) or int8 of
+        bitsandbytes, or torchao_int8 (extra quantization). Only with use_peft.
         """
     @property
     def device(self) -> str:
@@ -244,7 +246,7 @@ class Flat:
         """Rank of the adapter."""
     @property
     def lora_alpha(self) -> float:
-        """Scale of the adapter: it is multiplied by alpha / r."""
+        """Scale of the adapter: its output is multiplied by alpha / r."""
     @property
     def lora_dropout(self) -> float:
         """Dropout before the adapter, in training only."""
@@ -253,31 +255,30 @@ class Flat:
         """Layers that get an adapter: all-linear, or a list of module names such as q_proj."""
     @property
     def prefix_sharing(self) -> bool:
-        """Compute what sequences begin with in common once in training; false = each sequence by itself."""
+        """Compute shared prefixes of sequences once in training; false = each sequence by itself."""
     @property
     def fused_layers(self) -> bool:
-        """Train LoRA on models of Llama's shape (Llama, Qwen, Gemma, Mistral, Phi, GLM and others) with hand-written
-        layers, which keep half the activations; false, and every other model = the model's own layers.
+        """Train LoRA with hand-written layers, which keep half the activations, on Llama-like models (Llama, Qwen,
+        Gemma, Mistral, Phi, GLM and others). false, and any other model = the model's own layers.
         """
     @property
     def adapter(self) -> str | None:
         """Folder of a PEFT adapter to start from; none = a new one."""
     @property
     def loss_type(self) -> str:
-        """What is minimised. On the shelf: grpo (mean within a completion, then over completions), bnpo, dapo (mean
-        over tokens), dr_grpo (constant denominator), gspo and gspo_token (sequence ratio), luspo (the same, times
-        length), gmpo (geometric mean of clipped ratios), cispo, sapo, vespo, clip_cov and kl_cov (hold tokens of high
-        covariance back), reinforce (no ratio, no clip), reinforce_kept (the same, mean over the completions that
-        masks leave, and the KL over all sampled tokens: usmle-qa.md to the letter). Or a loss of your own:
+        """The loss. grpo averages over the tokens of a completion, then over completions; dapo over all tokens; bnpo
+        over all tokens that are trained; dr_grpo divides by a constant. gspo and gspo_token use one ratio per
+        completion, luspo too, times length; gmpo uses the geometric mean of clipped ratios. Others: cispo, sapo,
+        vespo, clip_cov and kl_cov (limit tokens of high covariance), reinforce (no ratio, no clip), reinforce_kept
+        (usmle-qa.md to the letter: mean over the completions that masks keep, KL over all sampled tokens). Your own:
         FILE.py:NAME.
         """
     @property
     def loss_parameters(self) -> dict[str, bool | int | float | str]:
-        """The loss's own parameters by name, as its function has them: epsilon_high (upper clip range, where it is
-        another one than epsilon: 0.28 for dapo), delta (cap on the ratio itself, which also bounds the loss of
-        negative advantages) and importance_sampling_level (token, sequence or gspo_token: one ratio for each of
-        these) of losses that clip, epsilon_max of cispo, sapo_temperature_pos and sapo_temperature_neg of sapo, {
-        k_pos = 2.0 } of vespo.
+        """Parameters of the loss by name. Losses that clip: epsilon_high (upper clip range; default epsilon, for dapo
+        0.28), delta (cap on the ratio, which also bounds the loss of negative advantages), importance_sampling_level
+        (token, sequence or gspo_token). cispo: epsilon_max. sapo: sapo_temperature_pos, sapo_temperature_neg. vespo:
+        { k_pos = 2.0 } and so on.
         """
     @property
     def adv_estimator(
@@ -300,24 +301,24 @@ class Flat:
         ]
         | str
     ):
-        """How a reward becomes an advantage: grpo (against the group's mean and spread), naive_grpo (the same, each
-        multi-turn episode counted once), dr_grpo (mean only), rloo (mean of the others), gigpo (agents: episodes, and
-        turns that began with the same observation), gdpo (several reward functions: each is normalised in its group,
-        and their sum over the batch), reinforce_plus_plus (against the batch) and reinforce_plus_plus_baseline
-        (group's mean, then batch), remax (against the prompt's greedy completion), opo (mean weighed by length),
-        optimal_token_baseline (weighed by the length of gradients, token by token), gpg, grpo_passk (the best of the
-        group only), or a function of yours, FILE.py:FUNCTION or MODULE:FUNCTION.
+        """How rewards become advantages. grpo: against the group's mean and standard deviation. naive_grpo: the same,
+        with each multi-turn episode counted once. dr_grpo: mean only. rloo: mean of the others. gigpo: for agents,
+        also compares turns that began with the same observation. gdpo: normalises each reward function in its group,
+        then their sum over the batch. reinforce_plus_plus: against the batch; reinforce_plus_plus_baseline: group
+        mean, then batch. remax: against the greedy completion. opo: mean weighted by length. optimal_token_baseline:
+        per token, weighted by gradient length. gpg. grpo_passk: only the best of the group. Your own:
+        FILE.py:FUNCTION or MODULE:FUNCTION.
         """
     @property
     def adv_parameters(self) -> dict[str, bool | int | float | str]:
-        """The estimator's own parameters by name: gamma of reinforce_plus_plus; std_correction where rewards are
-        divided by a spread (1 divides squares by G - 1, 0 by G); of agents step_score of grpo (what is compared: the
-        reward of a turn's whole episode, its discounted return, or the turn's own reward: episode, return, step),
-        discount of returns, and step_advantage_weight of gigpo (the paper's omega).
+        """Parameters of the estimator by name. reinforce_plus_plus: gamma. Estimators that divide by a standard
+        deviation: std_correction (1 divides by G - 1, 0 by G). grpo with agents: step_score, the score of a turn:
+        episode (reward of the whole episode), return (discounted return) or step (the turn's own reward). discount of
+        returns. gigpo: step_advantage_weight (the paper's omega).
         """
     @property
     def scale_rewards(self) -> Literal["group", "batch", "none"]:
-        """Spread that advantages are divided by: that of the group, of the whole batch, or none. Has no effect with
+        """Divide advantages by the standard deviation of the group, of the whole batch, or not at all. No effect with
         an adv_estimator that does not divide, such as dr_grpo and rloo. True means group, False none.
         """
     @property
@@ -325,151 +326,144 @@ class Flat:
         """Weight of the KL divergence from the reference model; 0 turns it off and saves its forward pass."""
     @property
     def kl_estimator(self) -> Literal["k1", "k2", "k3", "k1+", "k3+", "abs", "k3_unbiased", "exact", "exact_weighted"]:
-        """How that KL is estimated, per token. k3 is never negative; k3_unbiased is also right off-policy; exact sums
-        over the vocabulary; exact_weighted reproduces a published formula that is not unbiased.
+        """How that KL is estimated per token. k3 is never negative; k3_unbiased is also correct off-policy; exact
+        sums over the vocabulary; exact_weighted reproduces a published formula that is not unbiased.
         """
     @property
     def epsilon(self) -> float | None:
-        """Clip range: importance ratios below 1 - epsilon gain nothing further. none = what loss_type says: 0.2, and
-        0.0003 for gspo and gspo_token, whose sequence ratio moves far less than a token's, 0.002 for luspo. For gmpo
-        a range of log-ratios, 0.4.
+        """Lower clip range: an importance ratio below 1 - epsilon has no further gradient. none = the default of
+        loss_type: 0.2; 0.0003 for gspo and gspo_token; 0.002 for luspo; for gmpo 0.4, a range of log-ratios.
         """
     @property
     def num_iterations(self) -> int:
         """Passes over each batch of completions (the paper's mu)."""
     @property
     def num_minibatches(self) -> int:
-        """Optimiser steps of each pass, on random parts of the batch; ratios are against the policy that sampled all
-        of it.
+        """Optimiser steps of each pass, on random parts of the batch. Ratios compare with the policy that sampled the
+        batch.
         """
     @property
     def entropy_coef(self) -> float:
         """Weight of an entropy bonus; 0 = off."""
     @property
     def adaptive_entropy(self) -> AdaptiveEntropy | None:
-        """A table, { target = 0.2, delta = 0.005, min = 0.0, max = 1.0 }, which may be empty: move entropy_coef,
-        which is then where it begins, after each optimiser step, up by delta while the entropy (in nats, mean over
-        trained tokens) is at or below target, else down, from min to max. The bonus acts only after a step whose
-        entropy was at or below the target (Skywork-OR1). none = off.
+        """Adapt entropy_coef to keep the entropy at a target (Skywork-OR1). A table, which may be empty: { target =
+        0.2, delta = 0.005, min = 0.0, max = 1.0 }. After each optimiser step entropy_coef moves by delta: up if the
+        entropy (in nats, mean over trained tokens) is at or below target, else down. The bonus acts only after a step
+        with entropy at or below target. none = off.
         """
     @property
     def mask_truncated_completions(self) -> bool:
         """Leave completions that hit max_completion_length out of the loss."""
     @property
     def off_policy_mask_threshold(self) -> float | None:
-        """A completion with a negative advantage has no policy gradient when the mean over its tokens of old - new
-        log-probability, in nats, is above this; averages and its KL term stay (DeepSeek-V3.2, equation 8). none =
+        """Remove the policy gradient of a completion with a negative advantage if the mean over its tokens of old -
+        new log-probability, in nats, is above this. Averages and its KL term stay (DeepSeek-V3.2, equation 8). none =
         off.
         """
     @property
     def reference_drift_threshold(self) -> float | str | None:
-        """Leave a completion out of the loss unless policy - reference log-probability, in nats, mean over its
-        tokens, is below this, whatever its advantage; 0.5 in the USMLE recipe. sum:12 = the sum over its tokens. none
-        = off.
+        """Leave a completion out of the loss, whatever its advantage, unless the mean over its tokens of policy -
+        reference log-probability, in nats, is below this; 0.5 in the USMLE recipe. sum:12 = the sum over its tokens.
+        none = off.
         """
     @property
     def keep_sampling_mask(self) -> bool:
-        """Keep, with each token, the ids that top_k, top_p and min_p had left, and take all log-probabilities over
-        those ids only (DeepSeek-V3.2).
+        """Store the ids that top_k, top_p and min_p left for each token, and compute all log-probabilities over those
+        ids only (DeepSeek-V3.2).
         """
     @property
     def validity_min_length(self) -> int | None:
-        """Validity mask: leave a completion that has fewer characters than this, has no valid answer or repeats
-        itself out of the loss (it still counts in its group's mean). Beware: with every invalid completion goes the
-        signal that would teach a valid form. none = off; 10 in the USMLE recipe.
+        """Validity mask: leave a completion out of the loss if it has fewer characters than this, has no valid answer
+        or repeats itself. It still counts in its group's mean. Without invalid completions nothing teaches the valid
+        form. none = off; 10 in the USMLE recipe.
         """
     @property
     def top_entropy_quantile(self) -> float:
-        """Only this fraction of the tokens, the most uncertain ones, has a policy gradient; averages are still over
-        all tokens, and so are KL and entropy terms. 1 = all, 0.2 in arXiv 2506.01939.
+        """Only this fraction of the tokens, those of highest entropy, has a policy gradient. Averages, KL and entropy
+        terms still cover all tokens. 1 = all, 0.2 in arXiv 2506.01939.
         """
     @property
     def importance_sampling_correction(self) -> str:
-        """Correct for a sampler whose log-probabilities differ from the trainer's. token_truncate, sequence_truncate:
-        weigh tokens or completions by their ratio, up to a largest; token_mask, sequence_mask: drop those beyond it.
-        The largest ratio follows, 3 unless it is given (token_truncate:2), or the smallest and the largest
-        (token_mask:0.5:5: IcePop). auto = token_truncate where they do differ (vLLM or a server of another kind than
-        covey samples, sampling.sampler_dtype is narrower than the model's, or schedule.max_staleness is above 0),
-        else off.
+        """Correct for a sampler whose log-probabilities differ from the trainer's. token_truncate and
+        sequence_truncate weight tokens or completions by their ratio, capped; token_mask and sequence_mask drop those
+        beyond the cap. The cap is 3 unless given (token_truncate:2), or a smallest and a largest ratio
+        (token_mask:0.5:5: IcePop). auto = token_truncate with vLLM, a server of another kind than covey, a
+        sampling.sampler_dtype narrower than the model's, or schedule.max_staleness above 0; else off.
         """
     @property
     def reference_update_steps(self) -> int | None:
-        """Optimiser steps between updates by which the reference follows the policy; none = it never does."""
+        """Optimiser steps between updates of the reference from the policy; none = the reference never changes."""
     @property
     def reference_ema_decay(self) -> float:
         """Share of the old reference that an update keeps (exponential moving average); 0 = a copy."""
     @property
     def dynamic_sampling(self) -> int:
-        """Replace groups that teach nothing, whose rewards are all equal, by newly sampled ones (DAPO): how many
-        times a step may sample in all before it trains on the groups it has. 0 = off; 3 is usual.
+        """Replace groups whose rewards are all equal by newly sampled ones (DAPO). The number is how many times a
+        step may sample in all before it trains on the groups it has. 0 = off; 3 is usual.
         """
     @property
     def down_sampling(self) -> str:
-        """Which completions of each group are trained on, and how many, 4 unless it is said: max_variance:8 (those
-        whose rewards vary most: PODS), largest_advantage:8 (CPPO), shortest:8 and token_efficiency:8 (GFPO), first:8,
-        or what a function of yours chooses, FILE.py:RULE:8. An advantage is compared with the completions that are
-        trained on, or with the whole group, as the paper of the rule does (group for largest_advantage); `:selected`
-        or `:group` after the number says otherwise. none = all.
+        """Train only on some completions of each group, 4 unless a number is given: max_variance:8 (those whose
+        rewards vary most: PODS), largest_advantage:8 (CPPO), shortest:8 and token_efficiency:8 (GFPO), first:8, or
+        your own, FILE.py:RULE:8. Advantages compare the selected completions or the whole group, as in the rule's
+        paper (group for largest_advantage); append `:selected` or `:group` to choose. none = all.
         """
     @property
     def num_generations(self) -> int:
-        """Completions for each prompt (the group size G), 2 or more where they compete, which they do with most
-        values of algorithm.adv_estimator.
-        """
+        """Completions per prompt (the group size G); 2 or more with most values of algorithm.adv_estimator."""
     @property
     def max_generations(self) -> int | None:
-        """Most completions of a prompt: where the rewards of a group are all equal, and less than the best of the
-        step, num_generations more are sampled, until they differ or the group has this many. none = groups do not
-        grow.
+        """Most completions per prompt. If the rewards of a group are all equal and below the best of the step,
+        num_generations more are sampled until they differ or this number is reached. none = off.
         """
     @property
     def temperature(self) -> float:
         """Divides the logits before the softmax; above 1 explores more."""
     @property
     def top_k(self) -> int:
-        """Draw from the k most likely tokens only; 0 = all."""
+        """Sample only from the k most likely tokens; 0 = all."""
     @property
     def top_p(self) -> float:
-        """Draw from the smallest set with this probability only; 1 = all."""
+        """Sample only from the smallest set of tokens with this total probability; 1 = all."""
     @property
     def min_p(self) -> float:
-        """Draw only tokens with at least this fraction of the likeliest token's probability; 0 = all."""
+        """Sample only tokens with at least this fraction of the most likely token's probability; 0 = all."""
     @property
     def max_completion_length(self) -> int:
-        """Longest completion, in tokens; longer ones are truncated."""
+        """Longest completion, in tokens; longer ones are cut off."""
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """Texts that end a completion, besides the model's own end-of-sequence tokens."""
     @property
     def engine(self) -> Literal["covey", "vllm"]:
-        """What samples in this process: Covey's engine, for CPUs and small models, or vLLM, which must be installed
-        beside Covey; the vllm section sets it up. Not measured on a GPU.
+        """The sampler in this process: covey, Covey's engine for CPUs and small models, or vllm, which must be
+        installed; the vllm section configures it. Not measured on a GPU.
         """
     @property
     def sampler_dtype(self) -> Literal["model", "float32", "bfloat16"]:
-        """Number format of the sampler's own copy of the weights; model = that of the model. A narrower one samples
-        faster where the processor multiplies it faster, from a slightly different policy, which
-        algorithm.importance_sampling_correction makes up for.
+        """Number format of the sampler's copy of the weights; model = that of the model. A narrower one can be faster
+        but samples from a slightly different policy, which algorithm.importance_sampling_correction corrects.
         """
     @property
     def kv_cache_gb(self) -> float:
-        """Memory for keys and values, in GiB: of running completions, and of prompts and conversations as long as
+        """Memory for the KV cache, in GiB: of running completions, and of earlier prompts and conversations while
         there is room. Completions that do not fit wait.
         """
     @property
     def max_batch_size(self) -> int:
-        """Completions that are sampled at the same time; the others wait for a free place."""
+        """Completions sampled at the same time; the others wait."""
     @property
     def gpu_memory_utilization(self) -> float:
-        """Share of the GPU's memory that vLLM takes for weights, keys and values. On a CPU keys and values have
+        """Share of the GPU's memory for vLLM's weights and KV cache. On a CPU the KV cache has
         sampling.kv_cache_gb.
         """
     @property
     def llm_arguments(self) -> dict[str, bool | int | float | str]:
-        """Arguments of vllm.LLM by name, such as tensor_parallel_size (GPUs among which it splits the model),
-        max_model_len (longest prompt and completion together) and enforce_eager; they replace Covey's.
-        enable_sleep_mode = false: it keeps its memory while the policy learns. enable_lora = false: all weights are
-        published with the adapter merged into them, as on CPUs always.
+        """Arguments of vllm.LLM by name, such as tensor_parallel_size (GPUs that share the model), max_model_len
+        (longest prompt and completion together) and enforce_eager; they replace Covey's. enable_sleep_mode = false:
+        vLLM keeps its memory during the update. enable_lora = false: the adapter is merged before the weights are
+        sent, as always on CPUs.
         """
     @property
     def dataset(self) -> str | None:
@@ -479,6 +473,11 @@ class Flat:
     @property
     def eval_dataset(self) -> str | None:
         """Held-out prompts, given like dataset; none = the task's own, or no evaluation."""
+    @property
+    def eval_fraction(self) -> float:
+        """Share of the distinct prompts of dataset that are held out and never trained on; 0 = none. A hash of the
+        prompt chooses them, so that order and seed change nothing, and rows with equal prompts stay together.
+        """
     @property
     def task(self) -> str | None:
         """A task that renders prompts and scores answers, by name (arithmetic) or in a file (FILE.py:TASK); none =
@@ -520,8 +519,9 @@ class Flat:
         """One weight for each reward function, in their order; none = 1 for each."""
     @property
     def correctness(self) -> str | None:
-        """Name of the reward function that says which completions are right: 1 = right, 0 = wrong. Without a task,
-        accuracy, prompt_order and min_accuracy need it; none = the task says so, or nothing does.
+        """The function that says which completions are right: 1 = right, 0 = wrong. The name of a reward, or
+        FILE.py:FUNCTION or MODULE:FUNCTION for one that is no reward. Without a task, accuracy, prompt_order and
+        min_accuracy need it; none = the task says so, or nothing does.
         """
     @property
     def reward_timeout(self) -> float:
@@ -533,44 +533,44 @@ class Flat:
         """
     @property
     def world(self) -> str | None:
-        """A world to act in, by name with options (house, house:rooms=4, gymnasium:env=FrozenLake-v1) or in a file
+        """The world to act in, by name with options (house, house:rooms=4, gymnasium:env=FrozenLake-v1) or in a file
         (FILE.py:WORLD, FILE.py:WORLD:size=9); none = prompts with single answers.
         """
     @property
     def max_turns(self) -> int | None:
-        """Actions after which an episode ends; none = what the world says."""
+        """Actions after which an episode ends; none = the world's own limit."""
     @property
     def history_length(self) -> int | None:
-        """Earlier turns that the prompt of a turn shows, each turn having a prompt of its own; 2 is usual. none = one
-        growing conversation, whose keys and values are kept between turns.
+        """Each turn has its own prompt, which shows this many earlier turns; 2 is usual. none = one growing
+        conversation, whose keys and values are kept between turns.
         """
     @property
     def action_format(self) -> Literal["tags", "text", "tool", "choice"]:
         """How a turn is read as an action: text (its first line), tags (<action>...</action>), tool (a call in JSON),
-        choice (nothing but an admissible action can be sampled).
+        choice (only an admissible action can be sampled).
         """
     @property
     def show_actions(self) -> bool:
         """List the admissible actions after each observation."""
     @property
     def invalid_action_penalty(self) -> float:
-        """Subtracted from the reward of a turn that is no valid action."""
+        """Subtracted from the reward of a turn without a valid action."""
     @property
     def failed_episodes(self) -> Literal["exclude", "score"]:
-        """Episodes that an environment's failure ended: left out of their group and of the loss, or scored with what
-        they had earned.
+        """Episodes that an environment's failure ended: exclude = leave them out of their group and the loss; score =
+        keep the reward so far.
         """
     @property
     def max_observation_tokens(self) -> int:
-        """A longer observation is cut to its first so many tokens, and counted."""
+        """A longer observation is cut to this length, and counted."""
     @property
     def max_conversation_tokens(self) -> int:
-        """Tokens of a conversation after its opening; an episode that would need more ends. Memory is taken as
-        conversations grow. With history_length: most tokens of a prompt with history; older turns go.
+        """Longest conversation after its opening, in tokens; an episode that would need more ends. Memory grows with
+        the conversations. With history_length: longest prompt with history; older turns are dropped.
         """
     @property
     def parallel_episodes(self) -> int:
-        """Episodes at once, each in an environment process of its own."""
+        """Episodes played at the same time, each in its own process."""
     @property
     def step_seconds(self) -> float:
         """Time limit of an environment's step; a reset may take three times as long."""
@@ -582,7 +582,7 @@ class Flat:
     @property
     def inference_server_kind(self) -> str:
         """covey (`covey serve`), vllm (vLLM's OpenAI server with run-time LoRA loading), sglang (SGLang's server), or
-        FILE.py:NAME (a dialect of your own, see docs/serving.md).
+        FILE.py:NAME (a dialect of your own, see docs/use.md).
         """
     @property
     def server_token(self) -> str | None:
@@ -600,68 +600,65 @@ class Flat:
         """Seconds for which a request that failed is tried again before the run stops, to be resumed."""
     @property
     def samplers(self) -> int | None:
-        """Ray actors that only sample. 0: this process samples, or the servers, unit by unit as actors would and so
-        with their numbers; none = this process in one call.
+        """Ray actors that only sample. 0 = this process, or the servers, in the same fixed batches and so with the
+        same numbers; none = this process in one call.
         """
     @property
     def ray_address(self) -> str:
         """Ray cluster, HOST:PORT; local = one that is started here and ends with the run; auto = the one that this
-        machine is part of, else local. A cluster also starts learners, local leaves them to torchrun.
+        machine is part of, else local. A cluster also starts learners; with local, torchrun starts them.
         """
     @property
     def gpus_per_sampler(self) -> float | None:
-        """GPUs of each sampler, parts of one included; none = 1 where the cluster has any and model.device is not
-        cpu, else 0.
+        """GPUs per sampler, fractions included; none = 1 if the cluster has any and model.device is not cpu, else
+        0.
         """
     @property
     def groups_per_unit(self) -> int:
-        """Size of a unit, which is sampled in one call, alone: times sampling.num_generations completions. It is part
-        of the numbers.
+        """Groups in one batch of a sampler; it samples this times sampling.num_generations completions in one call.
+        It changes the numbers.
         """
     @property
     def learners(self) -> int:
-        """Processes that train: covey train starts them on the Ray cluster that ray_address names or that this
-        machine is part of, else with torchrun on this machine; torchrun by hand starts them anywhere. Each has a GPU
-        where there are any. They sample too, unit by unit, where nobody else does. No part of the numbers, with
-        samplers at 0 or more.
+        """Processes that train. covey train starts them on the Ray cluster of ray_address or of this machine, else
+        with torchrun on this machine; torchrun by hand starts them anywhere. Each has a GPU if there are any. They
+        also sample if nothing else does. It does not change the numbers, with samplers at 0 or more.
         """
     @property
     def learner_kind(self) -> Literal["auto", "replicated", "sharded"]:
-        """What each of several learners holds: replicated = all weights, sharded = a part of each (FSDP2); auto =
+        """What each of several learners holds: replicated = all weights; sharded = a part of them (FSDP2); auto =
         replicated, unless weights and training state would fill 80 % of a device's memory.
         """
     @property
     def timeout_seconds(self) -> float:
-        """Seconds that a sampler, or another worker, may be silent before it is given up; a start has at least 120.
-        Learners wait as long for each other, and their restart for room in the cluster.
+        """Seconds without an answer after which a sampler or another worker is given up; a start has at least 120.
+        Learners wait as long for each other, and a restart for room in the cluster.
         """
     @property
     def max_restarts(self) -> int:
-        """How often in a row a sampler is replaced before the run goes on without it, and how often covey train
-        starts all learners again when one dies.
+        """How often in a row a sampler is replaced before the run continues without it, and how often covey train
+        restarts all learners when one dies.
         """
     @property
     def reward_workers(self) -> int | None:
-        """Ray actors that score completions, whole groups at a time, each on a CPU of its own. 0: this process
-        scores, group by group as they would; none = this process, all rows of a step in one call.
+        """Ray actors that score completions in whole groups, each on its own CPU. 0 = this process, group by group as
+        they would; none = this process, all rows of a step in one call.
         """
     @property
     def optimizer(self) -> Literal["adamw", "adamw_8bit", "paged_adamw_8bit"]:
-        """AdamW: PyTorch's fused one, or bitsandbytes' (extra quantization), whose moments have 8 bits in place of
-        32; paged = they move to the host's memory where the GPU's is full. PyTorch only.
+        """adamw: PyTorch's fused AdamW. adamw_8bit: that of bitsandbytes (extra quantization), with 8-bit moments.
+        paged_adamw_8bit: the same, whose moments move to host memory when the GPU is full. PyTorch only.
         """
     @property
     def learning_rate(self) -> float:
-        """Peak learning rate. The default suits LoRA, whose few weights need larger steps; train all weights
-        (use_peft false) with about 1e-6.
-        """
+        """Peak learning rate. The default suits LoRA; for all weights (use_peft false) use about 1e-6."""
     @property
     def embedding_lr(self) -> float | None:
-        """Learning rate of the embedding, where it is trained; none = learning_rate."""
+        """Learning rate of the embedding, if it is trained; none = learning_rate."""
     @property
     def optimizer_parameters(self) -> dict[Literal["weight_decay", "beta1", "beta2", "epsilon"], float]:
-        """Parameters of AdamW by name: weight_decay (decoupled; 0), beta1 and beta2 (decay of the mean of gradients,
-        0.9, and of squared gradients, 0.999), epsilon (added to the denominator, 1e-8).
+        """Parameters of AdamW by name: weight_decay (decoupled; default 0), beta1 (0.9), beta2 (0.999), epsilon
+        (1e-8).
         """
     @property
     def lr_scheduler_type(
@@ -677,8 +674,8 @@ class Flat:
         "cosine_warmup_with_min_lr",
         "warmup_stable_decay",
     ]:
-        """Course of the learning rate after warm-up, as in transformers: down to 0 (linear, cosine), constant, or
-        another of its schedules.
+        """Learning-rate schedule after warm-up, as in transformers: to 0 (linear, cosine), constant, or another
+        one.
         """
     @property
     def lr_scheduler_kwargs(self) -> dict[str, bool | int | float | str]:
@@ -691,28 +688,27 @@ class Flat:
         """Gradients with a larger norm are scaled down to it; 0 = never."""
     @property
     def autocast(self) -> Literal["none", "bfloat16", "float16"]:
-        """Mixed precision: weights and their optimiser stay as they are (float32), and the products of the forward
-        pass are computed in this type, float16 with a loss scale that adapts. none = everything in the weights' own
-        type.
+        """Mixed precision: weights and optimiser stay float32, and products of the forward pass use this type,
+        float16 with adaptive loss scaling. none = everything in the type of the weights.
         """
     @property
     def offload(self) -> bool:
-        """On a GPU: the optimiser's moments, and a reference that is a copy of weights, are in the host's memory
-        while nobody uses them. Less memory, and each step waits for the copies. Not measured on a GPU.
+        """On a GPU: keep the optimiser's moments, and a reference that is a copy of weights, in host memory between
+        uses. It takes less memory and makes each step slower. Not measured on a GPU.
         """
     @property
     def tokens_per_micro_batch(self) -> int:
-        """Packed tokens in one forward and backward pass; a path of a tree that is longer is kept whole. Changes
+        """Packed tokens in one forward and backward pass; a single sequence that is longer is kept whole. It changes
         memory and speed only: the gradient is that of the whole step.
         """
     @property
     def max_steps(self) -> int:
-        """Optimiser steps; -1 = as many as num_train_epochs makes, above 0 replaces it."""
+        """Optimiser steps; -1 = as many as num_train_epochs gives. Above 0 it replaces num_train_epochs."""
     @property
     def max_optimizer_steps(self) -> int | None:
-        """Length in optimiser steps where several are taken on each step's completions (num_iterations,
-        num_minibatches), in place of max_steps; warm-up and schedule count them too, and the last step's completions
-        are trained on less often where it is no multiple.
+        """Length in optimiser steps, in place of max_steps, when each step's completions have several
+        (num_iterations, num_minibatches). Warm-up and schedule count them too. The last step's completions are
+        trained on less often if the number is no multiple.
         """
     @property
     def num_train_epochs(self) -> float:
@@ -722,26 +718,26 @@ class Flat:
         """Time limit of the run in minutes; none = none."""
     @property
     def phases(self) -> tuple[PhaseConfig, ...]:
-        """Stretches of the run, one after another, each with a name, one length (steps, tokens or minutes) and its
-        own temperature, beta, num_generations or learning_rate.
+        """Consecutive parts of the run, each with a name, one length (steps, tokens or minutes) and its own
+        temperature, beta, num_generations or learning_rate.
         """
     @property
     def max_staleness(self) -> int:
-        """Optimiser steps by which the weights that sampled a completion may be older than those that are trained on
-        it. 0 = sampling and training take turns; from 1 on the next steps are sampled while this one is learnt, and
-        importance_sampling_correction is token_truncate unless it is set.
+        """Optimiser steps by which the sampler's weights may be behind. 0 = sampling and training take turns. From 1
+        on, the next steps are sampled during training, and importance_sampling_correction is token_truncate unless it
+        is set.
         """
     @property
     def stale_groups(self) -> Literal["wait", "drop"]:
-        """What keeps groups within max_staleness: wait (after each update, for what is being sampled; the same run
-        gives the same numbers) or drop (sampling goes on, and groups that have become older are dropped).
+        """How max_staleness is kept: wait (each update waits for running samples; the same run gives the same
+        numbers) or drop (sampling goes on, and groups that became older are dropped).
         """
     @property
     def eval_steps(self) -> int:
         """Optimiser steps between evaluations; 0 = none while training."""
     @property
     def eval_on_start(self) -> bool:
-        """Evaluate before the first step, so that what was learned can be told."""
+        """Evaluate before the first step, to compare with later."""
     @property
     def eval_at_end(self) -> bool:
         """Evaluate after the last step too."""
@@ -759,15 +755,22 @@ class Flat:
         """Stop after this many evaluations without a better metric; none = never."""
     @property
     def metric_for_best_model(self) -> str:
-        """Metric of an evaluation that says which checkpoint is best; more is better. Where nothing says which
-        completions are right there is no eval/accuracy, and eval/reward takes its place for the whole run.
+        """Evaluation metric that chooses the best checkpoint; more is better. Without eval/accuracy (nothing says
+        which completions are right) the whole run uses eval/reward.
         """
     @property
     def load_best_model_at_end(self) -> bool:
         """Finish with the weights of the best evaluation instead of the last."""
     @property
     def output_dir(self) -> str:
-        """Folder of the run: metrics, completions, checkpoints, config."""
+        """Folder of the run: metrics, completions, checkpoints, config. A recipe's default is runs/NAME, after its
+        file (or the folder of a recipe.toml).
+        """
+    @property
+    def overwrite(self) -> bool:
+        """Delete the run that is in output_dir, and start anew; false = replace only a run without a finished
+        step.
+        """
     @property
     def run_name(self) -> str | None:
         """Name in reports; none = the folder's name."""
