@@ -55,7 +55,7 @@ test-all: $(VENV)/.dev
 test-browser: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/browser
 
-# The pictures of docs/watch.md.
+# The pictures of docs/debug.md.
 screenshots: $(VENV)/.dev
 	COVEY_SCREENSHOTS=docs/images $(BIN)/python -m pytest tests/browser -k "every_view or turn_by_turn"
 
