@@ -1,4 +1,4 @@
-"""`python tests/words.py FILE.md...`, part of `make lint`: are the sentences of these pages short enough to be read once?
+"""`python tests/words.py FILE.md...`, part of `make lint`: names the sentences of these pages that are too long.
 
 Counted is running text. Tables, headings, code blocks and comments are left out; inline code is one word, and of a link
 only its text counts. A list's items are paragraphs of their own.
@@ -30,7 +30,7 @@ def sentences(text: str) -> list[str]:
 
 def length(sentence: str) -> int:
     """Words in a sentence."""
-    return len(re.findall(r"[\w'-]+", sentence))
+    return len(re.findall(r"\w[\w'-]*", sentence))
 
 
 def problems(text: str) -> list[str]:
