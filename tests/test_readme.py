@@ -77,9 +77,9 @@ def test_the_python_of_the_readme(model: str, tmp_path: Path, monkeypatch: pytes
 def test_the_tutorials_rewards(tutorial: Path) -> None:
     found: dict[str, object] = {}
     exec((tutorial / "rewards.py").read_text(), found)
-    said = ['{"topic": "refund", "order": "12"}', '{"topic": "damage", "order": "12"}', '{"topic": "refund"}', "refund"]
+    said = ['{"name": "Ana", "order": "12"}', '{"name": "Ben", "order": "12"}', '{"name": "Ana"}', "Ana"]
     arguments = {"completions": [[{"role": "assistant", "content": text}] for text in said]}
-    arguments |= {"topic": ["refund"] * 4, "order": ["12"] * 4}
+    arguments |= {"name": ["Ana"] * 4, "order": ["12"] * 4}
     for name, wanted in (("partial", [1.0, 0.6, 0.0, 0.0]), ("exact", [1.0, 0.0, 0.0, 0.0])):
         function = found[name]
         assert callable(function)
