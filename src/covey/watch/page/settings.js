@@ -1,4 +1,4 @@
-// The settings of each run, as its config.toml has them; of several runs first those that differ.
+// The settings of each run, as its config.toml has them. Of several runs those that differ come first.
 
 import { shownRuns } from "./data.js";
 import { h, settingsOf } from "./dom.js";
@@ -12,5 +12,5 @@ export function show(root) {
     runs.length > 1 ? h("div", {}, h("h2", {}, "Settings that differ"), h("div", { class: "scroll" }, h("table", {},
       h("thead", {}, h("tr", {}, h("th", {}, "setting"), runs.map((run) => h("th", {}, run.label)))),
       h("tbody", {}, differ.map((name) => h("tr", {}, h("td", {}, name), settings.map((each) => h("td", { class: "text" }, each.get(name) ?? "–")))))))) : "",
-    ...runs.flatMap((run) => [h("h2", {}, `${run.label}: config.toml`), h("pre", { class: "card" }, run.about.config || "There is none.")]));
+    ...runs.flatMap((run) => [h("h2", {}, `${run.label}: config.toml`), h("pre", { class: "card" }, run.about.config || "This run has no config.toml.")]));
 }
