@@ -79,7 +79,14 @@ def learning_run(folder: Path, model_folder: Path) -> Path:
     names = [f"{one} {other}" for one in WORDS for other in WORDS]
     rows = [{"prompt": [{"role": "user", "content": f"say {name}"}]} for name in names]
     data = {"reward_funcs": [few_letters, has_a], "train_dataset": rows[:24], "eval_dataset": rows[24:]}
-    longer = {"learning_rate": 4e-3, "max_steps": 40, "eval_steps": 5, "num_generations": 8, "prompts_per_step": 4, "ledger": "off"}
+    longer = {
+        "learning_rate": 4e-3,
+        "max_steps": 40,
+        "eval_steps": 5,
+        "num_generations": 8,
+        "prompts_per_step": 4,
+        "ledger": "off",
+    }
     return train(folder, model_folder, data, correctness="has_a", **longer)
 
 

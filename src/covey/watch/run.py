@@ -13,7 +13,7 @@ import threading
 import time
 import tomllib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,7 +145,8 @@ class WatchedRun:
             settings: Record = tomllib.loads("\n".join(line for line in text.split("\n") if len(line) <= _LONG_LINE))
         except (ValueError, RecursionError):
             settings = {}
-        named = _section(settings, "run").get("run_name")
+        named, schedule = _section(settings, "run").get("run_name"), _section(settings, "schedule")
+        length = dict(numbers(schedule))
         metrics = self.folder.metrics_path
         age = max(0.0, time.time() - metrics.stat().st_mtime) if metrics.exists() else None
         return {
@@ -153,7 +154,9 @@ class WatchedRun:
             "path": str(self.folder.path),
             "versions": {str(k)[:100]: str(v)[:300] for k, v in itertools.islice(versions.items(), 50)},
             "model": str(_section(settings, "model").get("model") or "")[:300],
-            "max_steps": dict(numbers(_section(settings, "schedule"))).get("max_steps"),
+            "max_steps": length.get("max_steps"),
+            "epochs": None if {"phases", "max_optimizer_steps"} & schedule.keys() else length.get("num_train_epochs"),
+            "settings": dict(itertools.islice(_flat(settings), 2000)),
             "config": text,
             "seconds_since_last_line": age,
         }
@@ -332,4 +335,11 @@ def _section(settings: Record, name: str) -> Record:
     """A table of the settings, without values that are none of Covey's."""
     found = settings.get(name)
     known = found if isinstance(found, dict) else {}
-    return {key: value for key, value in known.items() if isinstance(value, str | int)}
+    return {key: value for key, value in known.items() if isinstance(value, str | int | float | list)}
+
+
+def _flat(settings: Record) -> Iterator[tuple[str, str]]:
+    """`section.name` and value of each setting, the value as text."""
+    for section, table in settings.items():
+        for name, value in table.items() if isinstance(table, dict) else [("", table)]:
+            yield f"{section}.{name}".rstrip(".")[:200], json.dumps(value, default=str)[:_LONG_LINE]

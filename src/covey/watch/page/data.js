@@ -2,7 +2,7 @@
 // up to which it is known.
 
 import { archive, fromArchive } from "./archive.js";
-import { choice, duration, settingsOf } from "./dom.js";
+import { choice, duration } from "./dom.js";
 
 const COLOURS = ["#1f77c9", "#e07b1a", "#2b9a5d", "#9552b5", "#c23b52", "#7a8793", "#0f9aa8", "#a58a00"];
 const KEY = "covey-watch-token";
@@ -24,15 +24,12 @@ function token() {
 const secret = token();
 
 let waiting = 0;
+const busy = (by) => document.body.classList.toggle("busy", (waiting += by) > 0);
 
 /** Ask for what somebody waits for: the page shows that it is loading. */
-export async function ask(path, parameters = {}) {
-  document.body.classList.toggle("busy", ++waiting > 0);
-  try {
-    return await quietly(path, parameters);
-  } finally {
-    document.body.classList.toggle("busy", --waiting > 0);
-  }
+export function ask(path, parameters = {}) {
+  busy(1);
+  return quietly(path, parameters).finally(() => busy(-1));
 }
 
 /** Ask the server; throws an Error with its sentence. */
@@ -163,10 +160,9 @@ class Run {
 
   /** Read on; `tell` is called with the name of what changed. */
   async update(tell) {
-    if (await this.read("metrics", this.takeMetrics)) {
-      if (this.loaded) this.heard = Date.now();
-      tell("metrics");
-    }
+    const before = this.loaded && this.step;
+    if (await this.read("metrics", this.takeMetrics)) tell("metrics");
+    if (this.loaded && this.step !== before) this.heard = Date.now();
     if (await this.read("events", this.takeEvents)) tell("events");
     const tables = await quietly(`${this.index}/tables`, { mark: this.tables.mark ?? "" });
     if (tables.mark !== this.tables.mark) {
@@ -209,10 +205,8 @@ class Run {
   /** Steps that the run is to have, as far as its settings tell. */
   total() {
     if (this.about.max_steps > 0) return this.about.max_steps;
-    const settings = settingsOf(this.about.config);
     const epoch = this.last("epoch");
-    if (!epoch || settings.has("schedule.max_optimizer_steps") || settings.has("schedule.phases") || settings.has("schedule.phases[0].steps")) return null;
-    return Math.max(this.step, Math.ceil((this.step * Number(settings.get("schedule.num_train_epochs") ?? 1)) / epoch - 1e-6));
+    return epoch && this.about.epochs > 0 ? Math.max(this.step, Math.ceil((this.step * this.about.epochs) / epoch - 1e-6)) : null;
   }
 
   /** Seconds until the end, by the last steps and the evaluations so far; null where the end is not known. */

@@ -55,22 +55,3 @@ export function download(name, blob) {
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
-
-/** `section.name -> value` of a config.toml that Covey wrote; a list may go on over several lines. */
-export function settingsOf(text) {
-  const found = new Map();
-  const counts = new Map();
-  let [section, name, value, depth] = ["", "", [], 0];
-  for (const line of text.split("\n")) {
-    const head = depth ? null : /^\[(\[?)([^[\]]+)\]+$/.exec(line);
-    const setting = depth || head ? null : /^([^=\s]+) = (.*)$/.exec(line);
-    if (head?.[1]) counts.set(head[2], (counts.get(head[2]) ?? 0) + 1);
-    if (head) section = `${head[2]}${head[1] ? `[${counts.get(head[2]) - 1}]` : ""}.`;
-    else if (setting) [name, value] = [section + setting[1], [setting[2]]];
-    else if (depth) value.push(line.trim());
-    else continue;
-    for (const bracket of (head ? "" : value.at(-1)).replace(/"(?:[^"\\]|\\.)*"|'[^']*'/g, "").match(/[[\]{}]/g) ?? []) depth += "[{".includes(bracket) ? 1 : -1;
-    if (!head && depth <= 0) [depth] = [0, found.set(name, value.join(" ").replace(/^\[ /, "[").replace(/,? \]$/, "]"))];
-  }
-  return found;
-}

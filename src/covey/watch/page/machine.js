@@ -2,7 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { pick, runChoice, runs } from "./data.js";
-import { duration, h, number, percent, settingsOf } from "./dom.js";
+import { duration, h, number, percent } from "./dom.js";
 import { plain } from "./names.js";
 
 const PARTS = ["time/sampling", "time/scoring", "time/waiting_for_samples", "time/reference", "time/update", "time/publish"];
@@ -45,7 +45,7 @@ function median(values) {
 
 /** What samples: as it is set, and what the run said of it. */
 function drawSamplers(run) {
-  const set = [...settingsOf(run.about.config)].filter(([name]) => SECTIONS.slice(0, 3).some((section) => name.startsWith(`${section}.`)) || name === "schedule.max_staleness");
+  const set = Object.entries(run.about.settings).filter(([name]) => SECTIONS.slice(0, 3).some((section) => name.startsWith(`${section}.`)) || name === "schedule.max_staleness");
   const events = run.events.filter(([, kind]) => kind === "sampler").slice(-50).reverse();
   const version = run.last("policy_version");
   samplers.replaceChildren(

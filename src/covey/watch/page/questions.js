@@ -1,7 +1,7 @@
 // How each training question was answered over the run.
 
 import { pick, runChoice, runs } from "./data.js";
-import { choice, h, number, percent, settingsOf } from "./dom.js";
+import { choice, h, number, percent } from "./dom.js";
 
 const MOST = 300;
 const VISITS = 60;
@@ -71,7 +71,7 @@ function draw() {
       field.blur();
       set("search")(field.value);
     } });
-  const weighted = (settingsOf(run.about.config).get("data.prompt_order") ?? settingsOf(run.about.config).get("data.prompt_weighting")) === '"difficulty"';
+  const weighted = run.about.settings["data.prompt_order"] === '"difficulty"';
   root.replaceChildren(
     h("div", { class: "bar" },
       runChoice("Questions", state.run, set("run", Number)),

@@ -4,13 +4,13 @@ import { runs, shownRuns } from "./data.js";
 import { duration, h, number, percent } from "./dom.js";
 
 const FEW = 5; // steps before which the doctor says nothing, and over which a training reward is averaged
+const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
 
-/** What is measured on held-out questions, first and last: `{label, before, now, low, high, tag}`; or the training reward. */
+/** What was measured on held-out questions, first and last; of a run without an evaluation the training reward. */
 function result(run) {
   const name = ["eval/accuracy", "eval/reward"].find((each) => run.series.has(each));
   if (!name) {
     const { ys } = run.points("reward");
-    const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
     return { label: "Training reward (no held-out evaluation)", say: number, before: mean(ys.slice(0, FEW)), now: mean(ys.slice(-FEW)), several: ys.length > FEW, more: `mean of ${FEW} steps` };
   }
   const { steps, ys } = run.points(name);
@@ -28,30 +28,27 @@ function result(run) {
   return found;
 }
 
-function tile(label, value, more, extra = "") {
-  return h("div", { class: `tile ${extra}` }, h("span", { class: "soft" }, label), h("b", {}, value), h("span", { class: "note" }, more));
-}
+const tile = (kind, label, value, more) => h("div", { class: `tile ${kind}` }, h("span", { class: "soft" }, label), h("b", {}, value), h("span", { class: "note" }, more));
 
 function verdict(run, go) {
   const now = run.doctor.filter((said) => said.now);
   if (!now.length) return [!run.diagnosed ? "…" : run.steps() < FEW ? "Too few steps to tell" : h("span", { class: "good" }, "No problems found"), ""];
   const first = now[0].message.charAt(0).toUpperCase() + now[0].message.slice(1);
-  return [h("button", { class: "link", title: first, onclick: () => go("Doctor") }, first), now.length > 1 ? `and ${now.length - 1} more` : `since step ${number(now[0].step)}`];
+  return [h("button", { class: "link", title: first, onclick: () => go("Doctor") }, first.split(/ \(last|[;:] /)[0]), now.length > 1 ? `and ${now.length - 1} more` : `since step ${number(now[0].step)}`];
 }
 
 /** The strip of a run, with its name where there are several. */
 function row(run, go) {
   const found = result(run);
-  const total = run.total();
-  const left = run.left();
-  const value = found.several ? [found.say(found.before), " → ", found.say(found.now)] : [found.say(found.now)];
+  const [total, left] = [run.total(), run.left()];
+  const value = [...(found.several ? [found.say(found.before), " → "] : []), found.say(found.now)];
   if (found.tag) value.push(" ", h("span", { class: `tag ${found.tag[0]}`, title: found.why }, found.tag[1]));
   return h("section", { class: `strip ${runs.length > 1 ? "many" : ""}`, "aria-label": `Summary of ${run.label}` },
     runs.length > 1 ? h("div", { class: "tile whose" }, h("span", { class: "dot", style: { background: run.colour } }), " ", run.label) : null,
-    tile(found.label, value, found.more, "result"),
-    tile("Progress", `step ${number(run.step)}${total ? ` of ${number(total)}` : ""}`, run.status(), "progress"),
-    run.runs() ? tile("Time left", left === null ? "–" : `about ${duration(left)}`, `${duration(run.seconds)} so far`, "time") : tile("Duration", duration(run.seconds), run.steps() ? `${duration(run.seconds / run.steps())} per step` : "", "time"),
-    tile("Doctor", ...verdict(run, go), "says"));
+    tile("result", found.label, value, found.more), tile("progress", "Progress", `step ${number(run.step)}${total ? ` of ${number(total)}` : ""}`, run.status()),
+    run.runs() ? tile("time", "Time left", left === null ? "–" : `about ${duration(left)}`, `${duration(run.seconds)} so far`)
+      : tile("time", "Duration", duration(run.seconds), run.steps() ? `${duration(run.seconds / run.steps())} per step` : ""),
+    tile("says", "Doctor", ...verdict(run, go)));
 }
 
 export function drawStrip(place, go) {
