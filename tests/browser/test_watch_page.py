@@ -181,6 +181,7 @@ def test_every_view_shows_a_run(short_run: Path, model_folder: Path, visit: Any)
     page.choose("colour", "advantage")
     page.settle()
     _is_coloured_by_what_is_reinforced(page)
+    page.page.get_by_label("completion", exact=True).select_option(index=0)
     picture(page, "tokens")
 
     page.go("Questions", "text=over the run")

@@ -96,7 +96,7 @@ function turn(each, at, rows, ledger) {
     h("div", { class: "facts" }, each.valid ? null : h("span", { class: "tag warn" }, "no valid action"),
       h("span", {}, `${number(each.tokens)} tokens`), h("span", { class: each.reward > 0 ? "good" : each.reward < 0 ? "bad" : "" }, `reward ${number(each.reward)}`),
       each.advantage === null ? null : h("span", { class: each.advantage > 0 ? "good" : each.advantage < 0 ? "bad" : "" }, `advantage ${number(each.advantage)}`,
-        each.of_episode === null ? null : h("span", { class: "soft" }, ` = episode ${number(each.of_episode)}, turn ${number(each.advantage - each.of_episode)}`)),
+        each.of_episode === null ? null : " ", each.of_episode === null ? null : h("span", { class: "soft" }, `= episode ${number(each.of_episode)}, turn ${number(each.advantage - each.of_episode)}`)),
       each.masked_by ? h("span", { class: "tag bad" }, `masked: ${each.masked_by}`) : null,
       ledger && each.row !== null ? h("button", { class: "small", onclick: () => goTo("Tokens", { run: state.run, step: state.step, row: each.row }) }, "tokens") : null));
 }

@@ -5,7 +5,7 @@ import { choice, h, number, tick } from "./dom.js";
 
 const state = { run: 0, kind: "step", step: null, search: "", shown: "all", uid: "", ended: "", reward_from: "", reward_to: "", length_from: "", length_to: "", everywhere: false, before: null, after: null, changed: "changed" };
 const SHOWN = [["all", "all completions"], ["right", "right"], ["wrong", "wrong"], ["truncated", "cut off"],
-  ["masked", "masked"], ["tied", "in groups with equal rewards"], ["mixed", "in groups with unequal rewards"]];
+  ["masked", "masked"], ["tied", "equal rewards in group"], ["mixed", "mixed rewards in group"]];
 const FILTERS = ["ended", "reward_from", "reward_to", "length_from", "length_to"];
 const CHANGED = [["changed", "changed"], ["gained", "gained"], ["lost", "lost"], ["all", "all"]];
 export const ENDS = { stop: "ended by itself", length: "cut off at the length limit", eos: "end token", done: "finished", turns: "cut off at the turn limit", context: "cut off at the context limit", failed: "environment failed" };
@@ -40,7 +40,7 @@ function controls() {
   const steps = run.tables[state.kind] ?? [];
   const parts = [];
   parts.push(runChoice("Completions", state.run, set("run", Number)));
-  parts.push(choice("from", [["step", "training"], ["eval", "one evaluation"], ["compare", "two evaluations, compared"]], state.kind,
+  parts.push(choice("from", [["step", "training"], ["eval", "one evaluation"], ["compare", "two evaluations"]], state.kind,
     (kind) => { state.step = null; set("kind")(kind); }));
   if (state.kind === "compare") {
     const evals = run.tables.eval;

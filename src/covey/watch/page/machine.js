@@ -12,7 +12,7 @@ const OTHERS = [["Memory, GB", ["memory/peak_gb", "memory/peak_cuda_gb"]], ["Sta
   ["Agents: share of time waiting for the environment", ["agent/waiting_share"]],
   ["Samplers: idle seconds", ["time/samplers_waiting"]], ["Samplers: restarts, repeated batches", ["samplers/restarts", "samplers/reissued_units"]],
   ["Version of the sampler's weights", ["policy_version"]]];
-const PLAIN = { sampling: "sampling", scoring: "rewards", waiting_for_samples: "waiting for samples", reference: "reference model", update: "training", publish: "weight transfer" };
+const PLAIN = { sampling: "sampling", scoring: "rewards", waiting_for_samples: "waiting for samples", reference: "reference", update: "training", publish: "weight sync" };
 let root, chosen = 0, charts = {}, tiles, samplers;
 
 export function show(into) {
