@@ -355,8 +355,8 @@ def test_the_page_follows_a_run_that_trains(recipe_folder: Path, visit: Any, tmp
             while not (metrics.exists() and b'"loss"' in metrics.read_bytes()) and time.monotonic() < until:
                 assert process.poll() is None
                 time.sleep(0.1)
-            page = visit(tmp_path / "live")
-            said = "document.querySelector('#strip').textContent"
+            page = visit(tmp_path / "live", first=".progress b")
+            said = "document.querySelector('.progress b').textContent"
             step = f"Number(/step ([\\d,]+)/.exec({said})?.[1].replaceAll(',', ''))"
             page.until(f"{step} > 0")
             seen = page.page.evaluate(step)

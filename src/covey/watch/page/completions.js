@@ -66,7 +66,7 @@ function controls() {
         h("span", {}, "reward ", bound("reward_from", "Least reward"), " to ", bound("reward_to", "Highest reward")),
         h("span", {}, "tokens ", bound("length_from", "Fewest tokens"), " to ", bound("length_to", "Most tokens")),
         choice("ended by", [["", "anything"], ...Object.entries(ENDS)], state.ended, set("ended")))));
-    if (state.kind === "step") parts.push(tick("search all steps", state.everywhere, set("everywhere", Boolean)));
+    if (state.kind === "step") parts.push(tick("in all steps", state.everywhere, set("everywhere", Boolean)));
     if (state.uid) parts.push(h("button", { onclick: () => set("uid")("") }, `only question ${state.uid} ×`));
   }
   bar.replaceChildren(...parts.filter(Boolean));
