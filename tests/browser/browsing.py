@@ -79,8 +79,13 @@ class Visit:
             assert time.monotonic() < end, f"not within {WAIT / 1000:g} s: {expression}"
             time.sleep(0.02)
 
+    def shown(self) -> list[str]:
+        """The views that the page offers."""
+        return [str(name) for name in self.page.locator("nav button:visible").all_inner_texts()]
+
     def views(self) -> Iterator[str]:
         """Go through all views, each with something to show."""
+        self.until(f"document.querySelectorAll('nav button:not([hidden])').length === {len(VIEWS)}")
         for view in VIEWS:
             self.go(view)
             self.settle()
@@ -104,6 +109,7 @@ class Visit:
     def settle(self) -> None:
         """Wait until the view has something to show, and a moment more."""
         self.until("document.querySelector('main > div')?.childElementCount > 0")
+        self.until("!document.querySelector('main .loading') && !document.body.classList.contains('busy')")
         self.page.wait_for_timeout(150)
 
     def heap(self) -> float:

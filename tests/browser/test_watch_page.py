@@ -74,6 +74,22 @@ def short_run(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> P
     return train(tmp_path_factory.mktemp("browser") / "letters", model_folder, data, correctness="has_a")
 
 
+def learning_run(folder: Path, model_folder: Path) -> Path:
+    """A longer run, whose held-out accuracy rises beyond its interval: for the picture of a run that learns."""
+    names = [f"{one} {other}" for one in WORDS for other in WORDS]
+    rows = [{"prompt": [{"role": "user", "content": f"say {name}"}]} for name in names]
+    data = {"reward_funcs": [few_letters, has_a], "train_dataset": rows[:24], "eval_dataset": rows[24:]}
+    longer = {
+        "learning_rate": 4e-3,
+        "max_steps": 40,
+        "eval_steps": 5,
+        "num_generations": 8,
+        "prompts_per_step": 4,
+        "ledger": "off",
+    }
+    return train(folder, model_folder, data, correctness="has_a", **longer)
+
+
 @pytest.fixture(scope="module")
 def agents_run(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
     return train(
@@ -116,6 +132,7 @@ def picture(visit: Visit, name: str) -> None:
         from PIL import Image
 
         visit.page.mouse.move(0, 0)
+        visit.settle()
         visit.page.evaluate(_WITHOUT_PATHS)
         visit.page.wait_for_timeout(500)
         image = Image.open(io.BytesIO(visit.page.screenshot()))
@@ -123,17 +140,32 @@ def picture(visit: Visit, name: str) -> None:
         image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
-def test_every_view_shows_a_run(short_run: Path, visit: Any) -> None:
+def test_every_view_shows_a_run(short_run: Path, model_folder: Path, visit: Any) -> None:
     page = visit(short_run, first="text=finished")
     page.page.locator(".card canvas").nth(3).wait_for()
-    assert page.page.get_by_role("region", name="eval/accuracy by kind").count() == 1
-    picture(page, "curves")
+    titles = page.page.locator(".card h2").all_inner_texts()
+    assert titles[:3] == ["Held-out accuracy", "Held-out accuracy by kind of question", "Training reward"]
+    page.until("document.querySelectorAll('nav button:not([hidden])').length === 7")
+    assert page.shown() == [view for view in VIEWS if view != "Agents"]
+    summary = page.page.get_by_role("region", name="Summary of letters").inner_text()
+    first, last = (
+        row
+        for row in RunFolder.read(short_run).read_metrics()
+        if row.get("eval/accuracy") is not None and row["step"] in (0, 24)
+    )
+    assert f"{100 * first['eval/accuracy']:g} % → {100 * last['eval/accuracy']:g} %" in summary
+    assert f"95 % interval {_short(last['eval/accuracy_low'])} to {_short(last['eval/accuracy_high'])} %" in summary
+    assert "step 24 of 24" in summary
+    if SCREENSHOTS:
+        learning = visit(learning_run(short_run.parent / "names", model_folder), first="text=finished")
+        learning.page.locator(".card canvas").nth(3).wait_for()
+        picture(learning, "curves")
 
     page.go("Completions", ".one")
     assert (page.count(".group"), page.count(".one")) == (2, 8)
     page.sees("found ")  # what the reward says of a completion
     picture(page, "completions")
-    page.choose("of", "compare")
+    page.choose("from", "compare")
     page.sees("right in both")
     page.choose("show", "all")
     page.until("document.querySelectorAll('.group').length === 4")
@@ -143,15 +175,20 @@ def test_every_view_shows_a_run(short_run: Path, visit: Any) -> None:
     page.page.locator(".tokens span").first.hover()
     page.page.locator("main td", has_text="share of the gradient").wait_for()
     told = page.page.locator("main .note").inner_text()
-    numbers = re.search(r"add up to (\S+); the step's loss is (\S+?)[,.]? in phase", told)
+    numbers = re.search(r"add up to (\S+); the loss of step 24 is (\S+?)[,.]? in phase", told)
     assert numbers, told
     assert float(numbers[1]) == pytest.approx(float(numbers[2].rstrip(",")), abs=2e-4)
+    page.choose("colour", "advantage")
+    page.settle()
+    _is_coloured_by_what_is_reinforced(page)
+    page.page.get_by_label("completion", exact=True).select_option(index=0)
     picture(page, "tokens")
 
     page.go("Questions", "text=over the run")
-    page.choose("first", "weight")
+    page.choose("sort by", "weight")
     weights = [float(text) for text in page.page.locator("tbody td:nth-child(6)").all_inner_texts()]
     assert (len(weights), weights) == (4, sorted(weights, reverse=True))
+    page.until("[...document.querySelectorAll('.asked')].every(cell => cell.textContent.startsWith('say '))")
     picture(page, "questions")
     page.first("tbody button").click()
     page.first(".one")
@@ -165,6 +202,83 @@ def test_every_view_shows_a_run(short_run: Path, visit: Any) -> None:
         picture(page, view.lower())
 
 
+_RECORD_TEXTS = """window.texts = {};
+const draw = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+  const card = this.canvas.closest("section")?.getAttribute("aria-label");
+  (window.texts[card] ??= {})[text] = [x, y];
+  draw.call(this, text, x, y);
+};"""
+
+
+def _made_up(folder: Path, config: str, **metrics: float) -> Path:
+    with RunFolder.create(folder) as run:
+        run.write_config(config)
+        if "eval/accuracy" in metrics:
+            run.append_metrics(0, {"eval/accuracy": 0.1, "eval/accuracy_low": 0.05, "eval/accuracy_high": 0.2})
+        for step in range(1, 9):
+            same = {"step_time": 90.0, "kl": 0.0, "reward": 0.0, "reward_std": 0.0, "completions/clipped_ratio": 0.9}
+            run.append_metrics(step, same | {"epoch": step / 4} | (metrics if step == 8 else {}))
+        run.append_event("run", "started")
+    return folder
+
+
+def test_two_runs_side_by_side(visit: Any, tmp_path: Path) -> None:
+    """One without an evaluation, whose metrics come first; lists in settings; zeros; marks at the same step."""
+    plain = _made_up(
+        tmp_path / "a", '[run]\nrun_name = "baseline"\n\n[sampling]\nstop_strings = [\n    "x]",\n    "y",\n]\n'
+    )
+    judged = {"eval/accuracy": 0.5, "eval/accuracy_low": 0.4, "eval/accuracy_high": 0.6, "eval/seconds": 80.0}
+    epochs = "[sampling]\nstop_strings = []\n\n[schedule]\nmax_steps = -1\nnum_train_epochs = 3.0\n"
+    page = visit(plain, _made_up(tmp_path / "b", epochs, **judged), first=".card canvas")
+    page.context.add_init_script(_RECORD_TEXTS)
+    waiting: list[Any] = []
+    page.page.route("**/api/1/metrics**", lambda route: waiting.append(route), times=1)
+    page.page.reload()
+    page.page.get_by_role("region", name="Training reward").locator("canvas").wait_for()
+    assert "Held-out accuracy" not in page.page.locator(".card h2").all_inner_texts()
+    waiting[0].continue_()
+    page.page.get_by_role("region", name="Held-out accuracy").locator("canvas").wait_for()
+    assert page.page.locator(".card h2").first.inner_text() == "Held-out accuracy"
+    page.until("document.querySelector('#strip').textContent.split('The reward was 0').length === 3")
+    first, second = page.page.locator(".strip").all_inner_texts()
+    assert "baseline" in first
+    assert "no held-out evaluation" in first
+    for words in ("10 % → 50 %", "improved", "95 % interval 40 to 60 %", "step 8 of 12", "about 7 min"):
+        assert words in second
+    assert page.shown() == ["Curves", "Machine", "Doctor", "Settings"]
+    page.page.wait_for_timeout(300)
+    texts = page.page.evaluate("window.texts")
+    assert {"0", "1"} <= set(texts["KL from the reference model"])
+    assert "100" not in texts["KL from the reference model"]
+    places = [tuple(texts["Held-out accuracy"][str(mark)]) for mark in range(1, 5)]
+    assert len(set(places)) == 4
+    page.go("Settings")
+    row = page.page.locator("tr", has_text="sampling.stop_strings").locator("td").all_inner_texts()
+    assert row == ["sampling.stop_strings", '["x]", "y"]', "[]"]
+
+
+def _short(share: float) -> str:
+    """As the page writes a share in percent."""
+    return f"{100 * share:.3g}"
+
+
+def _is_coloured_by_what_is_reinforced(page: Visit) -> None:
+    """Green is what the step made more likely, by advantage as well as by loss."""
+    colours = "[...document.querySelectorAll('.card.tokens span')].map(each => each.style.background)"
+    green, red = "rgb(43, 154, 93)", "rgb(208, 54, 76)"
+    choices = page.page.get_by_label("completion", exact=True).locator("option").count()
+    seen = set()
+    for place in range(choices):
+        page.page.get_by_label("completion", exact=True).select_option(index=place)
+        page.settle()
+        value = float(page.page.locator("main tr", has_text="advantage").locator("td").nth(1).inner_text())
+        by_advantage = page.page.evaluate(colours)[0]
+        assert (green in by_advantage, red in by_advantage) == (value >= 0, value < 0)
+        seen.add(value > 0)
+    assert seen == {True, False}
+
+
 @pytest.mark.slow
 def test_agents_episodes_are_compared_turn_by_turn(agents_run: Path, visit: Any) -> None:
     rows = RunFolder.read(agents_run).read_completions(4)
@@ -176,7 +290,7 @@ def test_agents_episodes_are_compared_turn_by_turn(agents_run: Path, visit: Any)
     told = page.first(".episodes tbody td").inner_text()
     assert plays[0][0]["said"].strip() in told
     assert plays[0][0]["seen"].split("\n")[0] in told
-    assert re.search(r"credit \S+ = episode \S+, turn \S+", told)
+    assert re.search(r"advantage \S+ = episode \S+, turn \S+", told)
     if SCREENSHOTS:  # a group that did not do the same
         before = RunFolder.read(agents_run).read_completions(2)
         mixed = next((r for r in before if any(turn["advantage"] for turn in json.loads(r["play"]))), rows[0])
@@ -212,19 +326,19 @@ def test_a_late_answer_does_not_take_the_place_of_another_view(short_run: Path, 
 @pytest.mark.slow
 def test_curves_can_be_turned_every_way(short_run: Path, agents_run: Path, visit: Any, tmp_path: Path) -> None:
     page = visit(short_run, agents_run, first=".card canvas")
-    turns = (("over", "minutes"), ("over", "tokens"), ("smoothing", "2"), ("axes", "y"), ("axes", "both"))
+    turns = (("x axis", "minutes"), ("x axis", "tokens"), ("smoothing", "2"), ("scale", "y"), ("scale", "both"))
     for label, value in turns:
         page.choose(label, value)
     page.page.get_by_label("Add a metric").select_option("learning_rate")
-    card = page.page.get_by_role("region", name="learning_rate")
+    card = page.page.get_by_role("region", name="Learning rate")
     card.locator("canvas").wait_for()
     for kind, beginning in (("CSV", b"run,step,tokens,minutes,value\n"), ("PNG", b"\x89PNG")):
         with page.page.expect_download() as download:
             card.get_by_role("button", name=kind).click()
         assert Path(download.value.path()).read_bytes().startswith(beginning)
-    page.page.get_by_role("button", name="Remove learning_rate").click()
+    page.page.get_by_role("button", name="Remove Learning rate").click()
     assert card.count() == 0
-    page.page.get_by_label("house").uncheck()
+    page.page.get_by_role("checkbox", name="house").uncheck()
     page.go("Settings")
     assert page.page.get_by_text("house: config.toml").count() == 0
 
@@ -241,8 +355,8 @@ def test_the_page_follows_a_run_that_trains(recipe_folder: Path, visit: Any, tmp
             while not (metrics.exists() and b'"loss"' in metrics.read_bytes()) and time.monotonic() < until:
                 assert process.poll() is None
                 time.sleep(0.1)
-            page = visit(tmp_path / "live")
-            said = "document.querySelector('#state').textContent"
+            page = visit(tmp_path / "live", first=".progress b")
+            said = "document.querySelector('.progress b').textContent"
             step = f"Number(/step ([\\d,]+)/.exec({said})?.[1].replaceAll(',', ''))"
             page.until(f"{step} > 0")
             seen = page.page.evaluate(step)
@@ -302,7 +416,7 @@ def test_a_long_run_opens_quickly_and_can_be_searched(visit: Any, tmp_path: Path
         "c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(v => v))"
     )
     opened = page.page.evaluate("performance.now()") / 1000
-    page.until("document.querySelector('#state').textContent.includes('10,000')")
+    page.until("document.querySelector('#strip').textContent.includes('10,000')")
     page.until("performance.getEntriesByType('resource').some(e => e.name.includes('/questions'))")
     page.go("Questions", "text=over the run")
     page.until("document.querySelectorAll('.visits i').length > 2000")  # all of 80,000 answers are there
@@ -332,7 +446,9 @@ def hostile_run(folder: Path) -> Path:
     with RunFolder.create(folder) as run:
         run.write_completions(1, rows)
         run.write_evaluation(1, rows)
-        run.append_metrics(1, {"reward": 0.5, "rewards/<img src=x>/mean": 1.0, "loss": 1e308})
+        run.append_metrics(
+            1, {"reward": 0.5, "rewards/<img src=x>/mean": 1.0, "loss": 1e308, "step_time": 1, "agent/x": 1}
+        )
         run.append_answers(1, {HOSTILE[:-1]: [1, 2]})
         run.append_event("diagnosis", HOSTILE)
         run.append_event(HOSTILE, HOSTILE)
@@ -376,8 +492,9 @@ def test_a_file_to_send_needs_nobody(short_run: Path, agents_run: Path, visit: A
         page.settle()
         judged += page.count(".one")
     assert judged == whole > 0
-    page.choose("of", "compare")
+    page.choose("from", "compare")
     page.sees("right in both")
+    page.go("Questions", "text=say ")
     page.go("Tokens", ".tokens span")
     assert page.asked[0] == path.as_uri()
     assert all(url.startswith(("data:", "blob:")) for url in page.asked[1:])
@@ -427,5 +544,5 @@ def test_a_narrow_screen_needs_no_sideways_scrolling(short_run: Path, agents_run
 def test_an_address_without_its_token_says_so(short_run: Path, browser: Any) -> None:
     with serving(short_run) as address:
         page = Visit(browser, address)
-        page.sees("this page wants its token")
+        page.sees("The access token is missing")
         page.context.close()

@@ -102,6 +102,8 @@ def test_a_real_run_is_told_as_it_was_recorded_and_its_ledger_adds_up(finished: 
         assert group["tied"] == (len(set(rewards)) == 1)
         assert group["prompt"][-1]["role"] == "user"
 
+    texts = {group["uid"]: group["prompt"][-1]["content"] for group in told["groups"]}
+    assert page.ask("0/prompts", step=3) == texts
     pairs = page.ask("0/compare", before=0, after=4, shown="all")
     assert len(pairs["pairs"]) == sum(pairs["counts"].values()) == 4
     assert page.ask("describe", name="reward")["reward"][1].startswith("mean over completions")
@@ -310,7 +312,8 @@ def test_several_runs_and_a_copy_that_is_deleted(finished: Path, tmp_path: Path,
     shutil.copytree(finished, copy, ignore=shutil.ignore_patterns("checkpoints", "adapter", "best", "run.lock"))
     before = sorted((path, path.stat().st_mtime_ns) for path in copy.rglob("*"))
     page = open_page(finished, copy)
-    assert [each["label"] for each in page.ask("runs")] == [str(finished), str(copy)]
+    tails = [f"{folder.parent.name}/{folder.name}" for folder in (finished, copy)]
+    assert [each["label"] for each in page.ask("runs")] == tails
     assert page.ask("0/metrics") == page.ask("1/metrics")
     page.ask("1/completions", step=1)
     page.ask("1/doctor")

@@ -70,7 +70,7 @@ def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
     async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
         given = request.headers.get("authorization", "").encode("utf-8", "replace")
         if request.url.path.startswith("/api/") and not hmac.compare_digest(given, f"Bearer {token}".encode()):
-            response = _json({"error": "this page wants its token: open the address that `covey watch` printed"}, 401)
+            response = _json({"error": "The access token is missing: open the address that `covey watch` printed"}, 401)
         else:
             response = await answer(request)
         for name, value in _HEADERS.items():
@@ -105,6 +105,10 @@ def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
         number: int, step: Step, wanted: Annotated[_Wanted, Depends()], kind: Kind = "step", offset: Place = 0
     ) -> Response:
         return _json(run(number).ask("completions", kind, step, wanted.told(), offset))
+
+    @app.get("/api/{number}/prompts")
+    def prompts(number: int, step: Step) -> Response:
+        return _json(run(number).ask("prompts", "step", step, None))
 
     @app.get("/api/{number}/episodes")
     def episodes(number: int, step: Step, kind: Kind = "step", group: Place | None = None) -> Response:

@@ -45,7 +45,7 @@ def export_runs(runs: Sequence[WatchedRun], path: Path) -> list[str]:
     held.answers["runs"] = [run.about() | {"label": label, "path": run.folder.path.name} for run, label in about]
     names = {name for key, found in held.answers.items() if key.endswith("/metrics") for name in found["names"]}
     held.answers["describe"] = describe(sorted(names))
-    note = "a file, made to be sent" + "".join(f"; {each}" for each in held.left_out)
+    note = "static report" + "".join(f"; {each}" for each in held.left_out)
     write_atomically(path, page_with({"answers": held.answers, "note": note}).encode())
     return held.left_out
 
@@ -80,7 +80,7 @@ def _hold(held: _Held, number: int, run: WatchedRun) -> None:
         if held.take(f"{number}/{name}", ask, *arguments) is None:
             empty = {"names": [], "rows": [], "lines": [], "end": 0, "mark": "", "restarted": False, "damaged": 0}
             held.answers[f"{number}/{name}"] = empty | {"more": False}
-            held.left_out.append(f"{name} of {run.folder.path.name} are too large for it")
+            held.left_out.append(f"{name} of {run.folder.path.name} are too large and left out")
     while (report := run.doctor())["more"]:
         pass
     held.take(f"{number}/doctor", lambda: report)
@@ -103,7 +103,7 @@ def _hold(held: _Held, number: int, run: WatchedRun) -> None:
     held.answers[f"{number}/tables"] = {**tables, **kept, "mark": "held"}
     whole = sum(len(tables[kind]) for kind in kept)
     if (here := sum(map(len, kept.values()))) < whole:
-        held.left_out.append(f"{run.folder.path.name}: {here} of {whole} tables of completions and tokens are in it")
+        held.left_out.append(f"{run.folder.path.name}: {here} of {whole} tables of completions and tokens are included")
 
 
 def _hold_ledger(held: _Held, number: int, run: WatchedRun, step: int) -> bool:

@@ -13,7 +13,7 @@ import threading
 import time
 import tomllib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,14 +145,18 @@ class WatchedRun:
             settings: Record = tomllib.loads("\n".join(line for line in text.split("\n") if len(line) <= _LONG_LINE))
         except (ValueError, RecursionError):
             settings = {}
+        named, schedule = _section(settings, "run").get("run_name"), _section(settings, "schedule")
+        length = dict(numbers(schedule))
         metrics = self.folder.metrics_path
         age = max(0.0, time.time() - metrics.stat().st_mtime) if metrics.exists() else None
         return {
-            "name": self.folder.path.name,
+            "name": named[:80] if isinstance(named, str) and named.strip() else self.folder.path.name,
             "path": str(self.folder.path),
             "versions": {str(k)[:100]: str(v)[:300] for k, v in itertools.islice(versions.items(), 50)},
             "model": str(_section(settings, "model").get("model") or "")[:300],
-            "max_steps": dict(numbers(_section(settings, "schedule"))).get("max_steps"),
+            "max_steps": length.get("max_steps"),
+            "epochs": None if {"phases", "max_optimizer_steps"} & schedule.keys() else length.get("num_train_epochs"),
+            "settings": dict(itertools.islice(_flat(settings), 2000)),
             "config": text,
             "seconds_since_last_line": age,
         }
@@ -267,10 +271,16 @@ def _moderate(record: Record) -> Record:
 
 
 def labels(runs: Sequence[WatchedRun], full: bool = True) -> list[str]:
-    """Names of the runs; where two folders have one name, their paths, or with `full=False` their places."""
-    names = [run.folder.path.name for run in runs]
-    longer = [str(run.folder.path) if full else f"{names[n]} ({n + 1})" for n, run in enumerate(runs)]
-    return [long if names.count(name) > 1 else name for name, long in zip(names, longer, strict=True)]
+    """`run.run_name` of the runs, or else their folders' names; where two are the same, as much of the paths as tells
+    them apart, or with `full=False` their places.
+    """
+    paths = [run.folder.path.parts for run in runs]
+    tails = (["/".join(parts[-length:]) for parts in paths] for length in range(1, max(map(len, paths), default=0) + 1))
+    names = [str(run.about()["name"]) for run in runs]
+    for found in (names, *(itertools.islice(tails, None if full else 1))):
+        if len(set(found)) == len(found):
+            return found
+    return [f"{name} ({place})" for place, name in enumerate(names, start=1)]
 
 
 def describe(names: list[str]) -> Record:
@@ -325,4 +335,11 @@ def _section(settings: Record, name: str) -> Record:
     """A table of the settings, without values that are none of Covey's."""
     found = settings.get(name)
     known = found if isinstance(found, dict) else {}
-    return {key: value for key, value in known.items() if isinstance(value, str | int)}
+    return {key: value for key, value in known.items() if isinstance(value, str | int | float | list)}
+
+
+def _flat(settings: Record) -> Iterator[tuple[str, str]]:
+    """`section.name` and value of each setting, the value as text."""
+    for section, table in settings.items():
+        for name, value in table.items() if isinstance(table, dict) else [("", table)]:
+            yield f"{section}.{name}".rstrip(".")[:200], json.dumps(value, default=str)[:_LONG_LINE]

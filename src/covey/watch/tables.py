@@ -355,10 +355,12 @@ def _some(path: Path, question: str, most: int | None, worst: bool, start: int) 
     return {"rows": page, "left": len(found[:most]) - start - len(page)}
 
 
-def _prompts(path: Path, uids: Sequence[str]) -> Record:
-    """What the user asked in some questions, as far as they are in a table."""
-    found = {row.get("uid"): row.get("prompt") for row in _rows(path)}
-    return {uid: messages(found[uid])[-1]["content"][:_NAMED] for uid in uids if uid in found}
+def _prompts(path: Path, uids: Sequence[str] | None = None) -> Record:
+    """What the user asked in some questions, or all, as far as they are in a table."""
+    found = {uid: row.get("prompt") for row in _rows(path) if isinstance(uid := row.get("uid"), str)}
+    return {
+        uid: messages(found[uid])[-1]["content"][:_NAMED] for uid in (found if uids is None else uids) if uid in found
+    }
 
 
 def _compare(before: Path, after: str, shown: str, offset: int) -> Record:

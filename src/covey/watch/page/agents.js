@@ -1,6 +1,7 @@
 // Agents' episodes as conversations: those of a group beside each other, turn by turn.
 
-import { ask, runs, shownRuns } from "./data.js";
+import { ask, pick, runChoice, runs } from "./data.js";
+import { CUT, ENDS } from "./completions.js";
 import { choice, h, number } from "./dom.js";
 
 const state = { run: 0, kind: "step", step: null, group: null, only: "all" };
@@ -10,7 +11,7 @@ export function show(into, where = {}, go) {
   Object.assign(state, where);
   goTo = go;
   root = into;
-  if (!shownRuns().includes(runs[state.run])) state.run = shownRuns()[0]?.index ?? 0;
+  state.run = pick("Agents", state.run);
   load();
 }
 
@@ -42,8 +43,8 @@ function controls(run, steps, found) {
   };
   const episodes = found.rows ?? [];
   return h("div", { class: "bar" },
-    runs.length > 1 ? choice("run", runs.map((each) => [each.index, each.label]), state.run, set("run", Number)) : null,
-    choice("of", [["step", "training"], ["eval", "an evaluation"]], state.kind, (kind) => { state.step = null; set("kind")(kind); }),
+    runChoice("Agents", state.run, set("run", Number)),
+    choice("from", [["step", "training"], ["eval", "one evaluation"]], state.kind, (kind) => { state.step = null; set("kind")(kind); }),
     choice("step", steps, state.step ?? "", set("step", Number)),
     found.groups.length ? choice("task", found.groups.map(({ group, uid, mean }) => [group, `${uid} (mean reward ${number(mean)})`]), found.group, set("group", Number)) : null,
     episodes.length > 1 ? choice("episodes", [["all", "side by side"], ...episodes.map((row, at) => [row.row, `${at + 1} alone`])], state.only, set("only")) : null);
@@ -51,8 +52,8 @@ function controls(run, steps, found) {
 
 function draw(run, steps, found) {
   if (!found.groups.length) {
-    root.replaceChildren(controls(run, steps, found), h("p", { class: "note" }, state.step === null ? "No episodes are recorded (run.log_completions), or none yet."
-      : "These completions are single answers, or were recorded without their turns; see Completions."));
+    root.replaceChildren(controls(run, steps, found), h("p", { class: "note" }, state.step === null ? "No episodes are recorded yet, or run.log_completions is false."
+      : "These completions are single answers, or were recorded without their turns. They are under Completions."));
     return;
   }
   if (!found.rows.some(({ row }) => String(row) === state.only)) state.only = "all";
@@ -62,8 +63,8 @@ function draw(run, steps, found) {
   const turns = Array.from({ length: most }, (_, at) => h("tr", {}, h("th", { scope: "row" }, String(at + 1)),
     rows.map((row) => h("td", {}, row.play[at] ? turn(row.play[at], at, rows, ledger) : h("span", { class: "soft" }, "–")))));
   root.replaceChildren(controls(run, steps, found),
-    h("p", { class: "note" }, `Task ${found.uid}. Under each action: its tokens, the turn's reward, and its credit, the advantage of its tokens: the whole episode's part and the turn's own, where the estimator has two. `
-      + "What was said at the same turn by another episode of the group is marked ≠ where it differs."),
+    h("p", { class: "note" }, `Task ${found.uid}. Under each action: number of tokens, reward of the turn, and advantage of its tokens (of episode and turn, where the estimator has both). `
+      + "≠ marks a turn at which the episodes of the group differ."),
     h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Episodes, turn by turn" }, h("table", { class: "episodes" },
       h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "turn"), rows.map((row) => h("th", { scope: "col" }, head(row, found.rows.indexOf(row)))))),
       h("tbody", {}, turns),
@@ -76,12 +77,12 @@ function head(row, at) {
   const mean = credits.length ? credits.reduce((a, b) => a + b, 0) / credits.length : null;
   return h("div", { class: "facts" }, h("span", {}, `episode ${at + 1}`), h("b", { class: row.correct ? "good" : "bad" }, number(row.reward)),
     h("span", { class: `tag ${row.correct ? "good" : "bad"}` }, row.correct ? "success" : "no success"),
-    mean === null ? null : h("span", {}, `credit ${number(mean)} (mean of its turns)`), h("span", {}, `${row.turns} turns`));
+    mean === null ? null : h("span", {}, `advantage ${number(mean)} (mean of its turns)`), h("span", {}, `${row.turns} turns`));
 }
 
 function ending(row) {
-  return h("div", { class: "facts" }, h("span", { class: row.ended === "done" ? "tag" : "tag warn" }, row.ended),
-    row.turns > row.play.length ? h("span", {}, `${row.turns - row.play.length} more turns are not recorded`) : null,
+  return h("div", { class: "facts" }, h("span", { class: CUT.includes(row.ended) ? "tag warn" : "tag" }, ENDS[row.ended] ?? row.ended),
+    row.turns > row.play.length ? h("span", {}, `${row.turns - row.play.length} more turns were not recorded`) : null,
     row.error ? h("span", { class: "bad text" }, row.error) : null);
 }
 
@@ -94,8 +95,8 @@ function turn(each, at, rows, ledger) {
     each.action !== null && each.action !== "" && each.action !== each.said.trim() ? h("div", { class: "note text" }, `taken as: ${each.action}`) : null,
     h("div", { class: "facts" }, each.valid ? null : h("span", { class: "tag warn" }, "no valid action"),
       h("span", {}, `${number(each.tokens)} tokens`), h("span", { class: each.reward > 0 ? "good" : each.reward < 0 ? "bad" : "" }, `reward ${number(each.reward)}`),
-      each.advantage === null ? null : h("span", { class: each.advantage > 0 ? "good" : each.advantage < 0 ? "bad" : "" }, `credit ${number(each.advantage)}`,
-        each.of_episode === null ? null : h("span", { class: "soft" }, ` = episode ${number(each.of_episode)}, turn ${number(each.advantage - each.of_episode)}`)),
+      each.advantage === null ? null : h("span", { class: each.advantage > 0 ? "good" : each.advantage < 0 ? "bad" : "" }, `advantage ${number(each.advantage)}`,
+        each.of_episode === null ? null : " ", each.of_episode === null ? null : h("span", { class: "soft" }, `= episode ${number(each.of_episode)}, turn ${number(each.advantage - each.of_episode)}`)),
       each.masked_by ? h("span", { class: "tag bad" }, `masked: ${each.masked_by}`) : null,
       ledger && each.row !== null ? h("button", { class: "small", onclick: () => goTo("Tokens", { run: state.run, step: state.step, row: each.row }) }, "tokens") : null));
 }

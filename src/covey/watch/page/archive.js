@@ -16,11 +16,15 @@ export function fromArchive(path, parameters) {
     return { names: [], rows: [], lines: [], end: parameters.start, mark: "", restarted: false, damaged: 0, more: false };
   }
   if (path.endsWith("/overview")) return { names: [], rows: [] };
+  if (path.endsWith("/prompts")) {
+    const { groups } = fromArchive(path.replace("prompts", "completions"), { kind: "step", step: parameters.step });
+    return Object.fromEntries(groups.map(({ uid, prompt }) => [uid, prompt.at(-1)?.content ?? ""]));
+  }
   if (path.endsWith("/search")) return searched(path.split("/")[0], parameters);
   const given = Object.entries(parameters).filter(([name, value]) => !LATER.has(name) && !FILTERS.includes(name) && value !== "");
   const key = [path, ...given.map(([name, value]) => `${name}=${value}`).sort()].join(" ");
   const found = archive.answers[key];
-  if (!found) throw new Error("This is not in the file; who sent it has the run folder.");
+  if (!found) throw new Error("This report does not hold it. Ask its sender for the run folder.");
   if (path.endsWith("/completions")) return filtered(found, parameters);
   if (path.endsWith("/compare")) return chosen(found, parameters.shown);
   return found;

@@ -19,11 +19,13 @@ export function smooth(values, reach) {
 
 /**
  * A card with a chart. `draw(lines, options)` shows lines `{label, colour, xs, ys, thin, points, fill, low, high}`.
- * `tools` are buttons beside those for PNG and CSV.
+ * `tools` are buttons beside those for PNG and CSV; with the `unit` "%" shares are shown in percent.
  */
 export class Chart {
-  constructor(title, hint, { tools = [], csv = null, height = 190 } = {}) {
+  constructor(title, hint, { tools = [], csv = null, height = 190, unit = "", name = "" } = {}) {
     this.title = title;
+    this.name = [name === title ? "" : name, unit === "%" ? "" : unit].filter(Boolean).join(", ");
+    this.say = (value, digits) => (unit === "%" ? `${number(100 * value, digits)} %` : number(value, digits));
     this.height = height;
     this.readout = h("div", { class: "readout" });
     this.box = h("div", {});
@@ -63,7 +65,7 @@ export class Chart {
         width,
         dash: line.dash,
         spanGaps: true,
-        points: { show: Boolean(line.points) || line.xs.length === 1, size: 6 },
+        points: { show: Boolean(line.points) || line.xs.length === 1, size: 6, fill: colour("--card") },
         thin: line.thin,
         told: line.told && new Map(line.xs.map((x, place) => [x, line.told[place]])),
       });
@@ -80,17 +82,18 @@ export class Chart {
     this.shape = shape;
     this.plot?.destroy();
     const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
-    const range = zero ? { range: (_, low, high) => [Math.min(0, low), high > 0 ? high * 1.05 : 1] } : {};
+    // Zeros alone would get an axis from 0 to 100.
+    const range = (_, low, high) => (low === null || (low === 0 && high === 0) ? [0, 1] : zero ? [Math.min(0, low), high > 0 ? high * 1.05 : 1] : uPlot.rangeNum(low, high, 0.1, true));
     this.plot = new uPlot(
       {
         width: this.box.clientWidth || 400,
         height: this.height,
         legend: { show: false },
         cursor: { y: false, drag: { x: true, y: false }, sync: { key: "covey" }, points: { size: 6 } },
-        scales: { x: { time: false, ...(logX ? { distr: 3 } : {}) }, y: log ? { distr: 3 } : range },
+        scales: { x: { time: false, ...(logX ? { distr: 3 } : {}) }, y: log ? { distr: 3 } : { range } },
         axes: [
           { ...axis, size: 30, ...(xLabel === "step" ? { incrs: WHOLE } : {}), values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
-          { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
+          { ...axis, size: 62, values: (_, ticks) => this.tickTexts(ticks) },
         ],
         series,
         bands,
@@ -102,28 +105,42 @@ export class Chart {
     this.nameLines();
   }
 
+  /** As many digits as it takes to tell the ticks of an axis apart. */
+  tickTexts(ticks) {
+    const known = ticks.filter((tick) => tick !== null);
+    const digits = Math.ceil(Math.log10(Math.max(...known.map(Math.abs)) / Math.abs(known[1] - known[0]))) + 2;
+    return ticks.map((tick) => (tick === null ? "" : this.say(tick, Math.max(4, Math.min(12, digits || 0)))));
+  }
+
   /** What the lines are called, while nothing is pointed at. */
   nameLines() {
     const names = this.lines.filter((line) => line.label && !line.thin);
-    this.readout.replaceChildren(...(names.length < 2 ? [] : names.flatMap((line) =>
+    this.readout.replaceChildren(...(names.length < 2 ? [this.name] : names.flatMap((line) =>
       [h("span", { class: "dot", style: { background: line.colour } }), ` ${line.label}   `])));
   }
 
   drawMarks(plot) {
     const { ctx, bbox } = plot;
+    const ends = []; // where the last name in each row of names ends: those that would overlap go a row lower
     ctx.save();
-    for (const mark of this.marks) {
+    for (const mark of [...this.marks].sort((a, b) => a.x - b.x)) {
       const x = plot.valToPos(mark.x, "x", true);
       if (x < bbox.left || x > bbox.left + bbox.width) continue;
-      ctx.strokeStyle = ctx.fillStyle = colour(mark.kind === "doctor" ? "--warn" : "--soft");
+      ctx.strokeStyle = ctx.fillStyle = mark.colour || colour(mark.kind === "doctor" ? "--warn" : "--soft");
       ctx.setLineDash([4, 4]);
       ctx.beginPath();
       ctx.moveTo(x, bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
-      ctx.textAlign = "left";
       ctx.font = `${11 * devicePixelRatio}px sans-serif`;
-      ctx.fillText(mark.name, x + 3 * devicePixelRatio, bbox.top + 11 * devicePixelRatio);
+      const wide = ctx.measureText(mark.name).width + 5 * devicePixelRatio;
+      const fits = x + wide < bbox.left + bbox.width; // at the right end the name stands before its line
+      const from = fits ? x : x - wide;
+      let row = ends.findIndex((end) => end <= from);
+      if (row < 0) row = ends.length;
+      ends[row] = from + wide;
+      ctx.textAlign = fits ? "left" : "right";
+      ctx.fillText(mark.name, x + (fits ? 3 : -3) * devicePixelRatio, bbox.top + (11 + 12 * (row % 8)) * devicePixelRatio);
     }
     ctx.restore();
   }
@@ -138,7 +155,7 @@ export class Chart {
     plot.series.forEach((series, index) => {
       const value = series.told ? series.told.get(plot.data[0][at]) : plot.data[index]?.[at];
       if (index && series.label && !series.edge && !series.thin && value !== null && value !== undefined) {
-        parts.push(`${series.label} ${number(value)}`);
+        parts.push(`${series.label} ${this.say(value)}`);
       }
     });
     this.readout.textContent = parts.join("   ");

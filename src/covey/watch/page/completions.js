@@ -1,13 +1,15 @@
 // What was sampled: groups side by side, and evaluations before and after.
 
-import { ask, runs, shownRuns } from "./data.js";
+import { ask, pick, runChoice, runs } from "./data.js";
 import { choice, h, number, tick } from "./dom.js";
 
 const state = { run: 0, kind: "step", step: null, search: "", shown: "all", uid: "", ended: "", reward_from: "", reward_to: "", length_from: "", length_to: "", everywhere: false, before: null, after: null, changed: "changed" };
-const SHOWN = [["all", "all"], ["right", "right ones"], ["wrong", "wrong ones"], ["truncated", "truncated"],
-  ["masked", "masked"], ["tied", "of tied groups"], ["mixed", "of groups that teach"]];
+const SHOWN = [["all", "all completions"], ["right", "right"], ["wrong", "wrong"], ["truncated", "cut off"],
+  ["masked", "masked"], ["tied", "equal rewards in group"], ["mixed", "mixed rewards in group"]];
 const FILTERS = ["ended", "reward_from", "reward_to", "length_from", "length_to"];
 const CHANGED = [["changed", "changed"], ["gained", "gained"], ["lost", "lost"], ["all", "all"]];
+export const ENDS = { stop: "ended by itself", length: "cut off at the length limit", eos: "end token", done: "finished", turns: "cut off at the turn limit", context: "cut off at the context limit", failed: "environment failed" };
+export const CUT = ["length", "failed", "turns", "context"];
 let root, bar, body, visit = 0, goTo, newest = true;
 
 export function show(into, where = {}, go) {
@@ -15,9 +17,9 @@ export function show(into, where = {}, go) {
   goTo = go;
   root = into;
   bar = h("div", { class: "bar" });
-  body = h("div", {});
+  body = h("div", {}, h("p", { class: "loading" }, "Loading…"));
   root.replaceChildren(bar, body);
-  if (!shownRuns().includes(runs[state.run])) state.run = shownRuns()[0]?.index ?? 0;
+  state.run = pick("Completions", state.run);
   load();
 }
 
@@ -37,8 +39,8 @@ function controls() {
     onchange: () => set("search")(search.value) });
   const steps = run.tables[state.kind] ?? [];
   const parts = [];
-  if (runs.length > 1) parts.push(choice("run", runs.map((each) => [each.index, each.label]), state.run, set("run", Number)));
-  parts.push(choice("of", [["step", "training"], ["eval", "an evaluation"], ["compare", "two evaluations"]], state.kind,
+  parts.push(runChoice("Completions", state.run, set("run", Number)));
+  parts.push(choice("from", [["step", "training"], ["eval", "one evaluation"], ["compare", "two evaluations"]], state.kind,
     (kind) => { state.step = null; set("kind")(kind); }));
   if (state.kind === "compare") {
     const evals = run.tables.eval;
@@ -63,11 +65,11 @@ function controls() {
       h("div", { class: "bar" },
         h("span", {}, "reward ", bound("reward_from", "Least reward"), " to ", bound("reward_to", "Highest reward")),
         h("span", {}, "tokens ", bound("length_from", "Fewest tokens"), " to ", bound("length_to", "Most tokens")),
-        choice("ended by", [["", "anything"], "stop", "length", "eos", "done", "turns", "context", "failed"], state.ended, set("ended")))));
+        choice("ended by", [["", "anything"], ...Object.entries(ENDS)], state.ended, set("ended")))));
     if (state.kind === "step") parts.push(tick("in all steps", state.everywhere, set("everywhere", Boolean)));
-    if (state.uid) parts.push(h("button", { onclick: () => set("uid")("") }, `question ${state.uid} ×`));
+    if (state.uid) parts.push(h("button", { onclick: () => set("uid")("") }, `only question ${state.uid} ×`));
   }
-  bar.replaceChildren(...parts);
+  bar.replaceChildren(...parts.filter(Boolean));
 }
 
 const nearest = (steps, wanted) => steps.reduce((best, step) => (Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best), steps[0]);
@@ -78,6 +80,8 @@ function asked() {
   for (const name of FILTERS) if (state[name] !== "") found[name] = state[name];
   return found;
 }
+
+const asks = () => Object.entries(asked()).some(([name, value]) => value !== "" && value !== "all" && name !== "uid");
 
 /** Through the steps, the newest first, in portions that take a second or two. */
 async function searchAll(before = null, looked = 0) {
@@ -102,7 +106,7 @@ async function searchAll(before = null, looked = 0) {
     }
     body.querySelector("tbody").append(...rows);
     const hits = body.querySelectorAll("tbody tr").length;
-    body.firstChild.textContent = `${number(hits)} completions in ${number(looked)} steps${found.left ? `; ${number(found.left)} older steps are left` : ""}${found.unread ? `; ${number(found.unread)} tables cannot be read` : ""}.`;
+    body.firstChild.textContent = `${number(hits)} completions in ${number(looked)} steps${found.left ? `; ${number(found.left)} older steps not searched` : ""}${found.unread ? `; ${number(found.unread)} tables cannot be read` : ""}.`;
     body.lastChild.remove();
     body.append(found.left ? h("button", { onclick: () => searchAll(found.before, looked) }, "search older steps") : "");
     if (found.left && hits < 20 && looked < 20_000) searchAll(found.before, looked);
@@ -126,7 +130,7 @@ async function load(offset = 0) {
   newest = state.step === steps.at(-1);
   if (!offset) controls();
   if (!steps.length) {
-    body.textContent = "No completions are recorded (run.log_completions), or none yet.";
+    body.textContent = "No completions are recorded yet, or run.log_completions is false.";
     return;
   }
   try {
@@ -137,7 +141,7 @@ async function load(offset = 0) {
     if (mine !== visit) return;
     const page = compares ? found.pairs : found.groups;
     const head = compares ? counted(found.counts)
-      : h("p", { class: "note" }, `${number(found.completions)} completions; ${number(found.found)} groups have some that are asked for.`);
+      : h("p", { class: "note" }, `${number(found.completions)} completions${asks() ? `; ${number(found.found)} prompts have some that match` : ` for ${number(found.found)} prompts`}.`);
     const cards = page.map((each) => (compares ? pair(each) : group(each)));
     if (offset) body.lastChild.remove();
     else body.replaceChildren(head);
@@ -167,8 +171,8 @@ function question(messages, label) {
 function group(each) {
   const facts = h("div", { class: "facts" },
     h("span", {}, `group ${number(each.group)}`), each.kind ? h("span", {}, each.kind) : null,
-    h("span", {}, "mean reward ", h("b", {}, number(each.mean))), each.size > 1 ? h("span", {}, `spread ${number(each.std)}`) : null,
-    each.tied ? h("span", { class: "tag warn" }, "tied: equal rewards") : null,
+    h("span", {}, "mean reward ", h("b", {}, number(each.mean))), each.size > 1 ? h("span", {}, `standard deviation ${number(each.std)}`) : null,
+    each.tied ? h("span", { class: "tag warn" }, "equal rewards") : null,
     each.rows.length < each.size ? h("span", {}, `${each.rows.length} of ${each.size} shown`) : null,
     each.uid ? h("span", { class: "soft" }, `question ${each.uid}`) : null);
   return h("section", { class: "card group" }, question(each.prompt, facts), h("div", { class: "side" }, each.rows.map((row) => one(row, state.step, state.kind, each.group))));
@@ -192,8 +196,8 @@ function one(row, step, kind, group = null) {
     row.correct === null ? null : h("span", { class: mark }, row.correct ? "right" : "wrong"),
     row.advantage === null ? null : h("span", {}, `advantage ${number(row.advantage)}`),
     h("span", {}, `${number(row.length)} tokens`),
-    row.turns === null ? null : h("span", {}, `${row.turns} turns, ${row.no_actions} without an action`),
-    ends ? h("span", { class: ["length", "failed", "turns", "context"].includes(ends) ? "tag warn" : "" }, ends) : null,
+    row.turns === null ? null : h("span", {}, `${row.turns} turns, ${row.no_actions} invalid`),
+    ends ? h("span", { class: CUT.includes(ends) ? "tag warn" : "" }, ENDS[ends] ?? ends) : null,
     row.masked_by ? h("span", { class: "tag bad" }, `masked: ${row.masked_by}`) : null,
     parts.length > 1 ? h("span", {}, "= ", parts.map(([name, value]) => `${name} ${number(value)}`).join(", ")) : null,
     kind === "eval" && state.kind === "compare" ? h("span", {}, `step ${step}`) : null,

@@ -3,19 +3,20 @@
 import { Chart, smooth } from "./chart.js";
 import { ask, runs, shownRuns } from "./data.js";
 import { choice, h, tick } from "./dom.js";
+import { plain, unit } from "./names.js";
 
-const FIRST = ["reward", "eval/accuracy", "eval/accuracy by kind", "completions/mean_length", "entropy", "kl", "grad_norm", "frac_reward_zero_std",
+const FIRST = ["eval/accuracy", "eval/accuracy by kind", "eval/reward", "reward", "completions/mean_length", "entropy", "kl", "grad_norm", "frac_reward_zero_std",
   "loss", "completions/clipped_ratio", "agent/success", "accuracy"];
 const KINDS = "eval/accuracy by kind"; // of several curves one plot
 const PALETTE = ["#1f77c9", "#e07b1a", "#2b9a5d", "#9552b5", "#c23b52", "#7a8793", "#0f9aa8", "#a58a00"];
-const settings = { x: "step", smoothing: "auto", axes: "linear", marks: true, names: null };
+const settings = { x: "step", smoothing: "auto", axes: "linear", marks: true, added: [], dropped: new Set() };
 const charts = new Map();
-let root, list, adding, marksBelow;
+let root, list, adding, marksBelow, names = [];
 
 export function show(into) {
   root = into;
   charts.clear();
-  list = h("div", { class: "panels" });
+  list = h("div", { class: "panels" }, h("p", { class: "loading" }, "Loading…"));
   marksBelow = h("ol", { class: "marks" });
   adding = h("select", { "aria-label": "Add a metric", onchange: () => add(adding.value) });
   const redraw = (name) => (value) => {
@@ -24,11 +25,11 @@ export function show(into) {
   };
   root.replaceChildren(
     h("div", { class: "bar" },
-      choice("over", [["step", "steps"], ["tokens", "tokens"], ["minutes", "minutes"]], settings.x, redraw("x")),
-      choice("smoothing", [["auto", "by length"], [0, "none"], [2, "5 steps"], [5, "11 steps"], [10, "21 steps"],
+      choice("x axis", [["step", "steps"], ["tokens", "tokens"], ["minutes", "minutes"]], settings.x, redraw("x")),
+      choice("smoothing", [["auto", "automatic"], [0, "none"], [2, "5 steps"], [5, "11 steps"], [10, "21 steps"],
         [25, "51 steps"], [100, "201 steps"]], settings.smoothing, redraw("smoothing")),
-      choice("axes", [["linear", "linear"], ["y", "y logarithmic"], ["x", "x logarithmic"], ["both", "both logarithmic"]], settings.axes, redraw("axes")),
-      tick("phases and doctor", settings.marks, redraw("marks")),
+      choice("scale", [["linear", "linear"], ["y", "y logarithmic"], ["x", "x logarithmic"], ["both", "both logarithmic"]], settings.axes, redraw("axes")),
+      tick("mark phases and diagnoses", settings.marks, redraw("marks")),
       h("label", {}, h("span", { class: "soft" }, "add"), adding)),
     list,
     marksBelow);
@@ -38,45 +39,49 @@ export function show(into) {
 export function update() {
   const known = new Set(runs.flatMap((run) => [...run.series.keys()]));
   if (runs.some((run) => kindsOf(run).length > 1)) known.add(KINDS);
-  settings.names ??= known.size ? FIRST.filter((name) => known.has(name)).slice(0, 8) : null;
-  const names = [...known].filter((name) => !settings.names?.includes(name)).sort();
-  if (adding.options.length !== names.length + 1 && document.activeElement !== adding) {
-    adding.replaceChildren(h("option", { value: "" }, "a metric…"), ...names.map((name) => h("option", { value: name }, name)));
+  // Held-out reward is shown where it says what accuracy does not: of a run that has no accuracy.
+  const useful = (name) => known.has(name) && (name !== "eval/reward" || runs.some((run) => run.series.has(name) && !run.series.has("eval/accuracy")));
+  names = [...FIRST.filter(useful).slice(0, 8).filter((name) => !settings.dropped.has(name) && !settings.added.includes(name)), ...settings.added];
+  const others = [...known].filter((name) => !names.includes(name)).sort();
+  if (adding.options.length !== others.length + 1 && document.activeElement !== adding) {
+    adding.replaceChildren(h("option", { value: "" }, "choose a metric…"),
+      ...others.map((name) => h("option", { value: name }, plain(name) === name ? name : `${plain(name)} (${name})`)));
   }
-  if (!known.size) list.textContent = "No steps recorded yet.";
+  if (!known.size && runs.every((run) => run.loaded)) list.replaceChildren(h("p", {}, "No steps recorded yet."));
   draw();
 }
 
 function add(name) {
   if (!name) return;
-  settings.names.push(name);
+  settings.added.push(name);
   adding.blur();
   update();
 }
 
 function drop(name) {
-  settings.names = settings.names.filter((other) => other !== name);
+  settings.added = settings.added.filter((other) => other !== name);
+  settings.dropped.add(name);
   charts.get(name).remove();
   charts.delete(name);
   update();
 }
 
 async function make(name) {
-  const close = h("button", { class: "small", "aria-label": `Remove ${name}`, onclick: () => drop(name) }, "×");
-  const chart = new Chart(name, name, { tools: [close], csv: () => csv(name) });
+  const close = h("button", { class: "small", "aria-label": `Remove ${plain(name)}`, onclick: () => drop(name) }, "×");
+  const chart = new Chart(plain(name), name, { tools: [close], csv: () => csv(name), unit: unit(name), name });
   charts.set(name, chart);
-  list.append(chart.card);
   const meaning = (await ask("describe", { name }))[name];
-  if (meaning) chart.card.querySelector("h2").title = meaning.filter(Boolean).join(": ");
+  if (meaning) chart.card.querySelector("h2").title = `${name}: ${meaning.filter(Boolean).join(": ")}`;
 }
 
 function draw() {
-  if (!settings.names) return;
-  if (!charts.size) list.replaceChildren();
+  if (!names.length) return;
+  for (const name of names) if (!charts.has(name)) make(name);
+  const cards = names.map((name) => charts.get(name).card); // one that is known later still has its place
+  if (cards.length !== list.children.length || cards.some((card, at) => card !== list.children[at])) list.replaceChildren(...cards);
   const marks = settings.marks ? shownRuns().flatMap((run) => run.marks()) : [];
-  const named = marks.slice(0, 60).map((mark, at) => ({ ...mark, name: String(at + 1), x: mark.run.place(mark.step, settings.x) }));
-  for (const name of settings.names) {
-    if (!charts.has(name)) make(name);
+  const named = marks.slice(0, 60).map((mark, at) => ({ ...mark, name: String(at + 1), colour: runs.length > 1 && mark.run.colour, x: mark.run.place(mark.step, settings.x) }));
+  for (const name of names) {
     charts.get(name).draw(shownRuns().flatMap((run) => linesOf(run, name)), {
       xLabel: settings.x, log: ["y", "both"].includes(settings.axes), logX: ["x", "both"].includes(settings.axes), marks: named,
       zero: name.startsWith("eval/accuracy"),
@@ -84,7 +89,7 @@ function draw() {
   }
   marksBelow.replaceChildren(...named.map((mark) =>
     h("li", {}, h("b", {}, `${mark.name}  step ${mark.step} `), h("span", { class: "dot", style: { background: mark.run.colour } }),
-      ` ${mark.kind}: ${mark.text}`)));
+      `${runs.length > 1 ? ` ${mark.run.label},` : ""} ${mark.kind}: ${mark.text}`)));
 }
 
 const kindsOf = (run) => [...run.series.keys()].filter((name) => name.startsWith("eval/accuracy/")).map((name) => name.slice(14)).sort();

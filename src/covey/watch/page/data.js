@@ -2,9 +2,15 @@
 // up to which it is known.
 
 import { archive, fromArchive } from "./archive.js";
+import { choice, duration } from "./dom.js";
 
 const COLOURS = ["#1f77c9", "#e07b1a", "#2b9a5d", "#9552b5", "#c23b52", "#7a8793", "#0f9aa8", "#a58a00"];
 const KEY = "covey-watch-token";
+const HAS = {
+  Completions: ({ tables }) => tables.step.length || tables.eval.length, Tokens: ({ tables }) => tables.ledger.length, Questions: (run) => run.questions.size,
+  Agents: ({ series }) => [...series.keys()].some((name) => name.replace("eval/", "").startsWith("agent/")), Machine: ({ series }) => series.has("step_time"),
+  Doctor: (run) => run.doctor.length || run.events.length, Settings: (run) => run.about.config,
+};
 
 function token() {
   const given = /^#token=(.+)$/.exec(location.hash);
@@ -17,8 +23,17 @@ function token() {
 
 const secret = token();
 
+let waiting = 0;
+const busy = (by) => document.body.classList.toggle("busy", (waiting += by) > 0);
+
+/** Ask for what somebody waits for: the page shows that it is loading. */
+export function ask(path, parameters = {}) {
+  busy(1);
+  return quietly(path, parameters).finally(() => busy(-1));
+}
+
 /** Ask the server; throws an Error with its sentence. */
-export async function ask(path, parameters = {}) {
+export async function quietly(path, parameters = {}) {
   if (archive) return fromArchive(path, parameters);
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(parameters)) {
@@ -78,7 +93,10 @@ class Run {
     this.events = [];
     this.questions = new Map(); // uid -> [[step, right, all], ...]
     this.tables = { step: [], eval: [], ledger: [], samplers: [] };
+    this.texts = new Map(); // uid -> what the user asked
     this.doctor = [];
+    this.diagnosed = this.loaded = false;
+    this.heard = Date.now() - 1000 * (about.seconds_since_last_line ?? 0);
     this.damaged = 0;
     this.places = {};
     this.metrics = this.reading = new Metrics();
@@ -92,7 +110,7 @@ class Run {
 
   /** Of a long run some steps at first; all of them take their place when they are read. */
   async look() {
-    const found = await ask(`${this.index}/overview`);
+    const found = await quietly(`${this.index}/overview`);
     if (!found.rows.length) return false;
     this.metrics = new Metrics();
     this.metrics.take(found);
@@ -129,7 +147,7 @@ class Run {
     let changed = false;
     for (let more = true; more; ) {
       const { end = 0, mark = "" } = this.places[file] ?? {};
-      const piece = await ask(`${this.index}/${file}`, { start: end, mark });
+      const piece = await quietly(`${this.index}/${file}`, { start: end, mark });
       if (piece.restarted) this.forget(file);
       this.places[file] = piece;
       this.damaged += piece.damaged;
@@ -142,27 +160,74 @@ class Run {
 
   /** Read on; `tell` is called with the name of what changed. */
   async update(tell) {
+    const before = this.loaded && this.step;
     if (await this.read("metrics", this.takeMetrics)) tell("metrics");
+    if (this.loaded && this.step !== before) this.heard = Date.now();
     if (await this.read("events", this.takeEvents)) tell("events");
-    const tables = await ask(`${this.index}/tables`, { mark: this.tables.mark ?? "" });
+    const tables = await quietly(`${this.index}/tables`, { mark: this.tables.mark ?? "" });
     if (tables.mark !== this.tables.mark) {
       this.tables = tables;
       tell("tables");
     }
     if (await this.read("questions", this.takeQuestions)) tell("questions");
+    this.loaded = true;
   }
 
   /** Asked for by itself: of a long run the doctor reads for a while. */
   async askDoctor() {
     for (let more = true; more; ) {
-      const found = await ask(`${this.index}/doctor`);
+      const found = await quietly(`${this.index}/doctor`);
       [this.doctor, more] = [found.said, found.more];
     }
+    this.diagnosed = true;
   }
 
+  /** Whether a view has anything of it. */
+  has(view) { return Boolean(HAS[view]?.(this)); }
+
+  end() { return this.events.filter(([, kind]) => kind === "run").at(-1)?.[2] ?? ""; }
+  runs() { return /^(started|resumed)/.test(this.end()); }
+  steps() { return this.series.get("step_time")?.steps.length ?? 0; }
+
+  /** Running, or how it ended; of a run that is silent for long, since when. */
   status() {
-    const ends = this.events.filter(([, kind]) => kind === "run");
-    return ends.length ? ends.at(-1)[2] : "not begun";
+    if (!this.runs()) return this.end() || "not started";
+    const silent = archive ? 0 : (Date.now() - this.heard) / 1000;
+    return silent > Math.max(300, 10 * (this.stepTime() ?? 0)) ? `no new step for ${duration(silent)}` : archive ? "unfinished" : "running";
+  }
+
+  /** Median seconds of the last steps. */
+  stepTime() {
+    const last = (this.series.get("step_time")?.values ?? []).slice(-20).sort((a, b) => a - b);
+    return last[Math.floor(last.length / 2)] ?? null;
+  }
+
+  /** Steps that the run is to have, as far as its settings tell. */
+  total() {
+    if (this.about.max_steps > 0) return this.about.max_steps;
+    const epoch = this.last("epoch");
+    return epoch && this.about.epochs > 0 ? Math.max(this.step, Math.ceil((this.step * this.about.epochs) / epoch - 1e-6)) : null;
+  }
+
+  /** Seconds until the end, by the last steps and the evaluations so far; null where the end is not known. */
+  left() {
+    if (!this.total() || this.stepTime() === null) return null;
+    const evaluations = (this.series.get("eval/seconds")?.values ?? []).reduce((a, b) => a + b, 0) / Math.max(1, this.step);
+    return (this.total() - this.step) * (this.stepTime() + evaluations);
+  }
+
+  /** Read what some questions ask, from at most `most` tables of steps that asked them; true if any was read. */
+  async readTexts(uids, most = 10) {
+    const recorded = new Set(this.tables.step);
+    let read = 0;
+    for (const uid of uids) {
+      const step = this.texts.has(uid) ? undefined : this.questions.get(uid).map(([each]) => each).filter((each) => recorded.has(each)).at(-1);
+      if (step === undefined || read >= most) continue;
+      this.texts.set(uid, "");
+      read++;
+      for (const [other, text] of Object.entries(await ask(`${this.index}/prompts`, { step }))) this.texts.set(other, text);
+    }
+    return read > 0;
   }
 
   /** The values of a metric over "step", "tokens" or "minutes". */
@@ -198,8 +263,18 @@ class Run {
 export const runs = [];
 
 export async function load() {
-  const found = await ask("runs");
+  const found = await quietly("runs");
   found.forEach((about, index) => runs.push(new Run(index, about)));
 }
 
 export const shownRuns = () => runs.filter((run) => run.shown);
+
+/** The run that a view shows: the one that was chosen, or the first of which it has anything. */
+export function pick(view, chosen) {
+  const fit = shownRuns().filter((run) => run.has(view));
+  return (fit.find((run) => run.index === chosen) ?? fit[0] ?? shownRuns()[0] ?? runs[0]).index;
+}
+
+export function runChoice(view, chosen, onchange) {
+  return runs.length > 1 ? choice("run", runs.filter((run) => run.has(view) || run.index === chosen).map((run) => [run.index, run.label]), chosen, onchange) : null;
+}

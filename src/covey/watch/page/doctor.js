@@ -3,6 +3,7 @@
 import { Chart } from "./chart.js";
 import { runs, shownRuns } from "./data.js";
 import { h } from "./dom.js";
+import { plain, unit } from "./names.js";
 
 const BEHIND = {
   not_finite: ["loss", "grad_norm"], rewards_none: ["frac_reward_none"], reward_never_nonzero: ["reward"], reward_constant: ["reward", "reward_std"],
@@ -13,6 +14,7 @@ const BEHIND = {
   clip_fraction_high: ["clip_ratio/region_mean"], entropy_collapse: ["entropy"], entropy_fell: ["entropy"], actions_alike: ["agent/same_action_ratio", "agent/success"], sampler_mismatch: ["sampling/sampling_logp_difference/mean"],
   reward_falling: ["reward"], reward_flat: ["reward"],
 };
+const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 let root;
 
 export function show(into) {
@@ -25,20 +27,20 @@ export function update(changed) {
   const parts = [];
   const draws = [];
   for (const run of shownRuns()) {
-    parts.push(h("h2", {}, runs.length > 1 ? run.label : "Diagnoses"));
-    if (!run.doctor.length) parts.push(h("p", { class: "note" }, "Nothing stands in the way, as far as the metrics tell."));
+    parts.push(h("h2", {}, runs.length > 1 ? `${run.label}: diagnoses` : "Diagnoses"));
+    if (!run.doctor.length) parts.push(h("p", { class: "note" }, run.diagnosed ? "No problems found." : "Loading…"));
     for (const said of [...run.doctor].reverse()) {
       const names = BEHIND[said.code] ?? (said.code.startsWith("masked_") ? [`mask/${said.code.slice(7)}`] : []);
       const charts = names.filter((name) => run.series.has(name)).map((name) => {
-        const chart = new Chart(name, name, { height: 130 });
+        const chart = new Chart(plain(name), name, { height: 130, unit: unit(name), name });
         const marks = [{ x: said.step, kind: "doctor", name: `step ${said.step}` }];
         draws.push(() => chart.draw([{ label: name, colour: run.colour, ...run.points(name) }], { marks }));
         return chart.card;
       });
       parts.push(h("section", { class: "card group" },
-        h("div", { class: "facts" }, h("span", { class: `tag ${said.now ? "warn" : ""}` }, said.now ? "now" : "over"), h("b", {}, `since step ${said.step}`),
+        h("div", { class: "facts" }, h("span", { class: `tag ${said.now ? "warn" : ""}` }, said.now ? "now" : "resolved"), h("b", {}, `since step ${said.step}`),
           h("span", {}, said.code)),
-        h("p", {}, `${said.message}.`), h("p", { class: "good" }, `${said.fix}.`), h("div", { class: "panels" }, charts)));
+        h("p", {}, `${sentence(said.message)}.`), h("p", { class: "good" }, `${said.fix}.`), h("div", { class: "panels" }, charts)));
     }
     const events = run.events.filter(([, kind]) => kind !== "diagnosis").slice(-200).reverse();
     parts.push(h("h2", {}, "Events"), h("div", { class: "scroll" }, h("table", {}, h("tbody", {}, events.map(([time, kind, message]) =>

@@ -31,33 +31,27 @@ export function tick(label, checked, onchange) {
 }
 
 /** A number for people: four significant digits, and no more zeros than needed. */
-export function number(value) {
+export function number(value, digits = 4) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   if (value === 0) return "0";
   if (Number.isInteger(value) && Math.abs(value) < 1e7) return value.toLocaleString("en");
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
-  return String(Number(value.toPrecision(4)));
+  const short = Number(value.toPrecision(size < 1e-3 || size >= 1e7 ? digits - 1 : digits));
+  return size < 1e-3 || size >= 1e7 ? short.toExponential() : String(short);
 }
 
-export const percent = (share) => (share === null || share === undefined ? "–" : `${(100 * share).toFixed(1)} %`);
+export const percent = (share) => (share === null || share === undefined ? "–" : `${Number((100 * share).toFixed(1))} %`);
+
+export function duration(seconds) {
+  if (!Number.isFinite(seconds)) return "–";
+  if (seconds < 60) return `${number(seconds, seconds < 10 ? 2 : 3)} s`;
+  const minutes = Math.round(seconds / 60);
+  return minutes < 60 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
 
 /** Hand a file to the reader. */
 export function download(name, blob) {
   const link = h("a", { href: URL.createObjectURL(blob), download: name.replace(/[^\w.-]+/g, "_") });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
-}
-
-/** `section.name -> value` of a config.toml that Covey wrote: one setting on each line. */
-export function settingsOf(text) {
-  const found = new Map();
-  let section = "";
-  for (const line of text.split("\n")) {
-    const head = /^\[(.+)\]$/.exec(line);
-    const setting = /^([^=\s]+) = (.*)$/.exec(line);
-    if (head) section = `${head[1]}.`;
-    else if (setting) found.set(section + setting[1], setting[2]);
-  }
-  return found;
 }

@@ -1,17 +1,19 @@
 // The token ledger: what each token of a completion got, and what it added to the loss of its step.
 
-import { ask, runs, shownRuns } from "./data.js";
+import { ask, pick, runChoice, runs } from "./data.js";
 import { choice, h, number, percent } from "./dom.js";
 
-const COLUMNS = { loss: "contribution to the loss", gradient: "d loss / d log-prob", share: "share of the gradient", advantage: "advantage", weight: "weight in the loss", ratio: "ratio",
-  difference: "trainer – sampler", logp: "log-prob of the trainer", sampler_logp: "log-prob of the sampler", entropy: "entropy", kl: "KL", clipped: "clipped" };
-const state = { run: 0, step: null, row: null, column: "loss", turn: 0 };
+const COLUMNS = { advantage: "advantage", loss: "contribution to the loss", gradient: "gradient (d loss / d log-prob)", share: "share of the gradient", weight: "weight in the loss", ratio: "importance ratio",
+  difference: "log-prob, trainer minus sampler", logp: "log-prob of the trainer", sampler_logp: "log-prob of the sampler", entropy: "entropy, nats", kl: "KL from the reference, nats", clipped: "clipped (1 = yes)" };
+/** Columns that say whether a token is reinforced, with the sign that means it: a lower loss is a more likely token. */
+const REINFORCES = { advantage: 1, loss: -1, gradient: -1 };
+const state = { run: 0, step: null, row: null, column: "advantage", turn: 0 };
 let root, visit = 0;
 
 export function show(into, where = {}) {
   Object.assign(state, where);
   root = into;
-  if (!shownRuns().includes(runs[state.run])) state.run = shownRuns()[0]?.index ?? 0;
+  state.run = pick("Tokens", state.run);
   load();
 }
 
@@ -24,7 +26,7 @@ async function load() {
   const run = runs[state.run];
   const steps = run.tables.ledger;
   if (!steps.length) {
-    root.replaceChildren(h("p", {}, "This run has no token ledger. ", h("code", {}, "run.ledger=off,all:10"), " writes one every ten steps."));
+    root.replaceChildren(h("p", {}, "This run has recorded no tokens. ", h("code", {}, "run.ledger=off,all:10"), " records those of every tenth step."));
     return;
   }
   if (!steps.includes(state.step)) [state.step, state.row] = [steps.at(-1), null];
@@ -35,7 +37,7 @@ async function load() {
     if (!turns.includes(state.turn)) [state.turn] = turns;
     const here = completions.filter((each) => each.pass === state.turn);
     if (!here.length) {
-      root.replaceChildren(h("p", {}, `Step ${state.step} trained on nothing: no completion had a gradient.`));
+      root.replaceChildren(h("p", {}, `Step ${number(state.step)} trained on nothing: no completion had a gradient.`));
       return;
     }
     if (!here.some(({ row }) => row === state.row)) state.row = here[0].row;
@@ -56,10 +58,12 @@ function draw(run, steps, turns, completions, tokens) {
   if (!known.includes(state.column)) [state.column] = known;
   const values = tokens.map((token) => token[state.column]);
   const middle = state.column === "ratio" ? 1 : 0;
-  const most = Math.max(1e-12, ...values.filter((value) => value !== undefined).map((value) => Math.abs(value - middle)));
+  const sign = REINFORCES[state.column] ?? 0;
+  // Advantages have one scale for all completions: a small one is pale.
+  const most = Math.max(state.column === "advantage" ? 1 : 1e-12, ...values.filter((value) => value !== undefined).map((value) => Math.abs(value - middle)));
   const facts = h("div", {});
   const spans = tokens.map((token, at) => h("span", {
-    class: token.masked_by ? "masked" : "", style: { background: shade(values[at], middle, most) }, tabindex: at ? -1 : 0,
+    class: token.masked_by ? "masked" : "", style: { background: shade(values[at], middle, most, sign) }, tabindex: at ? -1 : 0,
     onmouseenter: () => tell(at), onfocus: () => tell(at), onkeydown: (event) => step(event, at),
   }, visible(token.token)));
   // One stop for the Tab key; arrows go from token to token.
@@ -87,21 +91,26 @@ function draw(run, steps, turns, completions, tokens) {
   const mine = completions.find(({ row }) => row === state.row);
   root.replaceChildren(
     h("div", { class: "bar" },
-      runs.length > 1 ? choice("run", runs.map((each) => [each.index, each.label]), state.run, set("run", Number)) : null,
+      runChoice("Tokens", state.run, set("run", Number)),
       choice("step", steps, state.step, set("step", Number)),
-      turns.length > 1 ? choice("pass", turns.map((turn) => [turn, String(turn + 1)]), state.turn, set("turn", Number)) : null,
-      choice("completion", completions.map(({ row, group, tokens: count }) => [row, `${row} (group ${group}, ${count} tokens)`]), state.row, set("row", Number)),
+      turns.length > 1 ? choice("optimiser step", turns.map((turn) => [turn, String(turn + 1)]), state.turn, set("turn", Number)) : null,
+      choice("completion", completions.map(({ row, group, tokens: count }) => [row, `${row + 1} (group ${group}, ${count} tokens)`]), state.row, set("row", Number)),
       choice("colour", known.map((name) => [name, COLUMNS[name]]), state.column, set("column", String))),
-    h("p", { class: "note" }, `This completion adds ${number(mine.loss)} to the loss and has ${percent(mine.share)} of the gradient; the ${completions.length} in the ledger add up to ${number(whole)}; the step's loss is ${number(logged)}${turns.length > 1 ? " (mean of its passes)" : ""}${at >= 0 ? `, in phase ${phase.ys[at] + 1}` : ""}. `
-      + "Those that are not in it had no gradient, or their group was not chosen (run.ledger). Blue is above, red below zero (of ratios: one). Crossed out is masked."),
-    h("div", { class: "card tokens" }, spans), h("h2", {}, "Under the pointer"), facts);
+    h("p", { class: "legend" }, swatch(1, sign && 1, sign ? "reinforced: made more likely" : `above ${middle}`), swatch(-1, sign && 1, sign ? "made less likely" : `below ${middle}`),
+      h("span", {}, h("s", {}, "crossed out"), "masked")),
+    h("div", { class: "card tokens" }, spans), h("h2", {}, "Selected token"), facts,
+    h("p", { class: "note" }, `This completion adds ${number(mine.loss)} to the loss and has ${percent(mine.share)} of the gradient. The ${completions.length} recorded completions add up to ${number(whole)}; the loss of step ${number(state.step)} is ${number(logged)}${turns.length > 1 ? " (mean over its optimiser steps)" : ""}${at >= 0 ? `, in phase ${phase.ys[at] + 1}` : ""}. `
+      + "A completion that is missing here had no gradient, or its group was not recorded (run.ledger)."));
   if (tokens.length) tell(0);
 }
 
-function shade(value, middle, most) {
+function shade(value, middle, most, sign) {
   if (value === undefined) return "";
-  const strength = Math.round(60 * Math.min(1, Math.abs(value - middle) / most));
-  return `color-mix(in srgb, ${value >= middle ? "#1f77c9" : "#d0364c"} ${strength}%, transparent)`;
+  const strength = Math.round(55 * Math.min(1, Math.abs(value - middle) / most));
+  const [above, below] = sign === 0 ? ["#1f77c9", "#e07b1a"] : sign > 0 ? ["#2b9a5d", "#d0364c"] : ["#d0364c", "#2b9a5d"];
+  return `color-mix(in srgb, ${value >= middle ? above : below} ${strength}%, transparent)`;
 }
+
+const swatch = (value, sign, text) => h("span", {}, h("span", { class: "swatch", style: { background: shade(value, 0, 1, sign) } }), text);
 
 const visible = (text) => text.replaceAll("\n", "⏎\n").replace(/[\0-\x09\x0b-\x1f\x7f]/g, "·") || "∅";

@@ -1,16 +1,17 @@
 // The page: which runs, which view, and the clock that keeps it up to date.
 
-import { load, runs } from "./data.js";
+import { load, runs, shownRuns } from "./data.js";
 import * as agents from "./agents.js";
 import { archive } from "./archive.js";
 import * as completions from "./completions.js";
 import * as curves from "./curves.js";
 import * as doctor from "./doctor.js";
-import { h, number } from "./dom.js";
+import { h } from "./dom.js";
 import * as ledger from "./ledger.js";
 import * as machine from "./machine.js";
 import * as questions from "./questions.js";
 import * as settings from "./settings.js";
+import { drawStrip } from "./strip.js";
 
 const VIEWS = { Curves: curves, Completions: completions, Agents: agents, Tokens: ledger, Questions: questions, Machine: machine,
   Doctor: doctor, Settings: settings };
@@ -27,9 +28,10 @@ export function go(name, where) {
     else button.removeAttribute("aria-current");
   }
   // A place of its own: an answer that comes after the reader has left is drawn where nobody looks.
-  const place = h("div");
+  const place = h("div", {}, h("p", { class: "loading" }, "Loading…"));
   at("view").replaceChildren(place);
   VIEWS[name].show(place, where, go);
+  tell();
 }
 
 function drawHead() {
@@ -43,13 +45,13 @@ function drawHead() {
 }
 
 function tell(problem = "") {
-  const said = runs.map((run) => {
-    const most = run.about.max_steps > 0 ? ` of ${number(run.about.max_steps)}` : "";
-    const damaged = run.damaged ? `, ${run.damaged} damaged lines left out` : "";
-    return `${runs.length > 1 ? `${run.label}: ` : ""}step ${number(run.step)}${most}, ${run.status()}${damaged}`;
-  });
-  at("state").textContent = problem || [...said, archive?.note ?? ""].filter(Boolean).join("  ·  ");
+  const damaged = runs.filter((run) => run.damaged).map((run) => `${run.label}: ${run.damaged} damaged lines left out`);
+  at("state").textContent = problem || [...damaged, archive?.note ?? ""].filter(Boolean).join("  ·  ");
   at("state").classList.toggle("failed", Boolean(problem));
+  drawStrip(at("strip"), go);
+  const has = (name) => name === "Curves" || shownRuns().some((run) => run.has(name));
+  for (const button of at("views").children) button.hidden = !has(button.textContent) && button.textContent !== current;
+  if (!has(current) && runs.every((run) => run.diagnosed || (run.loaded && !run.series.size))) go("Curves");
 }
 
 async function keepUp(run) {
@@ -62,7 +64,7 @@ async function keepUp(run) {
   if (!run.places.metrics && await run.look()) draw("metrics");
   await run.update(draw);
   tell();
-  if (!changed.has("metrics")) return;
+  if (!changed.has("metrics") && run.diagnosed) return;
   await run.askDoctor();
   draw("doctor");
 }
@@ -84,6 +86,7 @@ try {
   document.title = `${runs.map((run) => run.label).join(", ")} – covey watch`;
   drawHead();
   go(current);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => go(current));
   follow();
 } catch (error) {
   tell(error.message);

@@ -1,7 +1,7 @@
 // How each training question was answered over the run.
 
-import { runs, shownRuns } from "./data.js";
-import { choice, h, number, percent, settingsOf } from "./dom.js";
+import { pick, runChoice, runs } from "./data.js";
+import { choice, h, number, percent } from "./dom.js";
 
 const MOST = 300;
 const VISITS = 60;
@@ -11,8 +11,19 @@ let root, goTo;
 export function show(into, _, go) {
   root = into;
   goTo = go;
-  if (!shownRuns().includes(runs[state.run])) state.run = shownRuns()[0]?.index ?? 0;
+  state.run = pick("Questions", state.run);
   draw();
+}
+
+/** The texts of the questions that are listed, a few tables at a time; a search reads those of all questions. */
+async function fill(run, uids) {
+  const bar = root.firstChild;
+  try {
+    const more = await run.readTexts(uids);
+    if (more && root.firstChild === bar && !bar.contains(document.activeElement)) draw();
+  } catch (error) {
+    root.append(h("p", { class: "failed" }, error.message));
+  }
 }
 
 export function update(changed) {
@@ -48,39 +59,45 @@ function draw() {
     hardest: (a, b) => a.share - b.share, easiest: (a, b) => b.share - a.share, weight: (a, b) => b.weight - a.weight, visits: (a, b) => b.visits.length - a.visits.length,
     gained: (a, b) => b.last - b.first - (a.last - a.first), lost: (a, b) => a.last - a.first - (b.last - b.first),
   };
-  const wanted = (kinds[state.shown] ?? all).filter((q) => q.uid.toLowerCase().includes(state.search.toLowerCase()));
+  const search = state.search.toLowerCase();
+  const wanted = (kinds[state.shown] ?? all).filter((q) => `${q.uid}\n${run.texts.get(q.uid) ?? ""}`.toLowerCase().includes(search));
   wanted.sort(orders[state.order]);
   const set = (name, read = String) => (value) => {
     state[name] = read(value);
     draw();
   };
-  const search = h("input", { type: "search", value: state.search, placeholder: "name of a question", "aria-label": "Search",
-    onchange: () => set("search")(search.value) });
-  const weighted = (settingsOf(run.about.config).get("data.prompt_order") ?? settingsOf(run.about.config).get("data.prompt_weighting")) === '"difficulty"';
+  const field = h("input", { type: "search", value: state.search, placeholder: "text of a question", "aria-label": "Search",
+    onchange: () => {
+      field.blur();
+      set("search")(field.value);
+    } });
+  const weighted = run.about.settings["data.prompt_order"] === '"difficulty"';
   root.replaceChildren(
     h("div", { class: "bar" },
-      runs.length > 1 ? choice("run", runs.map((each) => [each.index, each.label]), state.run, set("run", Number)) : null,
-      choice("show", [["all", `all (${all.length})`], ["never", `never right (${kinds.never.length})`],
+      runChoice("Questions", state.run, set("run", Number)),
+      choice("show", [["all", `all questions (${all.length})`], ["never", `never right (${kinds.never.length})`],
         ["sometimes", `sometimes right (${kinds.sometimes.length})`], ["always", `always right (${kinds.always.length})`]], state.shown, set("shown")),
-      choice("first", [["hardest", "the hardest"], ["easiest", "the easiest"], ["weight", "the most to learn from"], ["visits", "the most asked"], ["gained", "what was gained"],
-        ["lost", "what was lost"]], state.order, set("order")),
-      search),
+      choice("sort by", [["hardest", "hardest first"], ["easiest", "easiest first"], ["weight", "most useful for training"], ["visits", "most often sampled"], ["gained", "largest gain"],
+        ["lost", "largest loss"]], state.order, set("order")),
+      field),
     h("p", { class: "note" }, all.length
-      ? "Each column of a bar is one visit: the share of its completions that were right. Click on a question to read its last completions. "
-        + (weighted ? "Questions are drawn by their weight (data.prompt_order)." : "The weight is that of data.prompt_order = \"difficulty\", which this run does not use.")
-      : "No questions yet, or nothing says which completions are right."),
+      ? "Each bar is one time that the question was sampled; its height is the share of right completions. Click on a question to read its last completions. "
+        + (weighted ? "Questions are drawn by their weight (data.prompt_order)." : "The weight is the one of data.prompt_order = \"difficulty\". This run does not use it.")
+      : "No questions yet, or no reward says which completions are right (rewards.correctness)."),
     h("div", { class: "scroll" }, wanted.length ? h("table", {},
-      h("thead", {}, h("tr", {}, ["question", "right", "asked", "first", "last", "weight", "over the run"].map((text) => h("th", {}, text)))),
+      h("thead", {}, h("tr", {}, ["question", "right", "sampled", "first time", "last time", "weight", "over the run"].map((text) => h("th", {}, text)))),
       h("tbody", {}, wanted.slice(0, MOST).map((question) => line(question, run)))) : null),
     wanted.length > MOST ? h("p", { class: "note" }, `${number(wanted.length - MOST)} more are not listed.`) : "");
+  fill(run, (search ? all : wanted.slice(0, MOST)).map(({ uid }) => uid));
 }
 
 function line({ uid, visits, share, first, last, weight: teaches }, run) {
   const tables = new Set(run.tables.step);
   const recorded = visits.map(([step]) => step).filter((step) => tables.has(step)).at(-1);
-  const name = recorded === undefined ? uid
-    : h("button", { class: "link", onclick: () => goTo("Completions", { run: state.run, kind: "step", step: recorded, uid, shown: "all", search: "" }) }, uid);
-  return h("tr", {}, h("td", {}, name), h("td", { class: "number" }, percent(share)), h("td", { class: "number" }, `${visits.length}×`),
+  const text = run.texts.get(uid) || uid;
+  const name = recorded === undefined ? text
+    : h("button", { class: "link", onclick: () => goTo("Completions", { run: state.run, kind: "step", step: recorded, uid, shown: "all", search: "" }) }, text);
+  return h("tr", {}, h("td", { class: "asked", title: uid }, h("div", {}, name)), h("td", { class: "number" }, percent(share)), h("td", { class: "number" }, `${visits.length}×`),
     h("td", { class: "number" }, percent(first)), h("td", { class: "number" }, percent(last)), h("td", { class: "number" }, number(Number(teaches.toFixed(2)))),
     h("td", {}, h("div", { class: "visits" }, visits.slice(-VISITS).map(([step, right, all]) =>
       h("i", { title: `step ${step}: ${right} of ${all}` }, h("span", { style: { height: `${all ? (100 * right) / all : 0}%` } }))))));
