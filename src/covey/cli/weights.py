@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,3 +69,30 @@ def config_for(model: str, adapter: str | None, overrides: list[str] | None) -> 
     kept = kept_weights(folder, config)
     say(err, f"weights: {kept.said}")
     return config.replace(**{"adapter" if config.model.use_peft else "model": str(kept.path)})
+
+
+def form_of(model: str) -> tuple[bool | None, str | None]:
+    """Whether a run's prompts were conversations, and the system message that all of them had.
+
+    (None, None) where that is not known: a model that is no run, an agent's run, one without recorded completions.
+    """
+    from covey.observe.run_folder import RunFolder
+
+    folder = RunFolder.read(model) if RunFolder.is_run(model) else None
+    steps = folder.completion_steps() if folder else []
+    rows = folder.read_completions(steps[-1]) if folder and steps else []
+    if not rows or "play" in rows[0]:
+        return None, None
+    found = [_messages(str(row.get("prompt"))) for row in rows]
+    system = {first[0].get("content") if first[0]["role"] == "system" else None for first in found if first}
+    return all(found), system.pop() if len(system) == 1 else None
+
+
+def _messages(recorded: str) -> list[dict[str, Any]]:
+    """The messages of a recorded prompt; none of one that is plain text."""
+    try:
+        found = json.loads(recorded)
+    except ValueError:
+        return []
+    is_conversation = isinstance(found, list) and all(isinstance(one, dict) and "role" in one for one in found)
+    return found if is_conversation else []
