@@ -110,7 +110,7 @@ def test_a_base_model_is_asked_in_plain_text(covey: Command, model_folder: Path,
     shutil.copytree(model_folder, base)
     (base / "chat_template.jinja").unlink()
     status, out, err = covey("sample", base, "hello", "--max-tokens", "3", "--temperature", "0")
-    assert (status, "prompt: plain text, this model has no chat template" in err) == (0, True)
+    assert (status, "prompt: plain text, no chat template" in err) == (0, True)
     policy = Policy.load(base, use_peft=False)
     ids = policy.tokenizer("hello", return_tensors="pt").input_ids
     found = policy.model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]

@@ -423,7 +423,7 @@ def test_a_script_started_by_torchrun_is_told_how_to_train_on_several(model_fold
     script = tmp_path / "script.py"
     script.write_text(SCRIPTS)
     printed = ended_well(torchrun(2, script, model_folder, tmp_path / "out"))
-    why = "refused: WORLD_SIZE=2: torchrun or accelerate has started 2 processes of this program."
+    why = "refused: WORLD_SIZE=2: torchrun or accelerate has started 2 processes, but a trainer made in Python"
     assert printed.count(why) == 4, printed
     assert "torchrun --nproc-per-node 2 -m covey train RECIPE" in printed
     assert not (tmp_path / "out").exists()

@@ -259,11 +259,7 @@ def sample(
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Equal seeds give equal completions.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Sample completions and print them.
-
-    A run is asked in the form that it was trained on: its chat template and system message, or plain text. Another
-    model is asked through its chat template, one without a template in plain text.
-    """
+    """Sample completions and print them: prompts take the form of a run's own, a chat or plain text."""
     from dataclasses import replace
 
     from covey.pytorch.backend import BACKEND
@@ -281,8 +277,7 @@ def sample(
     engine = BACKEND.make_sampler(config, policy)
     plain = not conversation and (conversation is False or policy.tokenizer.chat_template is None)
     if plain and system is None:
-        why = "this model has no chat template" if conversation is None else "as in the run's training"
-        say(err, f"prompt: plain text, {why}")
+        say(err, f"prompt: plain text, {'no chat template' if conversation is None else 'as in training'}")
     prompts = build_prompts(
         [{"prompt": text if plain else [{"role": "user", "content": text}]} for text in prompt],
         policy.tokenizer,

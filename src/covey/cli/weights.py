@@ -72,9 +72,8 @@ def config_for(model: str, adapter: str | None, overrides: list[str] | None) -> 
 
 
 def form_of(model: str) -> tuple[bool | None, str | None]:
-    """Whether a run's prompts were conversations, and the system message that all of them had.
-
-    (None, None) where that is not known: a model that is no run, an agent's run, one without recorded completions.
+    """Whether a run's prompts were conversations, and the system message that all of them had; None = not known, as of
+    an agent's run or one without recorded completions.
     """
     from covey.observe.run_folder import RunFolder
 
@@ -83,16 +82,15 @@ def form_of(model: str) -> tuple[bool | None, str | None]:
     rows = folder.read_completions(steps[-1]) if folder and steps else []
     if not rows or "play" in rows[0]:
         return None, None
-    found = [_messages(str(row.get("prompt"))) for row in rows]
-    system = {first[0].get("content") if first[0]["role"] == "system" else None for first in found if first}
-    return all(found), system.pop() if len(system) == 1 else None
+    first = [_first_message(str(row.get("prompt"))) for row in rows]
+    system = {one.get("content") if one.get("role") == "system" else None for one in first}
+    return all(first), system.pop() if len(system) == 1 else None
 
 
-def _messages(recorded: str) -> list[dict[str, Any]]:
-    """The messages of a recorded prompt; none of one that is plain text."""
+def _first_message(prompt: str) -> dict[str, Any]:
+    """Of a recorded conversation; nothing of plain text."""
     try:
-        found = json.loads(recorded)
-    except ValueError:
-        return []
-    is_conversation = isinstance(found, list) and all(isinstance(one, dict) and "role" in one for one in found)
-    return found if is_conversation else []
+        (first, *_) = json.loads(prompt)
+    except (ValueError, TypeError):
+        return {}
+    return first if isinstance(first, dict) and "role" in first else {}

@@ -456,8 +456,7 @@ def require_one_process() -> None:
     world = os.environ.get("WORLD_SIZE", "")
     if "RANK" in os.environ and world.isdecimal() and int(world) > 1:
         raise ConfigError(
-            f"WORLD_SIZE={world}: torchrun or accelerate has started {world} processes of this program. A trainer made "
-            "in Python runs in one process, so each of them would train by itself into the same folder. Start the "
-            f"program with python, or write its settings into a recipe and run torchrun --nproc-per-node {world} -m "
-            "covey train RECIPE"
+            f"WORLD_SIZE={world}: torchrun or accelerate has started {world} processes, but a trainer made in Python "
+            "runs in one: each would train by itself, all into the same folder. Start the program with python, or "
+            f"write its settings into a recipe: torchrun --nproc-per-node {world} -m covey train RECIPE"
         )
