@@ -32,6 +32,8 @@ from covey.observe.doctor import diagnose, findings
 from covey.observe.run_folder import RunFolder
 from covey.pytorch import Policy
 from covey.pytorch.models.loading import load_model
+from covey.tasks import dataset
+from covey.tasks.dataset import build_prompts
 from covey.training.export import kept_weights
 
 
@@ -77,6 +79,52 @@ def test_train_eval_sample_report(covey: Command, recipe_folder: Path, tmp_path:
     found = json.loads(covey.done("report", run, "-o", picture, "--json"))
     assert (found["runs"], found["equal_step"]) == (["run"], 2)
     assert picture.stat().st_size > 5_000
+
+
+def run_advice(covey: Command, printed: str, *more: str) -> dict[str, str]:
+    """What `covey` prints for each command that a run's last lines advise, as they are written."""
+    advised = dict(line.split(": ", 1) for line in printed.splitlines() if line.startswith(("try it: ", "use it ")))
+    return {said: covey.done(*shlex.split(command)[1:], *more) for said, command in advised.items()}
+
+
+@pytest.mark.parametrize("conversation", [True, False])
+def test_what_a_run_advises_works_and_asks_as_in_training(
+    covey: Command, recipe_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conversation: bool
+) -> None:
+    run, data, asked = tmp_path / "the run", tmp_path / "rows.jsonl", []
+    begin: list[Any] = [{"role": "system", "content": "Be brief."}]
+    rows = [[*begin, {"role": "user", "content": word}] if conversation else f"say {word}: " for word in ("one", "two")]
+    data.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
+    settings = ("schedule.max_steps=1", "eval_steps=0", f"data.dataset={data}", "data.eval_dataset=none")
+    printed = covey.done("train", recipe_folder, f"run.output_dir={run}", *settings)
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        prompts = build_prompts(*arguments, **options)
+        asked.extend(prompt.content for prompt in prompts)
+        return prompts
+
+    monkeypatch.setattr(dataset, "build_prompts", noted)
+    done = run_advice(covey, printed)
+    assert list(done) == ["try it", "use it elsewhere"]
+    assert "log-probability" in done["try it"]
+    assert asked == [[*begin, {"role": "user", "content": "your prompt"}] if conversation else "your prompt"]
+    assert (run / "export" / "model.safetensors").is_file()
+    covey.done("sample", run / "export", "hello", "--max-tokens", "2", "--system", "Be kind.")
+    assert asked[1] == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hello"}]
+
+
+def test_a_base_model_is_asked_in_plain_text(covey: Command, model_folder: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(model_folder, base)
+    (base / "chat_template.jinja").unlink()
+    status, out, err = covey("sample", base, "hello", "--max-tokens", "3", "--temperature", "0")
+    assert (status, "prompt: plain text, no chat template" in err) == (0, True)
+    policy = Policy.load(base, use_peft=False)
+    ids = policy.tokenizer("hello", return_tensors="pt").input_ids
+    found = policy.model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
+    assert policy.tokenizer.decode(found, skip_special_tokens=True) in out
+    status, _, err = covey("sample", base, "hello", "--system", "Be kind.")
+    assert (status, "has no chat template" in err) == (2, True)
 
 
 def test_config_prints_what_a_recipe_means_and_explains(covey: Command, recipe_folder: Path, tmp_path: Path) -> None:

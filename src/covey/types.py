@@ -294,6 +294,9 @@ class SamplingSettings:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
+Allows = Callable[[Sequence[int]], IntArray]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """One completion to sample.
@@ -301,12 +304,13 @@ class Request:
     Requests with equal `token_ids` share one prefill. `stream` keys the counter-based random stream of this completion,
     usually `(seed, step, prompt index, sample index)`: equal streams draw equal numbers, whatever else is in the batch.
     `choices`, where given, are the only token sequences that may be sampled; the completion records what was left to
-    choose from as its `support`.
+    choose from as its `support`. `allows`, where given, says which ids may come after those sampled so far, ascending.
     """
 
     token_ids: IntArray
     stream: tuple[int, ...] = (0,)
     choices: tuple[tuple[int, ...], ...] | None = None
+    allows: Allows | None = None
 
 
 Progress = Callable[[int, int], None]

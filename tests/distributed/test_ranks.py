@@ -402,6 +402,33 @@ def test_several_learners_need_a_launcher(settings: dict[str, Any]) -> None:
         GRPOTrainer(args=GRPOConfig(**settings, learners=3), **DATA)
 
 
+SCRIPTS = """
+import sys
+import covey
+from covey import trl
+from covey.errors import ConfigError
+
+model, folder = sys.argv[1:]
+rows, reward = [{"prompt": "say one: "}], lambda completions, **columns: [0.0] * len(completions)
+native, like_trl = covey.GRPOConfig(output_dir=folder), trl.GRPOConfig(folder, per_device_train_batch_size=8)
+for make, args in ((covey.GRPOTrainer, native), (trl.GRPOTrainer, like_trl)):
+    try:
+        make(model, reward_funcs=reward, args=args, train_dataset=rows)
+    except ConfigError as error:
+        print("refused:", error)
+"""
+
+
+def test_a_script_started_by_torchrun_is_told_how_to_train_on_several(model_folder: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPTS)
+    printed = ended_well(torchrun(2, script, model_folder, tmp_path / "out"))
+    why = "refused: WORLD_SIZE=2: torchrun or accelerate has started 2 processes, but a trainer made in Python"
+    assert printed.count(why) == 4, printed
+    assert "torchrun --nproc-per-node 2 -m covey train RECIPE" in printed
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("world", "learners", "message"),
     [

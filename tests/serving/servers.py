@@ -55,8 +55,11 @@ def as_mlx(weights: bytes, rank: int, scale: float) -> tuple[bytes, dict[str, An
 class RunningServer:
     """`covey serve` with a tiny model."""
 
-    def __init__(self, settings: Any = None, limits: Any = None, graceful: int = 2, **options: Any) -> None:
-        self.model, self.tokenizer = tiny_model("llama"), tiny_tokenizer()
+    def __init__(
+        self, settings: Any = None, limits: Any = None, graceful: int = 2, tokenizer: Any = None, **options: Any
+    ) -> None:
+        self.tokenizer = tokenizer or tiny_tokenizer()
+        self.model = tiny_model("llama", len(self.tokenizer))
         self.engine = Engine(self.model, self.tokenizer, kv_cache_bytes=8 << 20)
         options = {"max_rows": 8, "max_completion_length": 200} | options
         self.batching = BatchingEngine(self.engine, self.model, **options)

@@ -24,7 +24,7 @@ BOTH: Fields = {
     # field: values that ask for nothing, values that would be ignored
     "presence_penalty": ([0, 0.0, None], [0.5, -2, "0", False]), "frequency_penalty": ([0, None], [1.0, True]),
     "repetition_penalty": ([1, None], [1.1, True]), "logit_bias": ([{}, None], [{"5": 100}, []]),
-    "response_format": ([{"type": "text"}, None], [{"type": "json_object"}, {"type": "json_schema"}, "text"]),
+    "response_format": ([{"type": "text"}, None], [{"type": "json"}, {"type": "json_schema"}, "text", {}]),
     "min_tokens": ([0], [3]), "best_of": ([1, None], [2, "1", True]), "service_tier": (["auto", None], ["flex"]),
     "store": ([False], [True]), "user": (["someone", None], [5]), "guided_json": ([None], [{}, "x"]),
     "max_token": ([], [5]), "stream_options": ([None], [{"include_usage": True}]),  # not without a stream

@@ -12,9 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import jsonschema
 import numpy as np
 import pytest
 from servers import RunningServer, adapted, at_once, begun, events, refused, serving, wait_until
+from tiny_models import CHATML, byte_tokenizer
 
 from covey.errors import CoveyError
 from covey.pytorch.engine import Engine
@@ -68,6 +70,41 @@ def test_chat_and_stop_strings(server: RunningServer) -> None:
     assert len(cut["message"]["content"]) < len(said["content"])
     assert stop in cut["message"]["content"]
     assert cut["finish_reason"] == "stop"
+
+
+def of_schema(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+def test_response_format_gives_json_of_the_schema() -> None:
+    """Of a model with random weights, which writes none by itself."""
+    pytest.importorskip("llguidance")
+    some = {"type": "string", "maxLength": 4}
+    properties = {"kind": {"enum": ["question", "complaint"]}, "urgent": {"type": "boolean"}, "name": some}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHATML
+    messages = [{"role": "user", "content": "hello"}]
+    ask = {"n": 6, "max_tokens": 150, "seed": 3}
+    with serving(tokenizer=tokenizer) as server:
+        for path, what in (("/v1/completions", {"prompt": "hello"}), ("/v1/chat/completions", {"messages": messages})):
+            for more in ({}, {"temperature": 0}):
+                given = server.ask(path, **what, **ask, **more, response_format=of_schema(schema)).json()["choices"]
+                for choice in given:
+                    jsonschema.validate(json.loads(choice.get("text") or choice["message"]["content"]), schema)
+                assert {choice["finish_reason"] for choice in given} == {"stop"}
+        body = {"prompt": "hello", "max_tokens": 150, "seed": 3, "response_format": of_schema(schema)}
+        parts = [event["choices"][0].get("text", "") for event in events(server.ask(**body, stream=True))]
+        jsonschema.validate(json.loads("".join(parts)), schema)
+        assert "".join(parts) == server.ask(**body).json()["choices"][0]["text"]
+        begun = server.ask(prompt="hello", max_tokens=9, response_format={"type": "json_object"}).json()["choices"][0]
+        assert begun["text"].startswith("{")
+        for wrong, why in (({"type": "nonsense"}, "Invalid type"), ({"$ref": "http://x/y"}, "not present")):
+            assert why in refused(server.ask(prompt="x", response_format=of_schema(wrong)))
+        assert "leave choices, stop" in refused(server.ask(prompt="x", stop="x", response_format=of_schema(schema)))
+    with serving() as server:
+        told = refused(server.ask(prompt="x", response_format={"type": "json_object"}))
+        assert "not served for this model" in told
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -36,7 +36,7 @@ from covey.cli.results import (
 )
 from covey.cli.serve import serve
 from covey.cli.watch import watch
-from covey.cli.weights import AsJson, Overrides, config_for, err, out, print_json, recipe_file, said_by_signals
+from covey.cli.weights import AsJson, Overrides, config_for, err, form_of, out, print_json, recipe_file, said_by_signals
 from covey.config.names import canonical_names
 from covey.config.old_names import gone_command
 from covey.config.text import explain as explained
@@ -256,7 +256,7 @@ def evaluate(
 @app.command()
 def sample(
     model: Annotated[str, typer.Argument(help="pkg:NAME, hub id, folder, .gguf file, or the folder of a run.")],
-    prompt: Annotated[list[str], typer.Argument(help="One or more prompts; they go through the chat template.")],
+    prompt: Annotated[list[str], typer.Argument(help="One or more prompts.")],
     adapter: Annotated[str | None, typer.Option(help="Folder of a PEFT adapter to put on the model.")] = None,
     number: Annotated[int, typer.Option("-n", "--number", min=1, help="Completions for each prompt.")] = 1,
     temperature: Annotated[float, typer.Option(min=0, help="0 = greedy.")] = 1.0,
@@ -265,7 +265,7 @@ def sample(
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Equal seeds give equal completions.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Sample completions and print them."""
+    """Sample completions and print them: prompts take the form of a run's own, a chat or plain text."""
     from dataclasses import replace
 
     from covey.pytorch.backend import BACKEND
@@ -276,14 +276,19 @@ def sample(
     setup.require_room_for(f"-n {number} x --max-tokens {max_tokens}", number * len(prompt), max_tokens)
     prompt = [os.fsencode(text).decode("utf-8", "replace") for text in prompt]  # of any locale
     config = config_for(model, adapter, None).replace(max_completion_length=max_tokens)
-    task = setup.load_task(config) if system is None else None
+    conversation, own_system = form_of(model)
+    task = setup.load_task(config) if system is None and conversation is None else None
     BACKEND.check(config)
     policy = BACKEND.make_policy(config)
     engine = BACKEND.make_sampler(config, policy)
+    plain = not conversation and (conversation is False or policy.tokenizer.chat_template is None)
+    if plain and system is None:
+        say(err, f"prompt: plain text, {'no chat template' if conversation is None else 'as in training'}")
     prompts = build_prompts(
-        [{"prompt": [{"role": "user", "content": text}]} for text in prompt],
+        [{"prompt": text if plain else [{"role": "user", "content": text}]} for text in prompt],
         policy.tokenizer,
-        system_prompt=system or config.data.system_prompt or (task.system_prompt if task else None),
+        system_prompt=system or own_system or config.data.system_prompt or (task.system_prompt if task else None),
+        chat_template_kwargs=config.data.chat_template_kwargs,
         context_length=engine.context_length,
         max_completion_length=max_tokens,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Iterator
@@ -71,3 +72,28 @@ def config_for(model: str, adapter: str | None, overrides: list[str] | None) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # lora_r beside an adapter has no effect: it is the one that it was made with
         return config.replace(adapter=kept.path) if config.model.use_peft else config.replace(model=kept.path)
+
+
+def form_of(model: str) -> tuple[bool | None, str | None]:
+    """Whether a run's prompts were conversations, and the system message that all of them had; None = not known, as of
+    an agent's run or one without recorded completions.
+    """
+    from covey.observe.run_folder import RunFolder
+
+    folder = RunFolder.read(model) if RunFolder.is_run(model) else None
+    steps = folder.completion_steps() if folder else []
+    rows = folder.read_completions(steps[-1]) if folder and steps else []
+    if not rows or "play" in rows[0]:
+        return None, None
+    first = [_first_message(str(row.get("prompt"))) for row in rows]
+    system = {one.get("content") if one.get("role") == "system" else None for one in first}
+    return all(first), system.pop() if len(system) == 1 else None
+
+
+def _first_message(prompt: str) -> dict[str, Any]:
+    """Of a recorded conversation; nothing of plain text."""
+    try:
+        (first, *_) = json.loads(prompt)
+    except (ValueError, TypeError):
+        return {}
+    return first if isinstance(first, dict) and "role" in first else {}

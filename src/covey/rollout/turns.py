@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from covey.errors import GenerationError
 from covey.rollout.drawing import Choices, StopMatcher, following, only_way_on, stream_key
-from covey.types import Completion, FinishReason, IntArray, Progress, Request, SamplingSettings, Support
+from covey.types import Allows, Completion, FinishReason, IntArray, Progress, Request, SamplingSettings, Support
 
 NO_LIMIT = 1 << 62
 REUSED_BLOCK = 128
@@ -65,6 +65,7 @@ class Row:
     key: int = 0  # of that stream
     matcher: StopMatcher | None = None
     choices: Choices | None = None  # the only sequences that the present turn may be; None = any
+    allows: Allows | None = None  # says which ids may come next; None = any
     # what the turn says however likely it is; its log-probabilities are those at temperature 1. Only devices of PyTorch
     # know of it
     forced: IntArray | None = None
@@ -94,6 +95,8 @@ class Row:
 
     def allowed(self) -> IntArray | None:
         """Ids that may come next, ascending; None = any."""
+        if self.allows is not None:
+            return self.allows(self.own[self.turn :])
         return None if self.choices is None else following(self.choices, self.own[self.turn :])
 
     def history(self) -> IntArray:
@@ -216,7 +219,7 @@ class Session(Generic[D]):
                 "leaves no room for a completion; shorten the prompt or set data.max_prompt_length"
             )
         ids = np.ascontiguousarray(request.token_ids, dtype=np.int64)
-        row = Row(ids, request.stream, keep, settings or self._settings)
+        row = Row(ids, request.stream, keep, settings or self._settings, allows=request.allows)
         self._begin_turn(row, self.room_for_turn(row, 0), request.stream, request.choices)
         self._started += 1
         self._queue.append(row)

@@ -22,6 +22,7 @@ import numpy as np
 
 from covey.errors import CoveyError
 from covey.serving.batching import Answer, BatchingEngine, Job, unheld
+from covey.serving.json_output import json_rules
 from covey.serving.requests import (
     MAX_COMPLETIONS,
     ChatRequest,
@@ -250,12 +251,14 @@ class Answering:
             values = getattr(asked, name)
             if values is not None and len(values) != count:
                 raise RequestError(f"{name} has {len(values)} entries for {count} completions")
+        schema = asked.json_schema()
+        rule = None if schema is None else json_rules(schema, self._tokenizer, self._engine.vocabulary, self._ends)
         seed = secrets.randbits(62) if asked.seed is None else asked.seed
         streams = asked.streams or [[seed, place] for place in range(count)]
         choices = asked.choices or [None] * count
         arrays = [array for prompt in prompts for array in [np.array(prompt, dtype=np.int64)] * asked.n]
         requests = [
-            Request(ids, tuple(stream), None if some is None else tuple(map(tuple, some)))
+            Request(ids, tuple(stream), None if some is None else tuple(map(tuple, some)), rule and rule())
             for ids, stream, some in zip(arrays, streams, choices, strict=True)
         ]
         return requests, asked.settings(longest, self._ends, self._engine.vocabulary)

@@ -31,7 +31,7 @@ class RequestError(CoveyError, ValueError):
 _SAMPLING: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "length_penalty": (1,),
     "logit_bias": ({},), "min_tokens": (0,), "use_beam_search": (False,), "include_stop_str_in_output": (True,),
-    "skip_special_tokens": (True,), "response_format": ({"type": "text"},), "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,), "service_tier": ("auto", "default"),
     "store": (False,), "metadata": ({},),
 }
 _NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
@@ -114,6 +114,7 @@ class _Sampling(BaseModel):
     seed: int | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    response_format: dict[str, Any] = Field(default_factory=lambda: {"type": "text"})
     user: str = Field(default="", max_length=1000)
     return_token_ids: bool = False
     # beyond OpenAI: which random stream each completion draws from, what it may be, which weights it must come from
@@ -137,6 +138,11 @@ class _Sampling(BaseModel):
             raise ValueError(f"choices has {ids} token ids; send up to {_MOST_CHOICE_IDS} in one request")
         if "stream_options" in self.model_fields_set and not self.stream:
             raise ValueError("stream_options is for stream=true only")
+        ended_otherwise = self.choices or self.stop or self.ignore_eos or self.stop_token_ids is not None
+        if self.json_schema() is not None and ended_otherwise:
+            raise ValueError(
+                "response_format says where JSON ends: leave choices, stop, stop_token_ids, ignore_eos out"
+            )
         if self.stream and self.return_support:
             raise ValueError("return_support is not streamed; leave stream out")
         if self.return_support and self.temperature == 0 and self.choices is None:
@@ -144,6 +150,17 @@ class _Sampling(BaseModel):
         if self.seed is not None and self.streams is not None:
             raise ValueError("seed and streams both say which random numbers are drawn; leave one of them out")
         return self
+
+    def json_schema(self) -> dict[str, Any] | None:
+        """What the completion is to be as JSON; None = any text."""
+        match self.response_format:
+            case {"type": "text"}:
+                return None
+            case {"type": "json_object"}:
+                return {"type": "object"}
+            case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+                return schema
+        raise ValueError('response_format: its type is text, json_object, or json_schema with {"schema": ...} under it')
 
     @property
     def wants_logprobs(self) -> bool:

@@ -485,4 +485,16 @@ def default_backend() -> Backend:
     """PyTorch's, which is loaded when a run is made: the name `GRPOTrainer` alone needs no torch."""
     from covey.pytorch.backend import BACKEND
 
+    require_one_process()
     return BACKEND
+
+
+def require_one_process() -> None:
+    """Refuse to be one of several processes of a script. Raises ConfigError."""
+    world = os.environ.get("WORLD_SIZE", "")
+    if "RANK" in os.environ and world.isdecimal() and int(world) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={world}: torchrun or accelerate has started {world} processes, but a trainer made in Python "
+            "runs in one: each would train by itself, all into the same folder. Start the program with python, or "
+            f"write its settings into a recipe: torchrun --nproc-per-node {world} -m covey train RECIPE"
+        )

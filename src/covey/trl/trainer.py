@@ -38,6 +38,7 @@ from covey.rollout.learning import Sampler
 from covey.tasks.dataset import load_rows
 from covey.training.checkpoint import list_checkpoints
 from covey.training.evaluate import with_logged
+from covey.training.setup import require_one_process
 from covey.trl.agents import Acting, is_stream, read_in_order
 from covey.trl.arguments import GRPOConfig, warned
 from covey.trl.flow import Flow, Rates, Run, compare_rewards, eval_names
@@ -116,6 +117,7 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
+        require_one_process()
         self.args = args = GRPOConfig(f"{model_name(model)}-GRPO") if args is None else args
         if not isinstance(args, GRPOConfig):
             raise ConfigError(
