@@ -44,4 +44,4 @@ def problems(text: str) -> list[str]:
 
 if __name__ == "__main__":
     told = [f"{name}: {problem}" for name in sys.argv[1:] for problem in problems(Path(name).read_text())]
-    sys.exit("\n".join(told))
+    sys.exit("\n".join(told) or 0)

@@ -106,7 +106,7 @@ def test_a_real_run_is_told_as_it_was_recorded_and_its_ledger_adds_up(finished: 
     assert page.ask("0/prompts", step=3) == texts
     pairs = page.ask("0/compare", before=0, after=4, shown="all")
     assert len(pairs["pairs"]) == sum(pairs["counts"].values()) == 4
-    assert page.ask("describe", name="reward")["reward"][1].startswith("mean over completions")
+    assert page.ask("describe", name="reward")["reward"][1].startswith("weighted sum of rewards")
     assert page.ask("0/doctor") == {"said": [], "more": False}  # too few steps for it to say anything
 
     # and its ledger, token by token, adds up

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from covey.config.names import FIELDS, MEANS, SECTIONS, SYNONYMS, canonical_names, field_path, resolve
+from covey.config.names import FIELDS, HINTS, MEANS, SECTIONS, SYNONYMS, canonical_names, field_path, resolve
 from covey.config.old_names import CHOICES, SETTINGS, in_toml
 from covey.config.section import shown
 from covey.config.training import PhaseConfig
@@ -66,6 +66,7 @@ def explain(filter: str = "") -> list[FieldHelp]:
         line
         for line in lines
         if filter.lower() in f"{line.section}.{line.name} {line.meaning} {line.type} {' '.join(line.also)}".lower()
+        or HINTS.get(filter.lower()) == line.name
     ]
 
 
