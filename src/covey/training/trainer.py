@@ -89,8 +89,8 @@ class GRPOTrainer:
 
     Args:
         model: (or `policy_model`) hub id, folder, .gguf file, `pkg:NAME`, or a loaded model; None = `args.model.model`.
-        reward_funcs: (or `reward_function`) one or several: `f(prompts, completions, **columns) -> list[float | None]`, sync
-            or async, or a `Verifier`; None = those of the task.
+        reward_funcs: (or `reward_function`) one or several: `f(prompts, completions, **columns) -> list[float | None]`,
+            sync or async, or a `Verifier`; None = those of the task.
         args: the settings.
         train_dataset: list of dicts, Hugging Face `Dataset`, file, or hub id, with a `prompt` column; None = those of
             `args.data`.
