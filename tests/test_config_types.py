@@ -162,7 +162,7 @@ OTHERS = "torch.*,transformers.*,peft.*,numpy.*,covey.training.*,covey.pytorch.*
 @pytest.mark.parametrize(
     ("right", "wrong", "said", "skipped"),
     [
-        (RIGHT, WRONG, SAID, OTHERS),
+        pytest.param(RIGHT, WRONG, SAID, OTHERS, marks=pytest.mark.slow),
         pytest.param(RIGHT_TRL, WRONG_TRL, SAID_TRL, "torch.*", marks=pytest.mark.slow),
     ],
     ids=["covey", "covey.trl"],

@@ -98,7 +98,10 @@ def test_wheels_that_are_not_there_and_no_time_left_are_said(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("parts", "broken"),
-    [(("machine", "parity", "units"), ("parity",)), pytest.param(ALL, ALIKE, marks=pytest.mark.slow)],
+    [
+        pytest.param(("machine", "parity", "units"), ("parity",), marks=pytest.mark.slow),
+        pytest.param(ALL, ALIKE, marks=pytest.mark.slow),
+    ],
     ids=["some", "all"],
 )
 def test_parts_report_though_some_break(parts: tuple[str, ...], broken: tuple[str, ...], tmp_path: Path) -> None:

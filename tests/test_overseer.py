@@ -143,7 +143,8 @@ def test_an_interrupt_of_what_hears_it_is_an_interrupt_and_no_word_is_said_of_wh
     assert ended(begun(tmp_path, "quick waits soon", 30.0, silent=0.3), 0) == ("[2.5]\n", "")
 
 
-@pytest.mark.parametrize("timeout", [1000.0, slow(None)])
+@pytest.mark.slow
+@pytest.mark.parametrize("timeout", [1000.0, None])
 def test_one_word_names_what_takes_long(tmp_path: Path, timeout: float | None) -> None:
     said = "\ncovey: reward function 'waits_longer' has been running for 0.1 s\n"
     assert ended(begun(tmp_path, "waits_longer", timeout, word=0.1), 0) == ("[0.5]\n", said)

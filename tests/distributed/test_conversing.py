@@ -133,13 +133,10 @@ def numbers(trainer: GRPOTrainer | Path) -> Any:
 
 @pytest.mark.parametrize(
     "how",
-    [
-        CHOICE,
-        pytest.param(STEPS, marks=pytest.mark.slow),
-        pytest.param({"action_format": "tags", "parallel_episodes": 3}, marks=pytest.mark.slow),
-    ],
+    [CHOICE, STEPS, {"action_format": "tags", "parallel_episodes": 3}],
     ids=str,
 )
+@pytest.mark.slow
 def test_the_speed_of_worlds_and_who_samples_change_nothing(
     play: Any, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -419,6 +419,7 @@ for make, args in ((covey.GRPOTrainer, native), (trl.GRPOTrainer, like_trl)):
 """
 
 
+@pytest.mark.slow
 def test_a_script_started_by_torchrun_is_told_how_to_train_on_several(model_folder: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPTS)

@@ -22,8 +22,9 @@ from covey.types import Request, SamplingSettings
 TOKENS = 512
 OWN, ALL = {"fused_layers": False}, {"use_peft": False}
 CASES = [("Llama", "float32", {}), ("Llama", "bfloat16", {}), ("Qwen3", "bfloat16", {})]
-CASES += [("Llama", "float32", OWN), ("Llama", "bfloat16", OWN), ("Qwen3", "float32", ALL), ("Llama", "float32", ALL)]
-CASES += [("Llama", "float32", ALL | {"autocast": "bfloat16"})]
+MORE = [("Llama", "float32", OWN), ("Llama", "bfloat16", OWN), ("Qwen3", "float32", ALL), ("Llama", "float32", ALL)]
+MORE += [("Llama", "float32", ALL | {"autocast": "bfloat16"})]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
 HEADS = [("bfloat16", False, 1), ("bfloat16", False, 2), ("float32", True, 1), ("float32", False, 1)]
 
 

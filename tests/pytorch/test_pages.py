@@ -98,7 +98,7 @@ def what_serves() -> str:
     return drawn([["models", "class in transformers", "trainer", "sampler"], *map(row, EVERY_FAMILY)])
 
 
-@pytest.mark.parametrize("table", [what_fits, what_serves])
+@pytest.mark.parametrize("table", [pytest.param(what_fits, marks=pytest.mark.slow), what_serves])
 def test_the_page_says_what_is_so(table: Callable[[], str]) -> None:
     if not PAGE.is_file():
         pytest.skip("not run from a source tree")

@@ -114,7 +114,7 @@ def test_an_answer_that_nobody_reads() -> None:
         one.connect(("127.0.0.1", server.port))
         one.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(text) + text)
         wait_until(lambda: server.batching.counts.completions == 64)
-        time.sleep(4)
+        time.sleep(2.5)
         one.settimeout(20)
         arrived = read_to_the_end(one)
         length = int(arrived.lower().partition(b"content-length: ")[2].partition(b"\r")[0])

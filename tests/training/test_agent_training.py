@@ -196,6 +196,7 @@ class Broken(Unimportable):
         return [{"uid": "a"}, {"uid": "b"}]
 
 
+@pytest.mark.slow
 def test_a_step_without_a_single_turn_stops_the_run(playing: Settings) -> None:
     trainer = GRPOTrainer(args=GRPOConfig(**(playing | {"world": None})), world=Broken())
     assert len(trainer.prompts) == 2
