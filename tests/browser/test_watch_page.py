@@ -518,6 +518,8 @@ def test_screen_readers_find_their_way(short_run: Path, agents_run: Path, visit:
 def test_the_keyboard_is_enough(short_run: Path, visit: Any) -> None:
     page = visit(short_run, first=".card canvas")
     focused = "document.activeElement.textContent"
+    page.until("[...document.querySelectorAll('nav button:not([hidden])')].some(tab => tab.textContent === 'Tokens')")
+    page.settle()
     for _ in range(12):
         page.page.keyboard.press("Tab")
         if page.page.evaluate(focused) == "Tokens":

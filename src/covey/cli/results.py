@@ -137,5 +137,7 @@ def print_summary(out: Console, trainer: GRPOTrainer, folder: Path) -> None:
     kept = [event["message"] for event in RunFolder.read(folder).read_events() if event.get("kind") == "adapter"]
     for message in kept[-1:]:
         say(out, str(message))
-    say(out, f"try it: covey sample {shlex.quote(str(folder))} 'your prompt'")
-    say(out, f"use it elsewhere: covey export {shlex.quote(str(folder))}")
+    name = shlex.quote(str(folder))
+    tried = f"covey sample {name} 'your prompt'" if trainer.world is None else f"covey eval {name} --num 1 --show 1"
+    say(out, f"try it: {tried}")
+    say(out, f"use it elsewhere: covey export {name}")

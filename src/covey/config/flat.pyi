@@ -703,7 +703,9 @@ class Flat:
         """
     @property
     def max_steps(self) -> int:
-        """Optimiser steps; -1 = as many as num_train_epochs gives. Above 0 it replaces num_train_epochs."""
+        """Steps: each samples completions and trains on them, with several optimiser steps if num_iterations or
+        num_minibatches is above 1. -1 = as many as num_train_epochs gives. Above 0 it replaces num_train_epochs.
+        """
     @property
     def max_optimizer_steps(self) -> int | None:
         """Length in optimiser steps, in place of max_steps, when each step's completions have several

@@ -120,7 +120,8 @@ class ScheduleConfig(Section, frozen=True):
     """How long a run is, and its phases. The first limit to be reached ends the run."""
 
     max_steps: Annotated[int, AfterValidator(_some_steps)] = Field(default=-1, ge=-1)
-    """Optimiser steps; -1 = as many as num_train_epochs gives. Above 0 it replaces num_train_epochs."""
+    """Steps: each samples completions and trains on them, with several optimiser steps if num_iterations or
+    num_minibatches is above 1. -1 = as many as num_train_epochs gives. Above 0 it replaces num_train_epochs."""
     max_optimizer_steps: int | None = Field(default=None, ge=1)
     """Length in optimiser steps, in place of max_steps, when each step's completions have several (num_iterations,
     num_minibatches). Warm-up and schedule count them too. The last step's completions are trained on less often if the
