@@ -94,11 +94,15 @@ lint: $(VENV)/.dev
 
 # The wheel in an environment without the working tree: what an outsider installs starts, explains itself, and trains.
 WHEEL := build/wheel
-wheel: $(VENV)/.dev
-	rm -rf $(WHEEL) build/lib && $(BIN)/python -m build --quiet --wheel --outdir $(WHEEL)
-	$(PYTHON) -m venv $(WHEEL)/venv
+$(WHEEL)/.torch: $(SOURCES)
+	rm -rf $(WHEEL) && $(PYTHON) -m venv $(WHEEL)/venv
 	$(WHEEL)/venv/bin/python -m pip --disable-pip-version-check --quiet install $(TORCH) \
 		|| $(WHEEL)/venv/bin/python -m pip install $(TORCH) --index-url https://download.pytorch.org/whl/cpu
+	@touch $@
+
+wheel: $(VENV)/.dev $(WHEEL)/.torch
+	rm -rf build/lib $(WHEEL)/*.whl && $(BIN)/python -m build --quiet --wheel --outdir $(WHEEL)
+	$(WHEEL)/venv/bin/python -m pip --disable-pip-version-check --quiet install --force-reinstall --no-deps $(WHEEL)/covey-*.whl
 	$(WHEEL)/venv/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt $(WHEEL)/covey-*.whl
 	cd $(WHEEL) && venv/bin/covey --version && venv/bin/covey --help > help.txt \
 		&& venv/bin/covey config --explain > options.txt && venv/bin/python ../../tests/wheel_step.py
