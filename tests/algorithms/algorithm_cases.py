@@ -1,10 +1,8 @@
 """Random cases, and their gradients in torch and in JAX."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -42,16 +40,14 @@ class Case:
     entropy: Any
     correction: Any
 
-    def map(self, convert: Callable[[Any], Any]) -> Case:
-        return Case(**{field.name: convert(getattr(self, field.name)) for field in fields(self)})
+    def map(self, convert: Callable[[Any], Any]) -> Self:
+        return type(self)(**{field.name: convert(getattr(self, field.name)) for field in fields(self)})
 
 
 def random_case(seed: int, rows: int = 5, tokens: int = 6, spread: float = 0.4) -> Case:
     """Ragged rows, some of them empty, advantages of both signs and some 0."""
-    rng = np.random.default_rng(seed)
-    shape = (rows, tokens)
-    logp = -rng.exponential(1.0, shape)
-    lengths = rng.integers(0, tokens + 1, rows)
+    rng, shape = np.random.default_rng(seed), (rows, tokens)
+    logp, lengths = -rng.exponential(1.0, shape), rng.integers(0, tokens + 1, rows)
     mask = (np.arange(tokens) < lengths[:, None]) & (rng.random(shape) < 0.9)
     return Case(
         logp=logp,
@@ -97,7 +93,6 @@ def jax_gradient(case: Case, loss: Callable[[Case], Any]) -> tuple[float, np.nda
 
 
 def finite_difference(f: Callable[[np.ndarray], float], x: np.ndarray, step: float = 1e-6) -> np.ndarray:
-    """Central differences of a scalar function."""
     gradient = np.zeros_like(x)
     for index in np.ndindex(x.shape):
         up, down = x.copy(), x.copy()

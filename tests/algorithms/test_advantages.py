@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raising import raises
 
 from covey import algorithms as alg
 from covey.algorithms.advantages import discounted_returns, gigpo_advantages
@@ -27,6 +28,12 @@ FOUND = {name: alg.find_estimator(name) for name in sorted(alg.ADVANTAGE_ESTIMAT
 WITHIN_GROUPS = [n for n, e in FOUND.items() if e.group_relative and not e.needs_turns and not e.needs_sum_pi_squared]
 BOUNDED = settings(max_examples=30, deadline=None, derandomize=True)
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+some_reward = st.one_of(st.just(NAN), st.integers(-3, 3).map(float), st.floats(-1e3, 1e3))
+reward_lists = st.lists(st.tuples(st.integers(0, 3), some_reward), min_size=1, max_size=12)
+TIED: list[list[float]] = [[0.1 + 0.2, 0.3, 0.3], [-0.3, -(0.1 + 0.2), -0.3], [1e300 * 3, 3e300, 3e300]]
+TIED += [[1e-9 * 3, 3e-9, 3e-9], [sum([0.1] * 10), 1.0, NAN], [0.0, -0.0, 0.0], [NAN, NAN, 0.3]]
+DIFFERENT: list[list[float]] = [[1e-9, 2e-9, 1e-9], [1e6, 1e6 + 0.5, 1e6], [0.0, 1e-15, 0.0]]
+DIFFERENT += [[-1e-12, 1e-12, NAN], [1e308, -1e308, 0.0], [0.3, 0.3 + 1e-9, 0.3]]
 
 
 def estimate_by(name: str, rewards: Any, groups: Any, **settings: Any) -> Any:
@@ -77,10 +84,6 @@ def test_a_group_without_relative_information_gets_exactly_zero(name: str, rewar
         assert estimate_by(name, rewards, [0] * len(rewards), scale=scale).tolist() == [0] * len(rewards)
 
 
-some_reward = st.one_of(st.just(NAN), st.integers(-3, 3).map(float), st.floats(-1e3, 1e3))
-reward_lists = st.lists(st.tuples(st.integers(0, 3), some_reward), min_size=1, max_size=12)
-
-
 @pytest.mark.parametrize("name", WITHIN_GROUPS)
 @BOUNDED
 @given(rows=reward_lists, data=st.data())
@@ -123,8 +126,7 @@ def test_each_group_by_itself(rows: list[tuple[int, int, float]], correction: in
         if key not in seen and not np.isnan(rewards[row]):
             seen.add(key)
             once[row] = True
-    everyone = np.ones(len(rows), bool)
-    check(alg.group_advantages(rewards, groups, correction=correction), expected(everyone), **CLOSE)
+    check(alg.group_advantages(rewards, groups, correction=correction), expected(np.ones(len(rows), bool)), **CLOSE)
     check(alg.episode_advantages(rewards, groups, episodes, correction=correction), expected(once), **CLOSE)
 
 
@@ -153,27 +155,14 @@ def test_an_episode_counts_once_however_many_steps_it_has() -> None:
     unit = np.array([1, -1, 1, 1, -1, 1]) / math.sqrt(2)
     check(alg.episode_advantages(rewards, groups, episodes, epsilon=0.0), unit)
     # the first row of episode 8 could not be scored: the next one speaks for it
-    found = alg.episode_advantages([NAN, *rewards[1:]], groups, episodes, epsilon=0.0)
-    check(found[:4], [0, *unit[1:4]])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_episodes_are_counted_in_narrow_types_too(dtype: torch.dtype) -> None:
+    check(alg.episode_advantages([NAN, *rewards[1:]], groups, episodes, epsilon=0.0)[:4], [0, *unit[1:4]])
     groups, episodes = torch.arange(3000) // 6, torch.arange(3000) // 3 % 2
-    rewards = (episodes + groups % 2).to(dtype)
-    found = alg.episode_advantages(rewards, groups, episodes, scale="none")
-    np.testing.assert_array_equal(found.float().numpy(), np.where(episodes.numpy() == 1, 0.5, -0.5))
+    for dtype in (torch.float16, torch.bfloat16):  # narrow types count them too
+        found = alg.episode_advantages((episodes + groups % 2).to(dtype), groups, episodes, scale="none")
+        np.testing.assert_array_equal(found.float().numpy(), np.where(episodes.numpy() == 1, 0.5, -0.5))
 
 
-def test_a_wide_reward_does_not_drown_the_others_when_each_is_normalised_first() -> None:
-    parts = np.array([[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1000.0, 1000.0]])
-    together = alg.group_advantages(alg.combine_rewards(parts, [1.0, 1.0]), [0] * 4)
-    apart = estimate_by("gdpo", None, [0] * 4, parts=parts, weights=[1.0, 1.0])
-    assert together[2] - together[3] < 0.01
-    assert apart[2] - apart[3] > 1.0
-
-
-def test_several_rewards_by_hand() -> None:
+def test_several_rewards_by_hand_of_which_a_wide_one_drowns_no_other_when_each_is_normalised_first() -> None:
     parts = [[1.0, 0.0, None, None], [10.0, 30.0, 20.0, None]]
     np.testing.assert_array_equal(alg.combine_rewards(parts, [2.0, 0.1]), [3.0, 3.0, 2.0, NAN])
     summed = alg.group_advantages(alg.combine_rewards(parts, [2.0, 0.1]), [0] * 4, epsilon=0.0)
@@ -188,9 +177,14 @@ def test_several_rewards_by_hand() -> None:
     found = estimate_by("gdpo", None, [0, 0, 1, 1], parts=parts, weights=[1.0, 1.0], epsilon=1e-12)
     # sums -a a -2a 2a with a = sqrt(1/2); their sample std is sqrt(10 a^2 / 3)
     check(found, np.array([-1, 1, -2, 2]) / math.sqrt(10 / 3))
+    parts = np.array([[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1000.0, 1000.0]])
+    together = alg.group_advantages(alg.combine_rewards(parts, [1.0, 1.0]), [0] * 4)
+    apart = estimate_by("gdpo", None, [0] * 4, parts=parts, weights=[1.0, 1.0])
+    assert together[2] - together[3] < 0.01
+    assert apart[2] - apart[3] > 1.0
 
 
-def test_the_signatures_of_the_agents_document() -> None:
+def test_the_signatures_of_the_documents_and_the_spreads_that_they_divide_by() -> None:
     mask, u = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]]), np.array(["u", "u", "u"], dtype=object)
     rewards, episodes = np.array([1.0, 2.0, 2.0]), np.array(["a", "b", "b"])
     advantages, returns = alg.compute_naive_grpo_outcome_advantage(rewards, mask, u, episodes)
@@ -208,10 +202,7 @@ def test_the_signatures_of_the_agents_document() -> None:
     np.testing.assert_array_equal(advantages, returns)
     sample, _ = alg.compute_grpo_outcome_advantage(rewards, steps, ["u", "u", "v"])
     check(sample[0], [-math.sqrt(0.5), -math.sqrt(0.5), 0], atol=1e-5)
-
-
-def test_the_two_functions_of_the_documents_divide_by_different_spreads() -> None:
-    """As docs/agents.md says: the population's for the one that its document defines so, the sample's as in runs."""
+    # as docs/agents.md says: the population's for the one that its document defines so, the sample's as in runs
     ids, ones = np.zeros(4, np.int64), np.ones((4, 1))
     rewards, episodes = np.array([0.0, 0.0, 1.0, 1.0]), np.arange(4)
     naive = alg.compute_naive_grpo_outcome_advantage(rewards, ones, ids, episodes)[0]
@@ -223,22 +214,16 @@ def test_the_two_functions_of_the_documents_divide_by_different_spreads() -> Non
 
 
 def test_errors_name_the_value_and_the_fix() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'batch'"):
-        alg.group_advantages([1.0], [0], scale="bach")
-    with pytest.raises(DataError, match=r"\(2,\).*\(1,\)"):
-        alg.group_advantages([1.0, 2.0], [0])
-    with pytest.raises(DataError, match="one weight"):
-        alg.combine_rewards([[1.0], [2.0]], [1.0])
+    raises(ConfigError, "did you mean 'batch'", alg.group_advantages, [1.0], [0], scale="bach")
+    raises(DataError, r"\(2,\).*\(1,\)", alg.group_advantages, [1.0, 2.0], [0])
+    raises(DataError, "one weight", alg.combine_rewards, [[1.0], [2.0]], [1.0])
 
 
-def test_returns() -> None:
+def test_returns_and_the_steps_that_began_alike_which_gigpo_adds() -> None:
     assert discounted_returns([0.0, 0.0, 1.0], 1.0).tolist() == [1.0, 1.0, 1.0]
     assert discounted_returns([1.0, 0.0, 4.0], 0.5).tolist() == [2.0, 2.0, 4.0]
     assert discounted_returns([1.0, 2.0], 0.0).tolist() == [1.0, 2.0]
     assert discounted_returns([], 1.0).tolist() == []
-
-
-def test_gigpo_adds_steps_that_began_alike() -> None:
     # two episodes of one group: both begin in "hall", only the first goes on to "attic"
     rewards = np.array([1.0, 1.0, 0.0])
     steps = (rewards, rewards, np.array([0, 0, 0]), np.array([0, 0, 1]), ["hall", "attic", "hall"])
@@ -259,12 +244,6 @@ def test_equal_observations_of_other_groups_are_other_anchors_whatever_their_nam
     names = [convert(np.array([low + n for n in each], np.int32)) for each in ids]
     values = convert(np.array([1.0, 0.0, 5.0, 9.0]))
     check(gigpo_advantages(values, values, *names, scale="none"), [1, -1, -4, 4])
-
-
-TIED: list[list[float]] = [[0.1 + 0.2, 0.3, 0.3], [-0.3, -(0.1 + 0.2), -0.3], [1e300 * 3, 3e300, 3e300]]
-TIED += [[1e-9 * 3, 3e-9, 3e-9], [sum([0.1] * 10), 1.0, NAN], [0.0, -0.0, 0.0], [NAN, NAN, 0.3]]
-DIFFERENT: list[list[float]] = [[1e-9, 2e-9, 1e-9], [1e6, 1e6 + 0.5, 1e6], [0.0, 1e-15, 0.0]]
-DIFFERENT += [[-1e-12, 1e-12, NAN], [1e308, -1e308, 0.0], [0.3, 0.3 + 1e-9, 0.3]]
 
 
 def group_of(rewards: list[float]) -> Group:
@@ -307,16 +286,13 @@ def test_the_rule_in_float32(library: Any) -> None:
     assert equal_rewards(low, high).tolist() == [True, False]
 
 
-def test_down_sampling_of_small_rewards_chooses_those_that_vary_and_a_grown_group_stays_tied() -> None:
+def test_down_sampling_grown_groups_pass_at_k_and_the_doctor_call_rewards_equal_by_the_same_rule() -> None:
     assert sorted(max_variance(group_of([0.0, 0.0, 1e-9, 2e-9]), 2).tolist()) in ([0, 3], [1, 3])
     group = group_of([0.3, 0.3])
     assert group.grown_by(replace(group, rewards=np.array([0.1 + 0.2, 0.3]))).is_tied
     rewards = [0.1 + 0.2, 0.3, 0.0]  # pass@k: two best ones that differ by rounding have no lead
     assert not np.any(alg.find_estimator("grpo_passk")(alg.Outcomes(np.array(rewards), np.zeros(3, np.int64))))
     assert not alg.find_estimator("grpo_passk").teaches(group_of(rewards))
-
-
-def test_the_doctor_calls_rewards_equal_by_the_same_rule() -> None:
     step = {"reward": 0.1 + 0.2, "reward_std": 1e-17, "frac_reward_zero_std": 1.0, "accuracy": 0.0}
     alike = [step | {"reward": 0.3} if n % 2 else step for n in range(40)]
     assert "reward_constant" in {each.code for each in diagnose(alike)}

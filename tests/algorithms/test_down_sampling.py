@@ -64,7 +64,7 @@ def test_no_subset_varies_more(rewards: list[int], size: int) -> None:
     assert np.var([rewards[n] for n in kept]) == pytest.approx(best)
 
 
-def test_statistics_of_the_chosen_or_of_the_group() -> None:
+def test_statistics_are_of_the_group_or_as_if_only_the_chosen_had_been_sampled() -> None:
     groups = [group([0, 0, 0, 1])]
     among = batch_of(groups, down_sampling="max_variance:2")
     np.testing.assert_allclose(among.advantages, [[-0.5] * 2, [0] * 2, [0] * 2, [0.5] * 2])
@@ -75,9 +75,6 @@ def test_statistics_of_the_chosen_or_of_the_group() -> None:
         assert batch.excluded["down_sampling"].tolist() == (~batch.mask).tolist()
         assert batch.sampled.all()
     assert batch_of(groups, down_sampling="largest_advantage:2").advantages[3, 0] == 0.75
-
-
-def test_it_is_as_if_only_the_chosen_had_been_sampled() -> None:
     groups = [group([0, 0, 2, 1], [3, 1, 2, 2]), group([1, 1, 0], [4, 2, 1])]
     options = {"adv_estimator": "opo", "mask_truncated_completions": True}
     batch = batch_of(groups, down_sampling="shortest:2", **options)

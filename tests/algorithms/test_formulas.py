@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from algorithm_cases import Case, loss_of, random_case
+from raising import raises
 
 from covey import algorithms as alg
 from covey.config.algorithm import AlgorithmConfig
@@ -20,6 +21,14 @@ from covey.types import Batch, Group
 from fakes import fake_prompt
 
 NAN = float("nan")
+RNG = np.random.default_rng(11)
+SHAPE = (6, 8)
+LENGTHS = RNG.integers(2, 9, SHAPE[0])
+MASK = (np.arange(SHAPE[1]) < LENGTHS[:, None]).astype(np.float64)
+LOGP = -RNG.exponential(1.0, SHAPE) * MASK
+OLD = (LOGP + RNG.normal(0, 0.5, SHAPE)) * MASK
+ADVANTAGES = RNG.normal(0, 1.5, (SHAPE[0], 1)) * np.ones(SHAPE)
+RATIO = np.exp(LOGP - OLD)
 
 
 def of_lengths(*lengths: int) -> Any:
@@ -54,12 +63,16 @@ def test_reinforce_plus_plus() -> None:
     check(found[:, 0], np.array([-1, 1, 0, 0]) / (2 / 3) ** 0.5)
 
 
-def test_remax_opo_and_pass_at_k() -> None:
+def test_remax_opo_pass_at_k_and_gpg() -> None:
     assert by("remax", [1.0, 0.0, NAN, 1.0], [0, 0, 0, 1], greedy=[1.0, 1.0, 1.0, NAN]).tolist() == [0, -1, 0, 0]
     assert by("opo", [1.0, 0.0, 5.0, NAN], [0, 0, 1, 1], of_lengths(1, 3, 2, 2)).tolist() == [0.75, -0.25, 0, 0]
     found = by("grpo_passk", [3.0, 1.0, 1.0, 2.0, 2.0, 0.0], [0, 0, 0, 1, 1, 1], epsilon=0.0)
     np.testing.assert_allclose(found, [3**0.5, 0, 0, 0, 0, 0])
     assert by("grpo_passk", [3.0, 1.0, NAN], [0, 0, 0], scale="none").tolist() == [2, 0, 0]
+    assert by("gpg", [0.0, 1.0, 1.0, 1.0], [0, 0, 1, 1]).tolist() == [-1, 1, 0, 0]
+    assert by("gpg", [0.0, 1.0, 1.0, 1.0], [0, 0, 1, 1], parameters={"f_norm": 2.0}).tolist() == [-0.5, 0.5, 0, 0]
+    for words, parameters in {"f_norm=0": {"f_norm": 0}, "nonzero": {"alpha": "nonzeros"}}.items():
+        raises(ConfigError, words, by, "gpg", [0.0, 1.0], [0, 0], parameters=parameters)
 
 
 def test_optimal_token_baseline() -> None:
@@ -71,14 +84,6 @@ def test_optimal_token_baseline() -> None:
     np.testing.assert_allclose(found, [[1 / 2, 1 / 3], [-1 / 2, -2 / 3], [-1 / 2, 0]])
     certain = {"logprobs": np.zeros((2, 1)), "sum_pi_squared": np.ones((2, 1))}
     assert by("optimal_token_baseline", [1.0, 0.0], [0, 0], of_lengths(1, 1), **certain).tolist() == [[0], [0]]
-
-
-def test_gpg() -> None:
-    assert by("gpg", [0.0, 1.0, 1.0, 1.0], [0, 0, 1, 1]).tolist() == [-1, 1, 0, 0]
-    assert by("gpg", [0.0, 1.0, 1.0, 1.0], [0, 0, 1, 1], parameters={"f_norm": 2.0}).tolist() == [-0.5, 0.5, 0, 0]
-    for words, parameters in {"f_norm=0": {"f_norm": 0}, "nonzero": {"alpha": "nonzeros"}}.items():
-        with pytest.raises(ConfigError, match=words):
-            by("gpg", [0.0, 1.0], [0, 0], parameters=parameters)
 
 
 def verl_whiten(values: Any, mask: Any) -> Any:
@@ -117,8 +122,7 @@ def verl_optimal_token_baseline(rewards: Any, groups: Any, mask: Any) -> Any:
 
 def probabilities(shape: tuple[int, ...]) -> tuple[Any, Any]:
     """Log-probabilities of drawn tokens and sums of squared probabilities, of distributions over five tokens."""
-    rng = np.random.default_rng(11)
-    p = rng.dirichlet(np.ones(5), size=shape)
+    p = np.random.default_rng(11).dirichlet(np.ones(5), size=shape)
     return np.log(p[..., 0]), (p**2).sum(axis=-1)
 
 
@@ -155,31 +159,14 @@ def test_as_the_peer_computes_it(name: str) -> None:
 
 
 def test_what_teaches_is_asked_of_the_estimator() -> None:
-    rewards = ([1, 1], [0, 1], [1, 1, 0], [NAN, NAN])
-    groups = [Group(fake_prompt(), (), np.array(each)) for each in rewards]
-    for name, taught in {
-        "grpo": [False, True, True, False],
-        "reinforce_plus_plus": [True, True, True, False],
-        "grpo_passk": [False, True, False, False],
-    }.items():
-        assert list(map(alg.find_estimator(name).teaches, groups)) == taught
+    groups = [Group(fake_prompt(), (), np.array(each)) for each in ([1, 1], [0, 1], [1, 1, 0], [NAN, NAN])]
+    for name, taught in {"grpo": [1, 2], "reinforce_plus_plus": [0, 1, 2], "grpo_passk": [1]}.items():
+        assert [n for n, group in enumerate(groups) if alg.find_estimator(name).teaches(group)] == taught
     assert alg.find_estimator("reinforce_plus_plus").group_problem({"sampling.num_generations": 1}) is None
     said = alg.find_estimator("grpo").group_problem({"a": 4, "b": 1})
     assert said == "b=1: a group needs at least 2 completions to compare; set b to 2 or more"
-    with pytest.raises(ConfigError, match=r"'gama'.*it takes gamma"):
-        alg.find_estimator("reinforce_plus_plus", {"gama": 0.9})
-    with pytest.raises(ConfigError, match="did you mean 'rloo'"):
-        alg.find_estimator("rlo")
-
-
-RNG = np.random.default_rng(11)
-SHAPE = (6, 8)
-LENGTHS = RNG.integers(2, 9, SHAPE[0])
-MASK = (np.arange(SHAPE[1]) < LENGTHS[:, None]).astype(np.float64)
-LOGP = -RNG.exponential(1.0, SHAPE) * MASK
-OLD = (LOGP + RNG.normal(0, 0.5, SHAPE)) * MASK
-ADVANTAGES = RNG.normal(0, 1.5, (SHAPE[0], 1)) * np.ones(SHAPE)
-RATIO = np.exp(LOGP - OLD)
+    raises(ConfigError, r"'gama'.*it takes gamma", alg.find_estimator, "reinforce_plus_plus", {"gama": 0.9})
+    raises(ConfigError, "did you mean 'rloo'", alg.find_estimator, "rlo")
 
 
 def ours(loss_type: str, correction: Any = None, **parameters: float) -> float:
@@ -194,12 +181,17 @@ def masked_mean(values: np.ndarray) -> float:
     return float((values * MASK).sum() / MASK.sum())
 
 
-def test_luspo_is_trl_s() -> None:
-    log_w = ((LOGP - OLD) * MASK).sum(-1, keepdims=True) / np.clip(MASK.sum(-1, keepdims=True), 1, None)
-    w = np.exp(log_w)
-    per_token = -np.minimum(w * ADVANTAGES, np.clip(w, 1 - 0.1, 1 + 0.15) * ADVANTAGES)
-    expected = (per_token * MASK).sum(-1).mean()
+def test_luspo_is_trl_s_and_gmpo_verl_s_geo_mean() -> None:
+    w = np.exp(((LOGP - OLD) * MASK).sum(-1, keepdims=True) / np.clip(MASK.sum(-1, keepdims=True), 1, None))
+    expected = ((-np.minimum(w * ADVANTAGES, np.clip(w, 1 - 0.1, 1 + 0.15) * ADVANTAGES)) * MASK).sum(-1).mean()
     assert ours("luspo", epsilon=0.1, epsilon_high=0.15) == pytest.approx(expected, rel=1e-12)
+    low, high = 0.2, 0.3
+    sign, difference = np.sign(ADVANTAGES), LOGP - OLD
+    held = sign * np.minimum(sign * difference, sign * np.clip(difference, -low, high))
+    lengths = MASK.sum(-1)
+    ratio = np.exp((held * MASK).sum(-1) / (lengths + 1e-8))
+    expected = (-(ADVANTAGES * MASK).sum(-1) / (lengths + 1e-8) * ratio).mean()
+    assert ours("gmpo", epsilon=low, epsilon_high=high) == pytest.approx(expected, rel=1e-7)
 
 
 @pytest.mark.parametrize("correction", [None, "truncate", "mask"])
@@ -210,8 +202,7 @@ def test_vespo_is_trl_s(correction: str | None) -> None:
         factor = np.clip(factor, None, 1.1)
     if correction == "mask":
         factor = np.where(factor > 1.1, 0.0, factor)
-    lower = np.log(1e-8)
-    log_w = (np.clip(LOGP - OLD, -20, 20) * MASK).sum(-1, keepdims=True)
+    lower, log_w = np.log(1e-8), (np.clip(LOGP - OLD, -20, 20) * MASK).sum(-1, keepdims=True)
     if correction:
         with np.errstate(divide="ignore"):
             log_w = log_w + np.clip(np.log(factor), lower, 20.0).sum(-1, keepdims=True)
@@ -223,24 +214,13 @@ def test_vespo_is_trl_s(correction: str | None) -> None:
     assert ours("vespo", factor if correction else None, **parameters) == pytest.approx(expected, rel=1e-12)
 
 
-def test_gmpo_is_verl_s_geo_mean() -> None:
-    low, high = 0.2, 0.3
-    sign, difference = np.sign(ADVANTAGES), LOGP - OLD
-    held = sign * np.minimum(sign * difference, sign * np.clip(difference, -low, high))
-    lengths = MASK.sum(-1)
-    ratio = np.exp((held * MASK).sum(-1) / (lengths + 1e-8))
-    advantage = (ADVANTAGES * MASK).sum(-1) / (lengths + 1e-8)
-    assert ours("gmpo", epsilon=low, epsilon_high=high) == pytest.approx((-advantage * ratio).mean(), rel=1e-7)
-
-
 @pytest.mark.parametrize("share", [1e-4, 0.1, 0.5])
 def test_kl_cov_is_verl_s(share: float) -> None:
     valid = np.flatnonzero(MASK.reshape(-1) > 0)
     advantages, logp = ADVANTAGES.reshape(-1)[valid], LOGP.reshape(-1)[valid]
     covariance = (advantages - advantages.mean()) * (logp - logp.mean())
     count = max(1, int(len(covariance) * share))
-    chosen = valid[np.argsort(-covariance)[:count]]
-    losses = (-ADVANTAGES * RATIO).reshape(-1)
+    chosen, losses = valid[np.argsort(-covariance)[:count]], (-ADVANTAGES * RATIO).reshape(-1)
     losses[chosen] += 0.7 * np.abs(LOGP - OLD).reshape(-1)[chosen]
     expected = masked_mean(losses.reshape(SHAPE))
     assert ours("kl_cov", kl_cov_ratio=share, ppo_kl_coef=0.7) == pytest.approx(expected, rel=1e-12)
@@ -276,16 +256,12 @@ def test_the_two_sided_sampler_clip_is_trl_s(mode: str, floor: float | None, cap
     assert floor is None or (found != ratio).any()
 
 
-def test_kl_penalties_are_verl_s() -> None:
+def test_kl_penalties_are_verl_s_and_adaptive_entropy_is_trl_s() -> None:
     d = LOGP - OLD
     for name, forward in {"abs": np.abs(d), "k1+": d, "k3+": np.exp(-d) + d - 1}.items():
         np.testing.assert_allclose(alg.KL_ESTIMATORS[name](LOGP, OLD, None), forward, rtol=1e-12, atol=1e-15)
-
-
-def test_adaptive_entropy_is_trl_s() -> None:
     section = AlgorithmConfig(entropy_coef=0.1, adaptive_entropy={"target": 1.0, "delta": 0.03, "max": 0.2})
-    coefficient, last = 0.1, float("inf")
-    moved, before = None, None
+    coefficient, last, moved, before = 0.1, float("inf"), None, None
     for entropy in (0.5, 0.9, 1.0, 1.1, 0.2, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 0.1):
         assert section.entropy_weight(moved, before) == (coefficient if last <= 1.0 else 0.0)
         coefficient = min(coefficient + 0.03, 0.2) if entropy <= 1.0 else max(coefficient - 0.03, 0.0)
@@ -308,17 +284,14 @@ def test_unbiased_kl_as_printed() -> None:
 
 def test_usmle_training_step_as_printed() -> None:
     """usmle-qa.md, "Complete GRPO Training Step", line by line; completions of 1 to 4 tokens, 11 words."""
-    rng = np.random.default_rng(1)
-    lengths = np.array([4, 2, 3, 4, 1, 4, 2, 3])
+    rng, lengths = np.random.default_rng(1), np.array([4, 2, 3, 4, 1, 4, 2, 3])
     tokens = np.arange(4) < lengths[:, None]
     current, frozen = (torch.from_numpy(rng.normal(size=(8, 4, 11))) for _ in range(2))
     current.requires_grad_()
     said = torch.from_numpy(rng.integers(0, 11, (8, 4, 1)))
     logp, ref = (torch.log_softmax(x, -1).gather(2, said)[..., 0] for x in (current, frozen))
     rewards, groups = rng.integers(0, 2, 8).astype(float), np.repeat([0, 1], 4)
-    sampling_mask = np.array([1, 1, 0, 1, 1, 1, 1, 0])
-
-    exists = torch.from_numpy(tokens)
+    sampling_mask, exists = np.array([1, 1, 0, 1, 1, 1, 1, 0]), torch.from_numpy(tokens)
     all_log_probs, ref_log_probs = (torch.where(exists, x, 0).sum(1) for x in (logp, ref))
     sequence, reference = all_log_probs.detach().numpy(), ref_log_probs.numpy()
     advantages = np.concatenate([r - r.mean() for r in rewards.reshape(2, 4)])
@@ -328,7 +301,6 @@ def test_usmle_training_step_as_printed() -> None:
     policy_loss = -(all_log_probs * torch.from_numpy(advantages * mask)).sum() / mask.sum()
     printed = policy_loss + 0.01 * kl.mean()
     (gradient,) = torch.autograd.grad(printed, current)
-
     np.testing.assert_allclose(alg.group_advantages(rewards, groups, scale="none"), advantages, atol=1e-12)
     np.testing.assert_array_equal(alg.compute_off_policy_mask(sequence, reference), sequence - reference < 0.5)
     old = logp.detach().numpy()
@@ -363,7 +335,7 @@ def test_usmle_loss_by_hand() -> None:
     assert rows_with_gradient(batch, alg.make_objective("reinforce_kept")).tolist() == [0, 1]
 
 
-def test_jax_trainer_loss_as_printed() -> None:
+def test_losses_of_the_jax_trainer_and_the_architecture_as_printed() -> None:
     """jax-grpo-trainer.md, steps 3 to 6."""
     case = random_case(seed=5)
     rewards, groups = np.array([1.0, 0.0, 2.0, 0.0, 1.0]), [0, 0, 0, 1, 1]
@@ -375,20 +347,15 @@ def test_jax_trainer_loss_as_printed() -> None:
     printed = np.mean(-advantages * policy_log_probs) + 0.1 * np.mean(policy_log_probs - ref_log_probs)
     ours = loss_of(case, alg.make_objective("reinforce", beta=0.1, kl_estimator="k1")).loss
     assert ours == pytest.approx(printed, abs=1e-12)
-
-
-def test_architecture_objective_as_printed() -> None:
-    """grpo-architecture.md, section 2: one sequence-level ratio per completion, here with one token each."""
+    # grpo-architecture.md, section 2: one sequence-level ratio per completion, here with one token each
     rng = np.random.default_rng(2)
     logp = -rng.exponential(1, (6, 1))
     old, ref = logp + rng.normal(0, 0.5, (6, 1)), logp + rng.normal(0, 0.5, (6, 1))
     rewards = rng.normal(size=6)
-    a = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-    w = np.exp(logp - old)[:, 0]
+    a, w = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6), np.exp(logp - old)[:, 0]
     d = (logp - ref)[:, 0]
     kl = np.exp(-d) + d - 1
     printed = -np.mean(np.minimum(w * a, np.clip(w, 0.8, 1.2) * a) - 0.04 * kl)
-    advantages = alg.group_advantages(rewards, [0] * 6)
-    ones = np.ones_like(logp)
+    advantages, ones = alg.group_advantages(rewards, [0] * 6), np.ones_like(logp)
     case = Case(logp, old, advantages, ones == 1, ref, ones, ones, ones)
     assert loss_of(case, alg.make_objective("grpo", beta=0.04)).loss == pytest.approx(printed, abs=1e-12)

@@ -13,11 +13,11 @@ from covey import algorithms as alg
 from covey.errors import ConfigError
 
 RATIO = np.array([0.5, 0.9, 1.0, 1.1, 1.5, 4.0])
+MASK = np.array([[1, 1, 0], [1, 0, 0], [0, 0, 0]], dtype=bool)
 
 
-def test_ratios_by_hand() -> None:
-    old = np.zeros((2, 3))
-    logp = np.log([[2.0, 8.0, 5.0], [3.0, 1.0, 1.0]])
+def test_ratios_by_hand_and_the_sequence_s_shares_its_gradient_which_the_token_form_does_not() -> None:
+    old, logp = np.zeros((2, 3)), np.log([[2.0, 8.0, 5.0], [3.0, 1.0, 1.0]])
     mask = np.array([[True, True, False], [False, False, False]])
     np.testing.assert_allclose(alg.token_ratio(logp, old, mask), [[2, 8, 1], [1, 1, 1]])
     np.testing.assert_allclose(alg.sequence_ratio(logp, old, mask), [[4, 4, 4], [1, 1, 1]])  # sqrt(2 · 8)
@@ -26,9 +26,6 @@ def test_ratios_by_hand() -> None:
     for name in ("grpo", "cispo", "sapo"):
         found = alg.make_objective(name, importance_sampling_level="sequence")
         np.testing.assert_allclose(found.loss.surrogate(x, dict(found.parameters)).ratio, [[4, 4]])
-
-
-def test_sequence_ratio_shares_its_gradient_and_the_token_form_does_not() -> None:
     old, mask = torch.zeros(1, 2), torch.tensor([[True, True]])
     logp = torch.log(torch.tensor([[2.0, 8.0]])).requires_grad_()
     (shared,) = torch.autograd.grad(alg.sequence_ratio(logp, old, mask)[0, 0], logp)
@@ -42,15 +39,12 @@ def test_sequence_ratio_shares_its_gradient_and_the_token_form_does_not() -> Non
     assert ratio[0, -1] == math.exp(alg.LOG_RATIO_LIMIT)
 
 
-def test_clip_is_the_printed_formula() -> None:
+def test_clip_is_the_printed_formula_and_where_it_acts() -> None:
     for advantage, delta in product((-2.0, 0.0, 3.0), (None, 2.0)):
         a = np.full_like(RATIO, advantage)
         w = RATIO if delta is None else np.minimum(RATIO, delta)
         printed = -np.minimum(w * a, np.clip(w, 1 - 0.2, 1 + 0.3) * a)
         np.testing.assert_allclose(alg.clip_surrogate(RATIO, a, 0.2, 0.3, delta).loss, printed)
-
-
-def test_where_the_clip_acts() -> None:
     up, down = (alg.clip_surrogate(RATIO, sign * np.ones_like(RATIO), 0.2, 0.3) for sign in (1, -1))
     assert (up.high.tolist(), up.low.any()) == ([False] * 4 + [True] * 2, False)
     assert (down.low.tolist(), down.high.any()) == ([True] + [False] * 5, False)
@@ -67,7 +61,7 @@ def one_row(logp: Any, ratio: Any, advantages: Any) -> alg.LossInputs:
     return alg.LossInputs(logp[:, None], old[:, None], advantages[:, None], advantages[:, None] == advantages[:, None])
 
 
-def test_cispo_keeps_the_gradient_of_capped_tokens() -> None:
+def test_cispo_keeps_the_gradient_of_capped_tokens_and_sapo_gate_by_hand() -> None:
     logp = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
     ratio = torch.exp(torch.tensor([0.5, 3.0], dtype=torch.float64))  # 1.65 and 20.1
     x = one_row(logp, ratio, torch.tensor([2.0, 2.0], dtype=torch.float64))
@@ -77,8 +71,6 @@ def test_cispo_keeps_the_gradient_of_capped_tokens() -> None:
     assert gradient.tolist() == pytest.approx([-2 * math.exp(0.5), -10.0])
     assert surrogate.high[:, 0].tolist() == [False, True]
 
-
-def test_sapo_gate_by_hand() -> None:
     # at w = 1 the gate is 2 / tau and its slope 1
     def loss(ratio: Any, dtype: type = np.float64) -> Any:
         x = one_row(np.zeros(2, dtype), np.asarray(ratio, dtype), np.array([1.0, -1.0], dtype))
@@ -92,7 +84,7 @@ def test_sapo_gate_by_hand() -> None:
     assert np.isfinite(loss([1e-30, 4e8], np.float32)).all()
 
 
-def test_the_averages_of_the_shelf() -> None:
+def test_the_averages_and_upper_ranges_of_the_shelf() -> None:
     assert {name: loss.aggregation for name, loss in alg.LOSSES.items()} == {
         **dict.fromkeys(("grpo", "gspo", "gspo_token", "sapo", "gmpo"), "sequence_mean"),
         **dict.fromkeys(("bnpo", "dapo", "cispo", "vespo", "clip_cov", "kl_cov"), "token_mean"),
@@ -102,21 +94,11 @@ def test_the_averages_of_the_shelf() -> None:
     }
     assert {name for name, loss in alg.LOSSES.items() if loss.kl_aggregation} == {"reinforce_kept"}
     assert hash(alg.make_objective("grpo")) == hash(alg.make_objective("grpo"))
-
-
-def test_upper_ranges() -> None:
     x = one_row(np.zeros(1), np.array([50.0]), np.ones(1))
-    for loss_type, settings, upper in (
-        ("dapo", {"epsilon": None, "beta": None}, 0.28),
-        ("grpo", {"epsilon": 0.1}, 0.1),
-        ("dapo", {"epsilon": 0.2}, 0.28),
-        ("dapo", {"epsilon": 0.3}, 0.3),
-        ("dapo", {"epsilon": 0.3, "epsilon_high": 0.25}, 0.25),
-        ("gspo", {}, 4e-4),
-        ("gspo", {"epsilon": 0.2}, 0.2),
-        ("gspo", {"epsilon": 0.2, "epsilon_high": 0.25}, 0.25),
-        ("luspo", {}, 2.5e-3),
-    ):
+    cases = [("dapo", {"epsilon": None, "beta": None}, 0.28), ("grpo", {"epsilon": 0.1}, 0.1), ("gspo", {}, 4e-4)]
+    cases += [("dapo", {"epsilon": 0.2}, 0.28), ("dapo", {"epsilon": 0.3}, 0.3), ("gspo", {"epsilon": 0.2}, 0.2)]
+    cases += [(name, {"epsilon": low, "epsilon_high": 0.25}, 0.25) for name, low in (("dapo", 0.3), ("gspo", 0.2))]
+    for loss_type, settings, upper in [*cases, ("luspo", {}, 2.5e-3)]:
         objective = alg.make_objective(loss_type, **settings)
         assert objective.loss.surrogate(x, dict(objective.parameters)).loss[0, 0] == pytest.approx(-(1 + upper))
 
@@ -149,10 +131,7 @@ def test_errors_name_the_value_and_the_nearest_name() -> None:
             alg.token_weights(MASK, alg.count_step(MASK), "constant_length", length)
 
 
-MASK = np.array([[1, 1, 0], [1, 0, 0], [0, 0, 0]], dtype=bool)
-
-
-def test_token_weights_by_hand_in_all_libraries() -> None:
+def test_token_weights_by_hand_in_all_libraries_and_an_empty_step_has_no_nan() -> None:
     for aggregation, expected in (
         ("sequence_mean", [[1 / 6, 1 / 6, 0], [1 / 3, 0, 0], [0, 0, 0]]),  # the empty row counts
         ("token_mean", [[1 / 3, 1 / 3, 0], [1 / 3, 0, 0], [0, 0, 0]]),
@@ -166,9 +145,6 @@ def test_token_weights_by_hand_in_all_libraries() -> None:
         np.testing.assert_allclose(tensor.numpy(), expected)
         compiled = jax.jit(lambda m, how=aggregation: alg.token_weights(m, alg.count_step(m), how, 4))
         np.testing.assert_allclose(compiled(MASK), expected)
-
-
-def test_counts_add_up_and_an_empty_step_has_no_nan() -> None:
     total = sum([alg.count_step(MASK[:1]), alg.count_step(MASK[1:])], alg.StepCounts())
     assert (total.completions, int(total.active_tokens), int(total.kept)) == (3, 3, 2)
     assert total == alg.count_step(MASK)

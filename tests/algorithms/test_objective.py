@@ -22,10 +22,8 @@ BOUNDED = settings(max_examples=12, deadline=None, derandomize=True)
 
 def hand_case() -> Case:
     """Two completions: ratios 1.5 and 0.5 with A = 1, ratio 0.5 with A = -2; one token is masked."""
-    logp = np.log([[0.6, 0.1], [0.2, 1.0]])
-    old = np.log([[0.4, 0.2], [0.4, 1.0]])
-    mask = np.array([[True, True], [True, False]])
-    zeros = np.zeros((2, 2))
+    logp, old = np.log([[0.6, 0.1], [0.2, 1.0]]), np.log([[0.4, 0.2], [0.4, 1.0]])
+    mask, zeros = np.array([[True, True], [True, False]]), np.zeros((2, 2))
     return Case(logp, old, np.array([[1.0, 1.0], [-2.0, -2.0]]), mask, logp, zeros, zeros, np.ones((2, 2)))
 
 
@@ -71,19 +69,15 @@ def test_metrics_by_hand() -> None:
     expected |= {"clip_high_sum": 1, "clip_low_sum": 1, "clip_region_sum": 2}
     assert {name: float(value) for name, value in metrics.items()} == pytest.approx(expected, abs=1e-6)
     means = alg.mean_metrics(metrics)
-    assert (means["entropy"], means["active_tokens"]) == (2.5, 3)
-    assert means["ratio"] == pytest.approx(2.5 / 3)
+    assert ((means["entropy"], means["active_tokens"]), means["ratio"]) == ((2.5, 3), pytest.approx(2.5 / 3))
 
 
 def by_the_reference(case: Case, loss_type: str, **settings: Any) -> tuple[float, np.ndarray]:
-    """Value and gradient in `logp` by `loss_reference`, row by row and without the masked tokens; settings as in
-    `objective_of`.
-    """
+    """Value and gradient in `logp` by `loss_reference`, row by row and without the masked tokens."""
     sequences = []
     for row, mask in enumerate(case.mask):
-        logp, old, ref, entropy, factor = (
-            torch.tensor(x[row, mask]) for x in (case.logp, case.old, case.ref, case.entropy, case.correction)
-        )
+        arrays = (case.logp, case.old, case.ref, case.entropy, case.correction)
+        logp, old, ref, entropy, factor = (torch.tensor(x[row, mask]) for x in arrays)
         # `old` is the policy that the factors lead to from the sampler's
         advantage, sampler = float(case.advantages[row, 0]), old - factor.log()
         sequences.append(Completed(logp.requires_grad_(), sampler, ref, entropy, advantage, old, not mask.any()))
@@ -109,7 +103,6 @@ def test_kl_term_and_its_gradient_are_those_of_the_reference(estimator: str) -> 
 
 
 def of(objective: Any) -> Any:
-    """The loss as a function of a case."""
     return lambda case: loss_of(case, objective).loss
 
 
@@ -126,12 +119,9 @@ def check(case: Case, loss_type: str, **settings: object) -> None:
 @pytest.mark.parametrize("loss_type", alg.LOSSES)
 @BOUNDED
 @given(seed=st.integers(0, 10**6), rows=st.integers(1, 7), tokens=st.integers(1, 5), data=st.data())
-def test_any_split_of_a_step_leaves_loss_and_gradient_unchanged(
-    loss_type: str, seed: int, rows: int, tokens: int, data: st.DataObject
-) -> None:
+def test_any_split_of_a_step_changes_nothing(loss_type: str, seed: int, rows: int, tokens: int, data: Any) -> None:
     """Micro-batches and ranks are the same thing here: parts of the rows, and counts that were added up."""
-    case = random_case(seed, rows, tokens)
-    order = np.asarray(data.draw(st.permutations(range(rows))))
+    case, order = random_case(seed, rows, tokens), np.asarray(data.draw(st.permutations(range(rows))))
     cuts = sorted(data.draw(st.lists(st.integers(0, rows), max_size=3)))
     parts = [part for part in np.split(order, cuts) if len(part)]
     objective = objective_of(loss_type, beta=0.1, entropy_coef=0.01, kl_estimator="k3_unbiased")
@@ -206,7 +196,7 @@ def test_on_policy_the_gradient_of_every_ratio_loss_is_that_of_reinforce() -> No
         np.testing.assert_allclose(one, other, atol=1e-14)
 
 
-def test_a_precomputed_kl_is_added_and_differentiated() -> None:
+def test_a_given_kl_one_advantage_per_row_and_weights_of_another_precision() -> None:
     case = random_case(seed=10).map(torch.from_numpy)
     weights = alg.token_weights(case.mask, alg.count_step(case.mask), "token_mean", dtype=torch.float64)
     objective = alg.make_objective("bnpo", beta=0.7, kl_estimator="exact")
@@ -215,11 +205,7 @@ def test_a_precomputed_kl_is_added_and_differentiated() -> None:
     assert float(terms.loss.detach()) == pytest.approx(0.7 * float(case.kl[case.mask].mean()))
     (gradient,) = torch.autograd.grad(terms.loss, kl)
     np.testing.assert_allclose(gradient, 0.7 * weights)
-
-
-def test_advantages_may_be_one_per_row_and_weights_of_another_precision() -> None:
-    case = random_case(seed=11)
-    objective = alg.make_objective("grpo")
+    case, objective = random_case(seed=11), alg.make_objective("grpo")
     weights = alg.token_weights(case.mask, alg.count_step(case.mask), "sequence_mean")
     full = alg.policy_loss(case.logp, case.old, case.advantages, case.mask, weights, objective)
     rows = alg.policy_loss(case.logp, case.old, case.advantages[:, 0], case.mask.astype(np.int64), weights, objective)
@@ -247,13 +233,8 @@ def test_a_term_without_its_input_is_an_error() -> None:
 
 
 ADVANTAGES = (1.6, -1.3, 0.0, -0.4, 0.7, -2.0)
-MASKS: tuple[dict[str, Any], ...] = (
-    {},
-    {"off_policy": 0.0},
-    {"quantile": 0.4},
-    {"drift": 0.0},
-    {"off_policy": 0.0, "quantile": 0.5, "drift": 0.1, "drift_reduction": "sum"},
-)
+MASKS: list[dict[str, Any]] = [{}, {"off_policy": 0.0}, {"quantile": 0.4}, {"drift": 0.0}]
+MASKS += [{"off_policy": 0.0, "quantile": 0.5, "drift": 0.1, "drift_reduction": "sum"}]
 OTHERS: tuple[dict[str, Any], ...] = (
     {},
     {"beta": 0.3, "entropy_coef": 0.1},
@@ -265,8 +246,7 @@ OTHERS: tuple[dict[str, Any], ...] = (
 
 
 def completed(seed: int) -> list[Completed]:
-    rng = np.random.default_rng(seed)
-    found = []
+    rng, found = np.random.default_rng(seed), []
     for advantage in ADVANTAGES:
         length = int(rng.integers(2, 8))
         logp = torch.tensor(-rng.exponential(1.0, length))
@@ -295,8 +275,7 @@ def by_covey(sequences: list[Completed], options: dict[str, Any]) -> tuple[torch
     advantages, _ = alg.without_surrogate(advantages, base, acting)
     given = {name: options.get(name) for name in ("beta", "kl_estimator", "entropy_coef")}
     given |= SMALL.get(options["loss_type"], {}) | {"importance_sampling_level": options.get("level")}
-    objective = alg.make_objective(options["loss_type"], **given)
-    factor = None
+    objective, factor = alg.make_objective(options["loss_type"], **given), None
     if "correction" in options:
         counted = base if objective.kl_aggregation else mask
         how = options["correction"], options["cap"]
@@ -314,9 +293,7 @@ def by_covey(sequences: list[Completed], options: dict[str, Any]) -> tuple[torch
 @pytest.mark.parametrize("masks", MASKS, ids=lambda m: "-".join(m) or "all")
 @pytest.mark.parametrize("others", OTHERS, ids=lambda m: "-".join(map(str, m.values())) or "plain")
 @pytest.mark.parametrize("loss_type", sorted(alg.LOSSES))
-def test_every_loss_with_every_mask_kl_term_and_correction_is_the_reference_s(
-    loss_type: str, others: dict[str, Any], masks: dict[str, Any]
-) -> None:
+def test_every_loss_mask_kl_term_and_correction_is_the_reference_s(loss_type: str, others: Any, masks: Any) -> None:
     options = {"loss_type": loss_type, "max_length": 9, **others, **masks, **SMALL.get(loss_type, {})}
     if loss_type.startswith("gspo") or "importance_sampling_level" not in alg.LOSSES[loss_type].parameters:
         options.pop("level", None)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from algorithm_cases import jax_gradient, loss_of, random_case, torch_gradient
+from raising import raises
 
 import covey.algorithms
 from covey.algorithms import LOSSES, LossInputs, Surrogate, find_estimator, find_loss, loss, make_objective, policy_loss
@@ -20,6 +21,7 @@ from covey.training.setup import check_estimator
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "gmpo" / "gmpo.py"
 HEAD = "from covey.algorithms import LossInputs, Surrogate, loss\n"
+WIDE = {"epsilon_high": 1e9, "epsilon": 1.0}  # as without a clip
 
 
 def mine(returned: str, parameters: str = "x", before: str = "") -> str:
@@ -33,24 +35,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_gmpo_in_a_file_is_gmpo_on_the_shelf(folder: Path) -> None:
+def test_gmpo_in_a_file_is_gmpo_on_the_shelf_and_the_same_value_each_time(folder: Path) -> None:
     assert len(RECIPE.read_text().splitlines()) <= 30
     shutil.copy(RECIPE, folder / "mine.py")
     case = random_case(seed=5)
     own, shelf = make_objective("mine.py:gmpo", clip=0.2, beta=0.1), make_objective("gmpo", epsilon=0.2, beta=0.1)
     for gradient_of in (torch_gradient, jax_gradient):
-        (value, gradient), (expected, wanted) = (
-            gradient_of(case, lambda c, o=objective: loss_of(c, o).loss) for objective in (own, shelf)
-        )
+        both = [gradient_of(case, lambda c, o=objective: loss_of(c, o).loss) for objective in (own, shelf)]
+        (value, gradient), (expected, wanted) = both
         assert value == expected
         np.testing.assert_array_equal(gradient, wanted)
     metrics, expected = loss_of(case, own).metrics, loss_of(case, shelf).metrics
     assert {name: float(value) for name, value in metrics.items()} == {n: float(v) for n, v in expected.items()}
     assert float(metrics["clip_high_sum"]) > 0
-
-
-def test_an_objective_of_a_file_is_the_same_value_each_time(folder: Path) -> None:
-    shutil.copy(RECIPE, folder / "mine.py")
     first, second = (GRPOConfig(loss_type="mine.py:gmpo").algorithm.objective() for _ in range(2))
     assert (first, hash(first)) == (second, hash(second))  # a static argument of compiled code
     with pytest.raises(ConfigError, match="loss_parameters='clap': no such name; did you mean 'clip'"):
@@ -61,20 +58,6 @@ def test_an_objective_of_a_file_is_the_same_value_each_time(folder: Path) -> Non
 
 def plain(x: LossInputs) -> Surrogate:
     return Surrogate(-x.ratio * x.advantages)
-
-
-WIDE = {"epsilon_high": 1e9, "epsilon": 1.0}  # as without a clip
-
-
-def test_a_function_from_python_needs_no_decorator() -> None:
-    case = random_case(seed=6)
-    found = find_loss(plain)
-    assert (found.aggregation, dict(found.parameters)) == ("sequence_mean", {})
-    assert loss(plain) == loss()(plain) == found
-    assert loss_of(case, make_objective(plain)).loss == loss_of(case, make_objective("grpo", **WIDE)).loss
-    config = GRPOConfig(loss_type=plain)
-    assert config.loss_type == f"{__name__}:plain"
-    assert GRPOConfig(**config.to_dict()).algorithm.objective().loss.function is plain
 
 
 def test_parameters_of_a_setting_s_name_get_the_setting(folder: Path) -> None:
@@ -165,8 +148,7 @@ def test_errors_in_training_are_named_and_memory_that_runs_out_stays_what_it_is(
         found = -x.advantages * x.logp
         return Surrogate(found if x.logp.shape == (4, 5) else found[:1])
 
-    with pytest.raises(RuntimeError, match=r"^CUDA out of memory$"):
-        find_loss(greedy).surrogate(LossInputs(*[np.ones((1, 1))] * 4), {})
+    raises(RuntimeError, r"^CUDA out of memory$", find_loss(greedy).surrogate, LossInputs(*[np.ones((1, 1))] * 4), {})
     with pytest.raises(ConfigError, match=r"returned loss of shape \(1, 6\); return \[N, T\], here \(5, 6\)"):
         loss_of(random_case(seed=8), make_objective(shrinks))
 
@@ -181,17 +163,22 @@ def group_free(step: Any) -> Any:
     return step.rewards - 0.5
 
 
-def test_functions_themselves_are_named_where_they_are_found_again() -> None:
+def test_a_function_from_python_needs_no_decorator_and_is_named_where_it_is_found_again() -> None:
     config = GRPOConfig(loss_type=plain, adv_estimator=group_free).algorithm
     assert find_loss(config.loss_type).function is plain
     assert find_estimator(config.adv_estimator).function is group_free
     for setting in ("loss_type", "adv_estimator"):
         with pytest.raises(ConfigError, match=rf"algorithm.{setting}=.* a lambda.*define it with def at the top"):
             GRPOConfig(**{setting: lambda x: x})
-    with pytest.raises(ConfigError, match="stands in the program that began the run"):
-        find_loss("__main__:no_such_function")
-    with pytest.raises(ConfigError, match=r"takes no options after its name; .*loss_parameters"):
-        find_loss("mine.py:gmpo:clip=0.3")
+    raises(ConfigError, "stands in the program that began the run", find_loss, "__main__:no_such_function")
+    raises(ConfigError, r"takes no options after its name; .*loss_parameters", find_loss, "mine.py:gmpo:clip=0.3")
+    case, found = random_case(seed=6), find_loss(plain)
+    assert (found.aggregation, dict(found.parameters)) == ("sequence_mean", {})
+    assert loss(plain) == loss()(plain) == found
+    assert loss_of(case, make_objective(plain)).loss == loss_of(case, make_objective("grpo", **WIDE)).loss
+    config = GRPOConfig(loss_type=plain)
+    assert config.loss_type == f"{__name__}:plain"
+    assert GRPOConfig(**config.to_dict()).algorithm.objective().loss.function is plain
 
 
 SHARED = {"gspo", "luspo", "gmpo"}
@@ -229,16 +216,14 @@ def check(loss: str, world: object = None, **more: Any) -> None:
 def test_credit_of_tokens_needs_a_ratio_of_tokens_and_that_of_completions_goes_with_every_loss() -> None:
     for more in BY_TOKEN:
         for name in sorted(SHARED):
-            with pytest.raises(ConfigError, match=rf"{more['adv_estimator']}.*{name}.*gspo_token"):
-                check(name, **more)
+            raises(ConfigError, rf"{more['adv_estimator']}.*{name}.*gspo_token", check, name, **more)
         with pytest.raises(ConfigError, match="gspo_token"):
             check("dapo", loss_parameters={"importance_sampling_level": "sequence"}, **more)
         for fine in ("gspo_token", "grpo", "vespo", "cispo"):
             check(fine, **more)
         check("luspo", loss_parameters={"importance_sampling_level": "gspo_token"}, **more)
     # the trainer for Flax modules says so too
-    with pytest.raises(ConfigError, match="gspo_token"):
-        JaxConfig(loss_type="gspo", **BY_TOKEN[1])
+    raises(ConfigError, "gspo_token", JaxConfig, loss_type="gspo", **BY_TOKEN[1])
     JaxConfig(loss_type="gspo_token", **BY_TOKEN[1])
     for estimator in ("grpo", "rloo", "opo", "reinforce_plus_plus", "remax"):
         for name in LOSSES:
@@ -249,8 +234,7 @@ def test_turns_of_agents_have_a_credit_of_their_own() -> None:
     """`grpo` compares the turns by `step_score`; with `history_length` a row is one turn."""
     agents = {"loss": "gspo", "world": object()}
     for more in ({"adv_estimator": "gigpo"}, {"adv_parameters": {"step_score": "return"}}):
-        with pytest.raises(ConfigError, match="gspo_token"):
-            check(**agents, **more)
+        raises(ConfigError, "gspo_token", check, **agents, **more)
         check(**agents, **more, history_length=2)
         check(**agents | {"loss": "gspo_token"}, **more)
     check(**agents)
@@ -260,7 +244,6 @@ def test_turns_of_agents_have_a_credit_of_their_own() -> None:
 
 def test_losses_and_estimators_of_a_file(folder: Path) -> None:
     (folder / "mine.py").write_text(OWN)
-    with pytest.raises(ConfigError, match=r"mine.py:falling.*mine.py:shared"):
-        check("mine.py:shared", adv_estimator="mine.py:falling")
+    raises(ConfigError, r"mine.py:falling.*mine.py:shared", check, "mine.py:shared", adv_estimator="mine.py:falling")
     check("mine.py:shared", adv_estimator="mine.py:level")
     check("mine.py:single", adv_estimator="mine.py:falling")

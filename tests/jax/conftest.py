@@ -4,8 +4,6 @@ What one test or one run has compiled the next one need not: programs are kept i
 in one of its own, since a program is written in place.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

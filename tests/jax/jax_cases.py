@@ -1,7 +1,5 @@
 """Micro models and trainers, shared by the tests of the JAX room."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 
@@ -32,7 +30,6 @@ def small_transformer(**changes: Any) -> Transformer:
 
 
 def even_share(responses: list[list[int]]) -> list[float]:
-    """The share of even ids in each response."""
     return [sum(token % 2 == 0 for token in row) / len(row) for row in responses]
 
 

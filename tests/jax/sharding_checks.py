@@ -1,7 +1,5 @@
 """Run by test_sharding.py in a process of eight devices: `python sharding_checks.py EMPTY_FOLDER MESH...`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,23 +16,16 @@ from covey.errors import ConfigError, RewardError
 from covey.jax import GRPOTrainer, TrainState, jax_reward
 from covey.jax.sharding import variables_sharding
 
-BATCH = {
-    "prompts": [[2, 3], [4], [5, 6, 2], [3, 3, 3], [7], [8, 9], [10, 11], [12]],
-    "columns": {"wanted": np.arange(8) % 2},
-}
-MESHES: dict[str, Any] = {
-    "none": None,
-    "data 8": ((8,), ("data",)),
-    "tensor 8": ((8,), ("tensor",)),
-    "data 2, tensor 4": ((2, 4), ("data", "tensor")),
-}
+PROMPTS = [[2, 3], [4], [5, 6, 2], [3, 3, 3], [7], [8, 9], [10, 11], [12]]
+BATCH = {"prompts": PROMPTS, "columns": {"wanted": np.arange(8) % 2}}
+MESHES: dict[str, Any] = {"none": None, "data 8": ((8,), ("data",)), "tensor 8": ((8,), ("tensor",))}
+MESHES["data 2, tensor 4"] = ((2, 4), ("data", "tensor"))
 SETTINGS: dict[str, Any] = {"loss_type": "grpo", "adv_estimator": "grpo", "kl_estimator": "k3"}
 SETTINGS |= {"kl_coeff": 0.1, "max_completion_length": 3, "optimizer": optax.sgd(0.1, momentum=0.9)}
 
 
 @jax_reward
 def parity(responses: Any, mask: Any, wanted: Any) -> Any:
-    """The share of ids that are even, or odd."""
     return ((responses % 2 == wanted[:, None]) & mask).sum(-1) / mask.sum(-1)
 
 
@@ -81,8 +72,7 @@ def check_numbers(folder: Path, meshes: list[str]) -> Any:
         assert placement(two) == placement(begin)
         assert placement(begin.params) == variables_sharding(begin.params, trainer.mesh, trainer.policy_model)
         assert placement(two.opt_state[0].trace) == placement(two.params) == placement(trainer.ref_params)
-        rows = 32 // trainer.mesh.shape.get("data", 1)
-        assert record["responses"].sharding.shard_shape((32, 3)) == (rows, 3)
+        assert record["responses"].sharding.shard_shape((32, 3)) == (32 // trainer.mesh.shape.get("data", 1), 3)
         if name == "data 8":
             other = trainer, begin, record
         if name == "data 2, tensor 4":
@@ -141,8 +131,7 @@ def check_lora(record: Any) -> None:
 
 def check_another_module() -> None:
     """A table of seven: copied. With Adam, a Python reward, passes of 4 rows, a mesh not by `jax.make_mesh`."""
-    batch = {"prompts": [[2, 3], [4], [5, 6, 2], [3, 3, 3]]}
-    found = []
+    batch, found = {"prompts": [[2, 3], [4], [5, 6, 2], [3, 3, 3]]}, []
     for mesh, size in ((None, None), (Mesh(np.array(jax.devices()[:4]), ("data",)), 4)):
         trainer, state = make_trainer(mesh=mesh, rows_per_pass=size)
         state, metrics = trainer.train_step(state, batch)

@@ -1,7 +1,5 @@
 """The loss: the document's formula by hand, every variant against the NumPy reference, gradients, bad input."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -12,6 +10,7 @@ import optax
 import pytest
 import torch
 from jax_cases import END, PROMPTS, Bigram, even_share, make_trainer, moved, small_transformer, table_logp
+from raising import raises
 
 from covey.algorithms import LOSSES, group_advantages, rloo_advantages
 from covey.errors import ConfigError, RewardError
@@ -19,13 +18,14 @@ from covey.jax import GRPOConfig, GRPOTrainer, jax_reward
 from loss_reference import Completed, reference_loss
 
 BATCH = {"prompts": PROMPTS}
+NAMES = {"off_policy_mask_threshold": "off_policy", "top_entropy_quantile": "quantile"}
+NAMES |= {"reference_drift_threshold": "drift", "importance_sampling_correction": "correction"}
 
 
 def test_the_document_formula_by_hand() -> None:
     """Advantage r - mean; loss mean(-A · log-probability of the response); KL mean(policy - reference)."""
     trainer, state = make_trainer(kl_coeff=0.3)
-    record = trainer.rollout(state.params, BATCH)
-    policy = moved(state.params)
+    record, policy = trainer.rollout(state.params, BATCH), moved(state.params)
     loss = float(jax.jit(trainer.compute_loss)(policy, record))
     rewards = np.asarray(record["rewards"], np.float64).reshape(3, 4)
     advantages = (rewards - rewards.mean(1, keepdims=True)).reshape(-1)
@@ -86,17 +86,9 @@ SMALL = {"kl_cov": {"kl_cov_ratio": 0.3}, "clip_cov": {"clip_cov_ratio": 0.2, "c
 for variant in VARIANTS:
     if variant["loss_type"] in SMALL:
         variant["loss_parameters"] = SMALL[variant["loss_type"]]
-NAMES = {
-    "off_policy_mask_threshold": "off_policy",
-    "top_entropy_quantile": "quantile",
-    "reference_drift_threshold": "drift",
-    "importance_sampling_correction": "correction",
-}
 
 
-def by_the_reference(
-    config: GRPOConfig, settings: dict[str, Any], record: dict[str, Any], *arrays: np.ndarray[Any, Any]
-) -> dict[str, float]:
+def by_the_reference(config: GRPOConfig, settings: dict[str, Any], record: Any, *arrays: Any) -> dict[str, float]:
     """`loss_reference` on the rows of a record, which knows nothing of `covey.algorithms`."""
     logp, ref, old, before, entropy = arrays
     sequences = []
@@ -145,7 +137,6 @@ def check_against_the_reference(settings: dict[str, Any]) -> None:
     record |= {"old_logprobs": old, "advantages": advantages, "ref_logprobs": ref, "trainer_old": before}
     params, given = {"params": {"table": jnp.asarray(tables[0])}}, jax.tree.map(jnp.asarray, record)
     loss, metrics = jax.jit(trainer.loss_and_metrics)(params, given)
-
     rows = [table - np.log(np.exp(table).sum(-1, keepdims=True)) for table in tables]
     at = np.take_along_axis(record["tokens"], columns - 1, axis=1)
     entropy = -np.sum(np.exp(rows[0]) * rows[0], -1)[at]
@@ -175,17 +166,15 @@ def test_rows_per_pass_changes_memory_only() -> None:
     settings = {"loss_type": "grpo", "adv_estimator": "grpo", "kl_estimator": "exact", "entropy_coef": 0.1}
     whole, state = make_trainer(**settings)
     split, _ = make_trainer(rows_per_pass=6, **settings)
-    record = whole.rollout(state.params, BATCH)
-    policy = moved(state.params)
+    record, policy = whole.rollout(state.params, BATCH), moved(state.params)
     one, other = (jax.jit(jax.value_and_grad(t.compute_loss))(policy, record) for t in (whole, split))
     assert float(one[0]) == pytest.approx(float(other[0]), rel=1e-5)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), one[1], other[1])
     uneven, _ = make_trainer(rows_per_pass=5, **settings)
-    with pytest.raises(ConfigError, match="rows_per_pass=5: does not divide the batch's 12"):
-        uneven.compute_loss(policy, record)
+    raises(ConfigError, "rows_per_pass=5: does not divide the batch's 12", uneven.compute_loss, policy, record)
 
 
-def test_lora_trains_the_factors_alone_and_needs_no_reference_copy() -> None:
+def test_lora_trains_the_factors_alone_in_float32_and_needs_no_reference_copy() -> None:
     trainer, state = make_trainer(small_transformer(lora_rank=2), kl_coeff=0.1)
     assert set(state.params) == {"lora"}
     assert trainer.ref_params is None
@@ -194,9 +183,6 @@ def test_lora_trains_the_factors_alone_and_needs_no_reference_copy() -> None:
     assert seen[0]["kl"] == pytest.approx(0, abs=1e-6)  # B = 0: the reference is the policy
     assert seen[0]["updated"] == 1
     assert abs(seen[2]["kl"]) > 1e-5
-
-
-def test_float32_factors_train_on_bfloat16_weights() -> None:
     trainer, state = make_trainer(small_transformer(lora_rank=2))
     trainer.frozen_params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), trainer.frozen_params)
     after, metrics = trainer.train_step(state, BATCH)
@@ -230,8 +216,7 @@ def test_several_passes_over_one_batch() -> None:
     trainer, state = make_trainer(num_iterations=3, loss_type="grpo", adv_estimator="grpo")
     seen: list[Any] = []
     state = trainer.train(state, [BATCH] * 2, on_step=lambda step, metrics: seen.append(metrics))
-    assert int(state.step) == 6
-    assert [m["reward"] for m in seen[:3]] == [seen[0]["reward"]] * 3
+    assert (int(state.step), [m["reward"] for m in seen[:3]]) == (6, [seen[0]["reward"]] * 3)
     assert seen[0]["ratio/mean"] == pytest.approx(1, abs=1e-5)
     assert abs(seen[2]["ratio/mean"] - 1) > 1e-3
 
@@ -258,8 +243,7 @@ def test_lengths_that_vary_compile_nothing_new() -> None:
     warm = len(traces)
     for longest in range(1, 9):
         step(longest)
-    assert len(traces) == warm
-    assert trainer._compiled_step._cache_size() == 2
+    assert (len(traces), trainer._compiled_step._cache_size()) == (warm, 2)
 
 
 def test_a_reference_of_its_own() -> None:
@@ -273,7 +257,7 @@ def test_a_reference_of_its_own() -> None:
     assert (state.params["params"]["table"] == 1).all()
 
 
-def test_reward_errors_name_the_function_and_leave_the_trainer_usable() -> None:
+def test_reward_errors_name_the_function_and_leave_the_trainer_usable_and_none_is_no_error() -> None:
     returns: list[Any] = []
 
     def reward(responses: list[list[int]]) -> Any:
@@ -291,16 +275,11 @@ def test_reward_errors_name_the_function_and_leave_the_trainer_usable() -> None:
         (SystemExit(0), rf"'reward' raised SystemExit: 0 {where}"),
     ]:
         returns.append(returned)
-        with pytest.raises(RewardError, match=message):
-            trainer.train_step(state, BATCH)  # by callback from compiled code
-        with pytest.raises(RewardError, match=message):
-            trainer.rollout(state.params, BATCH)
+        raises(RewardError, message, trainer.train_step, state, BATCH)  # by callback from compiled code
+        raises(RewardError, message, trainer.rollout, state.params, BATCH)
     returns.append(list(range(12)))
     _, metrics = trainer.train_step(state, BATCH)
     assert float(metrics["reward"]) == 5.5
-
-
-def test_none_is_no_reward_and_no_error() -> None:
     trainer, state = make_trainer(reward=lambda responses: [None, 1.0, 0.0, 1.0] * 3)
     record, third = trainer.rollout(state.params, BATCH), 1 / 3
     assert np.isnan(np.asarray(record["rewards"])[::4]).all()
@@ -315,8 +294,7 @@ def test_bad_input_is_one_clear_error() -> None:
         (jnp.zeros((1, 4)), None, r"dummy_input .* type float32"),
         (jnp.zeros((1, 4), jnp.int32), table, r"params\['params'\].* has shape None, but the policy model has"),
     ]:
-        with pytest.raises(ConfigError, match=message):
-            trainer.create_train_state(jax.random.key(0), dummy, params=params)
+        raises(ConfigError, message, trainer.create_train_state, jax.random.key(0), dummy, params=params)
     for batch, message in [
         ({}, "prompts are what it is about"),
         ({"prompts": []}, "at least one prompt"),
@@ -325,8 +303,7 @@ def test_bad_input_is_one_clear_error() -> None:
         ({"prompts": np.zeros((2, 3))}, r"prompts of shape .* type float64"),
         ({"prompts": [[2]], "columns": {"answer": ["a", "b"]}}, r"columns\['answer'\] has 2 entries for 1"),
     ]:
-        with pytest.raises(ConfigError, match=message):
-            trainer.train_step(state, batch)
+        raises(ConfigError, message, trainer.train_step, state, batch)
     batch = {"prompts": [[2]], "columns": {"answer": ["a"]}}
     with pytest.raises(ConfigError, match=r"columns\['answer'\] holds no numbers"):
         jax.jit(lambda params: trainer.compute_loss(params, batch))(state.params)
@@ -337,11 +314,6 @@ def test_bad_input_is_one_clear_error() -> None:
         ({"loss_type": "gpro"}, r"loss_type='gpro': must be grpo .*did you mean"),
         ({"validity_min_length": 10}, "pass decode=tokenizer.decode"),
     ]:
-        with pytest.raises(ConfigError, match=message):
-            make_trainer(**settings)
-    for reference, reward, message in [
-        (None, even_share, r"ref_model=None: kl_coeff=0\.04"),
-        (Bigram(), 3, "reward_fn=3"),
-    ]:
-        with pytest.raises(ConfigError, match=message):
-            GRPOTrainer(Bigram(), reference, sgd, reward, {})
+        raises(ConfigError, message, make_trainer, **settings)
+    for model, reward, said in [(None, even_share, r"ref_model=None: kl_coeff=0\.04"), (Bigram(), 3, "reward_fn=3")]:
+        raises(ConfigError, said, GRPOTrainer, Bigram(), model, sgd, reward, {})

@@ -1,7 +1,5 @@
 """The Flax decoder against transformers, its cache against a plain forward, sums of narrow factors."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from raising import raises
 from tiny_models import tiny_model
 
 from covey.errors import ConfigError, ModelError
@@ -68,10 +67,8 @@ def test_cache_and_columns_change_nothing(window: int | None) -> None:
     """Rows at different positions, decoded token by token, give the logits of the whole sequence."""
     model = Transformer(ModelConfig(31, 16, 24, 1, 4, 2, sliding_window=window))
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 31, (2, 9)))
-    params = jax.jit(model.init)(jax.random.key(0), tokens)
-    apply = jax.jit(model.apply)
-    whole = apply(params, tokens)
-    columns = jnp.asarray([[3, 1], [8, 0]])
+    params, apply = jax.jit(model.init)(jax.random.key(0), tokens), jax.jit(model.apply)
+    whole, columns = apply(params, tokens), jnp.asarray([[3, 1], [8, 0]])
     picked = apply(params, tokens, columns=columns)
     np.testing.assert_allclose(picked, jnp.take_along_axis(whole, columns[:, :, None], axis=1), atol=1e-6)
     logits, cache = apply(params, tokens[:, :5], cache=model.init_cache(2, 9))
@@ -81,8 +78,7 @@ def test_cache_and_columns_change_nothing(window: int | None) -> None:
     for _ in range(2):
         now = jnp.take_along_axis(tokens, position[:, None], axis=1)
         logits, cache = apply(params, now, positions=position[:, None], cache=cache)
-        expected = jnp.take_along_axis(whole, position[:, None, None], axis=1)
-        np.testing.assert_allclose(logits, expected, atol=1e-5)
+        np.testing.assert_allclose(logits, jnp.take_along_axis(whole, position[:, None, None], axis=1), atol=1e-5)
         position = position + 1
 
 
@@ -99,8 +95,7 @@ def test_lora_is_a_collection_that_can_be_left_out() -> None:
 def test_sums_of_narrow_factors_stay_wide() -> None:
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.normal(size=size), jnp.bfloat16) for size in ((2, 5, 300), (2, 300, 7)))
-    found = wide_product(x, y)
-    exact = np.asarray(x, np.float64) @ np.asarray(y, np.float64)
+    found, exact = wide_product(x, y), np.asarray(x, np.float64) @ np.asarray(y, np.float64)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, exact, atol=2e-5)
     assert abs(np.asarray(x @ y, np.float64) - exact).max() > 1e-2  # what would be lost
@@ -118,12 +113,10 @@ def test_sums_of_narrow_factors_stay_wide() -> None:
             np.testing.assert_array_equal(wide_product(x, x), x @ x)
 
 
-def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"config\.json: cannot be read"):
-        load_hf(tmp_path)
+def test_what_cannot_be_loaded_says_why_and_config_errors_name_value_and_fix(tmp_path: Path) -> None:
+    raises(ModelError, r"config\.json: cannot be read", load_hf, tmp_path)
     tiny_model("gpt2").save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="model_type='gpt2' is not supported in JAX; use one of llama"):
-        load_hf(tmp_path)
+    raises(ModelError, "model_type='gpt2' is not supported in JAX; use one of llama", load_hf, tmp_path)
     tiny_model("llama").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     for change, message in [
@@ -134,11 +127,6 @@ def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn'"),
     ]:
         (tmp_path / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(ModelError, match=message):
-            load_hf(tmp_path)
-
-
-def test_config_errors_name_value_and_fix() -> None:
+        raises(ModelError, message, load_hf, tmp_path)
     for heads, head_dim, message in ((3, None, r"num_kv_heads=3.*divisor"), (2, 3, r"head_dim=3.*even")):
-        with pytest.raises(ConfigError, match=message):
-            ModelConfig(31, 16, 24, 1, 4, heads, head_dim=head_dim)
+        raises(ConfigError, message, ModelConfig, 31, 16, 24, 1, 4, heads, head_dim=head_dim)

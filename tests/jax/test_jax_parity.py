@@ -1,7 +1,5 @@
 """One recorded batch, the same weights: loss and gradients of the JAX trainer are those of the PyTorch learner."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +83,6 @@ def test_loss_and_gradients_equal_those_of_pytorch(lora: bool, settings: dict[st
     theirs = learner.forward_backward(batch, rows, options.objective, **how)
     named = dict(learner.policy.named_trainable_parameters())
     expected = as_tree({name: p.grad.numpy() for name, p in named.items()})
-
     tiny_model("llama").save_pretrained(tmp_path)
     config, params = load_hf(tmp_path, lora_rank=4 if lora else 0, lora_alpha=32)
     model = Transformer(config)
@@ -93,8 +90,7 @@ def test_loss_and_gradients_equal_those_of_pytorch(lora: bool, settings: dict[st
     state = trainer.create_train_state(jax.random.key(0), jnp.zeros((1, 4), jnp.int32), params=params)
     trained, record = state.params, as_record(batch)
     if lora:
-        trained = {"lora": as_jax(named)}
-        ref = trainer._scores(model, params, record).logp
+        trained, ref = {"lora": as_jax(named)}, trainer._scores(model, params, record).logp
         np.testing.assert_allclose(np.where(batch.mask, ref, 0), reference, atol=2e-5)
         record["ref_logprobs"] = ref
     loss, gradient = jax.jit(jax.value_and_grad(trainer.compute_loss))(trained, record)

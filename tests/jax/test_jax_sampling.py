@@ -1,7 +1,5 @@
 """Sampling inside compiled code: its distribution, what it records, where it ends."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +16,10 @@ from covey.errors import ConfigError, RewardError
 from covey.jax.sampling import invert, kept
 from covey.jax.scoring import score
 
+KEPT = [({"top_k": 2}, [1, 1, 0, 0]), ({"top_p": 0.6}, [1, 1, 0, 0]), ({"top_p": 0.49}, [1, 0, 0, 0]), ({}, None)]
+KEPT += [({"top_k": 3, "top_p": 0.83}, [1, 1, 0, 0]), ({"min_p": 0.25}, [1, 1, 1, 0])]
+KEPT += [({"top_k": 3, "top_p": 0.85}, [1, 1, 1, 0])]  # of 0.5, 0.3, 0.15 renormalised: 0.53 + 0.32 = 0.84
+
 
 class WithoutCache(nn.Module):
     """A transformer that shows `apply(params, tokens)` only."""
@@ -32,9 +34,8 @@ class WithoutCache(nn.Module):
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
 def test_tokens_are_drawn_from_the_policy(temperature: float) -> None:
     """Chi-square of 4,000 first and second tokens against the table, at a fixed seed."""
-    trainer, state = make_trainer(
-        num_samples_per_prompt=4000, max_completion_length=2, eos_token_ids=(), temperature=temperature
-    )
+    two = {"num_samples_per_prompt": 4000, "max_completion_length": 2, "eos_token_ids": ()}
+    trainer, state = make_trainer(temperature=temperature, **two)
     record = trainer.rollout(state.params, {"prompts": [[3]]}, jax.random.key(11))
     table = np.asarray(state.params["params"]["table"], np.float64) / temperature
     probabilities = np.exp(table) / np.exp(table).sum(-1, keepdims=True)
@@ -72,21 +73,16 @@ def test_a_response_ends_with_its_end_token_and_keeps_log_probabilities_of_a_pla
         assert (response[length:] == 0).all()
         assert (record["old_logprobs"][row, length:] == 0).all()
         joined = [*prompt, *response[:length]]
-        assert record["tokens"][row, : len(joined)].tolist() == joined
-        assert record["lengths"][row] == len(prompt)
+        assert (record["tokens"][row, : len(joined)].tolist(), record["lengths"][row]) == (joined, len(prompt))
 
 
-def test_the_loop_ends_when_all_responses_have() -> None:
+def test_the_loop_ends_when_all_responses_have_and_a_row_does_not_depend_on_the_rows_after_it() -> None:
     trainer, _ = make_trainer(max_completion_length=50)
     table = jnp.zeros((VOCAB, VOCAB)).at[:, END].set(30.0)  # always the end token
     assert int(trainer.rollout({"params": {"table": table}}, {"prompts": PROMPTS})["steps"]) == 0
     table = jnp.zeros((VOCAB, VOCAB)).at[:, 4].set(30.0).at[4].set(0.0).at[4, END].set(30.0)  # 4, then the end
     record = trainer.rollout({"params": {"table": table}}, {"prompts": [[2], [3]]})
-    assert int(record["steps"]) == 1
-    assert np.asarray(record["responses"])[:, :3].tolist() == [[4, END, 0]] * 8
-
-
-def test_a_row_does_not_depend_on_the_rows_after_it() -> None:
+    assert (int(record["steps"]), np.asarray(record["responses"])[:, :3].tolist()) == (1, [[4, END, 0]] * 8)
     trainer, state = make_trainer()
     alone = trainer.rollout(state.params, {"prompts": PROMPTS[:1]})
     together = trainer.rollout(state.params, {"prompts": PROMPTS})
@@ -95,18 +91,7 @@ def test_a_row_does_not_depend_on_the_rows_after_it() -> None:
     assert (np.asarray(other["responses"]) != np.asarray(together["responses"])).any()
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"top_k": 2}, [1, 1, 0, 0]),
-        ({"top_p": 0.6}, [1, 1, 0, 0]),
-        ({"top_p": 0.49}, [1, 0, 0, 0]),
-        ({"top_k": 3, "top_p": 0.85}, [1, 1, 1, 0]),  # of 0.5, 0.3, 0.15 renormalised: 0.53 + 0.32 = 0.84
-        ({"top_k": 3, "top_p": 0.83}, [1, 1, 0, 0]),
-        ({"min_p": 0.25}, [1, 1, 1, 0]),
-        ({}, None),
-    ],
-)
+@pytest.mark.parametrize(("settings", "expected"), KEPT)
 def test_what_top_k_top_p_and_min_p_keep(settings: dict[str, Any], expected: list[int] | None) -> None:
     cuts = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | settings
     support = kept(jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]])), **cuts)
@@ -123,8 +108,7 @@ def test_a_token_of_mass_zero_is_never_drawn() -> None:
         u = np.clip(edges[:, place] + shift, 0, 1 - 2.0**-24).astype(np.float32)
         assert (mass[np.arange(64), np.asarray(invert(mass, u))] > 0).all()
     u = rng.random(64).astype(np.float32)
-    expected = (edges <= u[:, None]).sum(axis=1)
-    assert (np.asarray(invert(mass, u)) == expected).mean() > 0.95
+    assert (np.asarray(invert(mass, u)) == (edges <= u[:, None]).sum(axis=1)).mean() > 0.95
 
 
 def test_kept_support_renormalises_sampler_and_trainer_alike() -> None:
@@ -144,7 +128,7 @@ def test_kept_support_renormalises_sampler_and_trainer_alike() -> None:
     assert float(metrics["kl"]) == pytest.approx(0, abs=1e-6)
 
 
-def test_rewards_see_ids_with_their_end_and_text_without() -> None:
+def test_rewards_see_ids_with_their_end_and_text_without_on_which_validity_is_judged() -> None:
     seen: dict[str, Any] = {}
 
     def reward(completions: list[str], answer: list[str], prompts: list[str], **rest: Any) -> list[float]:
@@ -155,22 +139,15 @@ def test_rewards_see_ids_with_their_end_and_text_without() -> None:
     trainer, state = make_trainer(reward=reward, decode=lambda ids: "".join("abcdefg"[i] for i in ids))
     record = trainer.rollout(state.params, batch)
     assert seen["prompts"] == ["cd"] * 4 + ["e"] * 4 + ["fgc"] * 4
-    assert seen["answer"] == ["x"] * 4 + ["y"] * 4 + ["z"] * 4
-    assert seen["rest"] == ["completion_ids", "level"]
+    assert (seen["answer"], seen["rest"]) == (["x"] * 4 + ["y"] * 4 + ["z"] * 4, ["completion_ids", "level"])
     spoken = np.asarray(record["mask"]).sum(-1) - np.asarray(record["finished"])
     assert [len(text) for text in seen["completions"]] == spoken.tolist()
     np.testing.assert_array_equal(record["rewards"], spoken)
     plain = make_trainer(reward=even_share)[0].rollout(state.params, batch)
     rows = [row[m].tolist() for row, m in zip(np.asarray(plain["responses"]), np.asarray(plain["mask"]), strict=True)]
     np.testing.assert_allclose(plain["rewards"], even_share(rows), rtol=1e-6)
-
-
-def test_validity_is_judged_on_text() -> None:
-    trainer, state = make_trainer(
-        reward=lambda responses: [1.0 * len(text) for text in responses],
-        decode=lambda ids: " ".join("ABCdefg"[i] for i in ids),
-        validity_min_length=3,
-    )
+    spelled = {"decode": lambda ids: " ".join("ABCdefg"[i] for i in ids), "validity_min_length": 3}
+    trainer, state = make_trainer(reward=lambda responses: [1.0 * len(text) for text in responses], **spelled)
     record = trainer.rollout(state.params, {"prompts": PROMPTS})
     lengths, valid = np.asarray(record["rewards"]), np.asarray(record["valid"])
     assert 0 < valid.sum() < 12
@@ -179,16 +156,13 @@ def test_validity_is_judged_on_text() -> None:
     assert float(metrics["mask_ratio"]) == pytest.approx(valid.mean())  # completions that are left
 
 
-class Called:
-    def __call__(self, completions: Any, answer: Any) -> list[float]: ...
-
-
-def by_hint(responses: list[str]) -> list[float]: ...
-
-
 def test_a_reward_that_takes_texts_needs_decode() -> None:
-    verifier = SimpleNamespace(batch_verify=len)
-    for reward in (lambda completions, **columns: [], by_hint, verifier, Called()):
+    class Called:
+        def __call__(self, completions: Any, answer: Any) -> list[float]: ...
+
+    def by_hint(responses: list[str]) -> list[float]: ...
+
+    for reward in (lambda completions, **columns: [], by_hint, SimpleNamespace(batch_verify=len), Called()):
         with pytest.raises(ConfigError, match=r"reward_fn='\S+': it takes texts.*decode=tokenizer.decode"):
             make_trainer(reward=reward)
         make_trainer(reward=reward, decode=str)

@@ -1,7 +1,5 @@
 """The loop around a loss: steps, schedules, exact resume. The loss here is a parabola."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +12,12 @@ import optax
 import pytest
 import torch
 from jax_cases import PROMPTS, make_trainer, small_transformer
+from raising import raises
 
 from covey.errors import CheckpointError, ConfigError
 from covey.jax import Trainer, TrainState, make_optimizer
+
+ONE = {"scale": np.float32(1.0)}  # an array of JAX would start it in every process that collects tests
 
 
 class Parabola(Trainer):
@@ -27,19 +28,22 @@ class Parabola(Trainer):
         return jnp.sum(batch["scale"] * params["x"] ** 2)
 
 
-ONE = {"scale": np.float32(1.0)}  # an array of JAX would start it in every process that collects tests
-
-
 def parabola(optimizer: Any, *begin: float) -> tuple[Parabola, TrainState]:
     trainer = Parabola(optimizer)
     return trainer, trainer.create_train_state(jax.random.key(0), jnp.asarray(begin))
 
 
-def test_a_step_by_hand() -> None:
+def test_a_step_by_hand_and_the_loop_counts_saves_and_stops(tmp_path: Path) -> None:
     trainer, state = parabola(optax.sgd(0.25), 3.0, 4.0)
     state, metrics = trainer.train_step(state, ONE)
     assert state.params["x"].tolist() == [1.5, 2.0]  # x - 0.25 · 2 x
     assert (int(state.step), float(metrics["loss"]), float(metrics["grad_norm"])) == (1, 25, 10)
+    trainer, state = parabola(optax.sgd(0.1), 3.0)
+    seen: list[int] = []
+    saving: dict[str, Any] = {"checkpoint_folder": tmp_path, "save_steps": 2}
+    trainer.train(state, [ONE] * 9, max_steps=5, on_step=lambda step, metrics: seen.append(step), **saving)
+    assert (seen, sorted(p.name for p in tmp_path.iterdir())) == ([1, 2, 3, 4, 5], ["2", "4"])
+    raises(ConfigError, "save_steps=1: there is nowhere", trainer.train, state, [ONE], save_steps=1)
 
 
 @pytest.mark.parametrize("scale", [0.0, np.nan, np.inf])
@@ -48,20 +52,8 @@ def test_a_gradient_that_is_zero_or_not_finite_moves_nothing(scale: float) -> No
     trainer, state = parabola(optax.adam(0.1), 3.0)
     state, _ = trainer.train_step(state, ONE)
     after, metrics = trainer.train_step(state, {"scale": jnp.asarray(scale)})
-    assert int(after.step) == 2
-    assert int(metrics["updated"]) == 0
+    assert (int(after.step), int(metrics["updated"])) == (2, 0)
     jax.tree.map(np.testing.assert_array_equal, (after.params, after.opt_state), (state.params, state.opt_state))
-
-
-def test_the_loop_counts_saves_and_stops(tmp_path: Path) -> None:
-    trainer, state = parabola(optax.sgd(0.1), 3.0)
-    seen: list[int] = []
-    saving: dict[str, Any] = {"checkpoint_folder": tmp_path, "save_steps": 2}
-    trainer.train(state, [ONE] * 9, max_steps=5, on_step=lambda step, metrics: seen.append(step), **saving)
-    assert seen == [1, 2, 3, 4, 5]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "4"]
-    with pytest.raises(ConfigError, match="save_steps=1: there is nowhere"):
-        trainer.train(state, [ONE], save_steps=1)
 
 
 def test_the_loop_keeps_one_state() -> None:
@@ -90,8 +82,7 @@ def test_resume_gives_the_same_numbers(tmp_path: Path) -> None:
     batches = [{"prompts": PROMPTS}] * 4
     how = {"optimizer": optimizer, "loss_type": "grpo", "adv_estimator": "grpo"}
     trainer, begin = make_trainer(model, **how)
-    whole = trainer.train(begin, batches)
-    half = trainer.train(begin, batches[:2])
+    whole, half = trainer.train(begin, batches), trainer.train(begin, batches[:2])
     trainer.save_checkpoint(half, tmp_path)
     other, fresh = make_trainer(model, **how)
     resumed = other.load_checkpoint(tmp_path, fresh)
@@ -104,18 +95,15 @@ def test_resume_gives_the_same_numbers(tmp_path: Path) -> None:
 
 def test_a_checkpoint_holds_the_reference_and_what_is_wrong_with_one_is_said(tmp_path: Path) -> None:
     trainer, state = make_trainer()
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        trainer.load_checkpoint(tmp_path, state)
+    raises(CheckpointError, "holds no checkpoint", trainer.load_checkpoint, tmp_path, state)
     trainer.ref_params = {"params": {"table": jnp.full((7, 7), 0.5)}}
     trainer.save_checkpoint(state, tmp_path)
-    with pytest.raises(CheckpointError, match="already"):
-        trainer.save_checkpoint(state, tmp_path)
+    raises(CheckpointError, "already", trainer.save_checkpoint, state, tmp_path)
     other, fresh = make_trainer()
     assert other.load_checkpoint(tmp_path, fresh).params["params"]["table"].tolist()
     assert (other.ref_params["params"]["table"] == 0.5).all()
     other, wrong = make_trainer(optimizer=optax.sgd(0.1))
-    with pytest.raises(CheckpointError, match="cannot be restored"):
-        other.load_checkpoint(tmp_path, wrong)
+    raises(CheckpointError, "cannot be restored", other.load_checkpoint, tmp_path, wrong)
 
 
 def test_steps_of_the_optimiser_are_those_of_pytorch() -> None:
@@ -143,20 +131,16 @@ def test_schedules() -> None:
     """The learning rate read off what SGD-like first updates of AdamW move: |Δ| = rate, for a constant gradient."""
 
     def rates(**settings: Any) -> list[float]:
-        optimizer = make_optimizer(1.0, max_grad_norm=0, **settings)
-        x = jnp.zeros(1)
-        state = optimizer.init(x)
-        moves = []
+        optimizer, x = make_optimizer(1.0, max_grad_norm=0, **settings), jnp.zeros(1)
+        state, moves = optimizer.init(x), []
         for _ in range(4):
             updates, state = optimizer.update(jnp.ones(1), state, x)
             moves.append(round(-float(updates[0]), 3))
         return moves
 
-    assert rates() == [1, 1, 1, 1]
-    assert rates(warmup_steps=2) == [0, 0.5, 1, 1]
+    assert (rates(), rates(warmup_steps=2)) == ([1, 1, 1, 1], [0, 0.5, 1, 1])
     assert rates(lr_scheduler_type="linear", max_steps=4) == [1, 0.75, 0.5, 0.25]
     assert rates(lr_scheduler_type="cosine", max_steps=4) == [1, 0.854, 0.5, 0.146]
-    with pytest.raises(ConfigError, match="lr_scheduler_type='step'"):
-        make_optimizer(1.0, lr_scheduler_type="step")
+    raises(ConfigError, "lr_scheduler_type='step'", make_optimizer, 1.0, lr_scheduler_type="step")
     with pytest.raises(ConfigError, match=r"max_steps=3.*warmup_steps=3"):
         make_optimizer(1.0, lr_scheduler_type="linear", max_steps=3, warmup_steps=3)

@@ -1,7 +1,5 @@
 """Files written here and read by PEFT and transformers, the other way round, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from raising import raises
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from tiny_models import tiny_model
@@ -127,8 +126,7 @@ def test_an_adapter_of_peft_computes_the_same_here(base: Base, targets: Any, tmp
     assert (rank, alpha) == (4, 12.0 if rank_stabilised else 6.0)  # 6 / sqrt(4) = 12 / 4
     config = replace(base.config, lora_rank=rank, lora_alpha=alpha, lora_modules=modules)
     lora = lora_from_tensors(config, tensors, tmp_path)
-    ours = our_logits(config, {**base.params, "lora": lora})
-    np.testing.assert_allclose(ours, their_logits(theirs), atol=1e-5)
+    np.testing.assert_allclose(our_logits(config, {**base.params, "lora": lora}), their_logits(theirs), atol=1e-5)
     assert_same(adapter_tensors(config, lora), tensors)
 
 
@@ -145,16 +143,13 @@ def test_the_pytorch_trainer_and_the_server_take_what_is_saved_here(base: Base, 
     assert {factors.scaling for factors in upload.factors.values()} == {1.5}
 
 
-def test_bfloat16_factors_keep_every_bit(tmp_path: Path) -> None:
+def test_bfloat16_factors_keep_every_bit_and_a_tree_that_is_no_adapter_is_not_saved(tmp_path: Path) -> None:
     config = micro(lora_alpha=0.5)
     lora = random_collection(config, "lora", jnp.bfloat16)
     save_adapter(tmp_path, config, lora, base_model="any")
     found = load_adapter(tmp_path)
     assert found.alpha == 0.5
     assert_same(lora_from_tensors(config, found.tensors, tmp_path), lora)
-
-
-def test_a_tree_that_is_no_adapter_is_not_saved(tmp_path: Path) -> None:
     config = micro()
     lora = random_collection(config, "lora")
     part = {name: value for name, value in lora.items() if name != "layer_1_mlp"}
@@ -164,8 +159,7 @@ def test_a_tree_that_is_no_adapter_is_not_saved(tmp_path: Path) -> None:
         (lora | {"layer_2_mlp": lora["layer_1_mlp"]}, "layer_2_mlp/down_proj/a has no place"),
         (jax.tree.map(lambda x: x[:, :1], lora), r"layer_0_attention/q_proj/b has shape \(1, 1\), the config says"),
     ]:
-        with pytest.raises(ModelError, match=message):
-            save_adapter(tmp_path / "adapter", config, tree, base_model="any")
+        raises(ModelError, message, save_adapter, tmp_path / "adapter", config, tree, base_model="any")
     assert not (tmp_path / "adapter").exists()
 
 
@@ -198,14 +192,11 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, An
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_an_adapter_that_is_more_than_plain_lora_is_refused(
-    adapter: Any, change: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_an_adapter_of_more_than_plain_lora_is_refused(adapter: Any, change: Any, message: str, tmp_path: Path) -> None:
     settings, tensors = adapter
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings | change))
     save_file(tensors, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ModelError, match=message):
-        load_adapter(tmp_path)
+    raises(ModelError, message, load_adapter, tmp_path)
 
 
 def test_damaged_adapter_files_are_refused(adapter: Any, tmp_path: Path) -> None:
@@ -213,8 +204,7 @@ def test_damaged_adapter_files_are_refused(adapter: Any, tmp_path: Path) -> None
     config_file, weights_file = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
 
     def refused(message: str) -> None:
-        with pytest.raises(ModelError, match=message):
-            load_adapter(tmp_path)
+        raises(ModelError, message, load_adapter, tmp_path)
 
     refused("holds no adapter_config.json")
     config_file.write_text("[" * 100_000)
@@ -309,8 +299,7 @@ def test_a_model_that_does_not_fit_is_not_saved(tmp_path: Path) -> None:
         (params, hf | {"num_key_value_heads": 2}, "num_key_value_heads=2, but the model has 1"),
         (params, {}, "vocab_size=None, but the model has 3"),
     ]:
-        with pytest.raises(ModelError, match=message):
-            save_model(tmp_path / "model", config, tree, settings)
+        raises(ModelError, message, save_model, tmp_path / "model", config, tree, settings)
     assert not (tmp_path / "model").exists()
     (tmp_path / "model-00001-of-00002.safetensors").touch()
     with pytest.raises(ModelError, match=r"holds model-00001-of-00002\.safetensors, which readers would mix"):
@@ -334,8 +323,7 @@ def test_a_write_that_fails_leaves_the_old_files(tmp_path: Path, monkeypatch: py
             save_adapter(tmp_path, config, jax.tree.map(jnp.zeros_like, lora), base_model="any")
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert_same(lora_from_tensors(config, load_adapter(tmp_path).tensors, tmp_path), lora)
-    with pytest.raises(RunFolderError, match="in the way"):
-        save_adapter(tmp_path / names[0], config, lora, base_model="any")
+    raises(RunFolderError, "in the way", save_adapter, tmp_path / names[0], config, lora, base_model="any")
 
 
 def test_saving_needs_no_torch() -> None:

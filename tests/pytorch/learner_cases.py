@@ -49,8 +49,7 @@ def sampled_of(episodes: list[Episode]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def make_batch(seed: int = 0, agents: bool = False, groups: int = 3) -> Batch:
-    rng = np.random.default_rng(seed)
-    episodes = []
+    rng, episodes = np.random.default_rng(seed), []
     for _ in range(groups):
         prompt = rng.integers(4, 97, size=rng.integers(2, 7))
         for _ in range(4):
@@ -132,7 +131,6 @@ class LiveMemory(TorchDispatchMode):
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def knows(self, tensors: Any) -> None:
-        """Take tensors for what was there before."""
         for tensor in tensors:
             self._known.add(tensor.untyped_storage())
 

@@ -7,22 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_models
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_cases import assert_plain, generated, groups, plain_logits, plain_logprobs, prompts, texts
 from peft import IA3Config, LoraConfig, PrefixTuningConfig
-from tiny_models import (
-    DENSE,
-    FAMILIES,
-    VOCAB_SIZE,
-    adapted,
-    byte_tokenizer,
-    tiny_model,
-    tiny_tokenizer,
-    with_lora,
-    without_interface,
-)
+from raising import raises
+from tiny_models import DENSE, FAMILIES, VOCAB_SIZE, adapted, byte_tokenizer, tiny_model, tiny_tokenizer, with_lora
 
 from covey.errors import ConfigError, GenerationError, ModelError
 from covey.pytorch.engine import Engine
@@ -61,8 +53,7 @@ def test_greedy_tokens_and_recorded_logprobs_are_the_plain_models(family: str) -
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapter_is_merged_into_the_copy_only(family: str) -> None:
     model, requests = with_lora(family), groups(2)
-    before = copy.deepcopy(model.state_dict())
-    completions = run(Engine(model), requests, max_tokens=8)
+    before, completions = copy.deepcopy(model.state_dict()), run(Engine(model), requests, max_tokens=8)
     assert_plain(model, requests, completions)
     with model.disable_adapter():
         for request, completion in zip(requests, completions, strict=True):
@@ -73,8 +64,7 @@ def test_adapter_is_merged_into_the_copy_only(family: str) -> None:
 def test_sync_takes_new_adapter_weights_and_their_version_and_leaves_the_training_mode_alone() -> None:
     model, requests = with_lora("llama").train(), groups(1)
     model.base_model.model.model.norm.eval()
-    modes = [m.training for m in model.modules()]
-    engine = Engine(model)
+    modes, engine = [m.training for m in model.modules()], Engine(model)
     assert [m.training for m in model.modules()] == modes
     first = run(engine, requests, max_tokens=8)
     with torch.no_grad():
@@ -108,23 +98,29 @@ def test_full_fine_tuning_copies_the_weights(family: str) -> None:
     assert_plain(model, requests, engine(requests, GREEDY, policy_version=1))
 
 
-def test_an_interrupted_sync_is_never_sampled_from() -> None:
+def test_interrupted_syncs_are_never_sampled_from_and_weights_that_diverged_do_not_poison_the_next_call() -> None:
     engine = Engine(tiny_model("llama"))
     with pytest.raises(KeyError):
         engine.publish(weights_of(tiny_model("gpt2"), 1))
     assert engine.policy_version == -1
-    with pytest.raises(GenerationError, match="no weights"):
-        engine(groups(1), GREEDY, policy_version=1)
+    raises(GenerationError, "no weights", engine, groups(1), GREEDY, policy_version=1)
     engine.publish(weights_of(tiny_model("llama"), 1))
     assert len(engine(groups(1), GREEDY, policy_version=1)) == 3
+    model, broken = tiny_model("llama"), tiny_model("llama")
+    engine = Engine(model)
+    expected = engine(groups(2), GREEDY, policy_version=0)
+    broken.model.layers[0].self_attn.k_proj.weight.data.fill_(float("nan"))
+    engine.publish(weights_of(broken, 1))
+    said = r"not finite. Before any update .* another copy, or model.dtype=float32. After updates"
+    raises(GenerationError, said, engine, groups(2), GREEDY, policy_version=1)
+    engine.publish(weights_of(model, 2))
+    assert texts(engine(groups(2), GREEDY, policy_version=2)) == texts(expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
 def test_company_does_not_matter(family: str) -> None:
-    """Alone, in a crowd, in waves of two rows, in a cache that fits two: the same completion."""
     model = tiny_model(family)
-    engine = Engine(model)
-    settings = SamplingSettings(max_tokens=14, eos_token_ids=(2, 7, 30))
+    engine, settings = Engine(model), SamplingSettings(max_tokens=14, eos_token_ids=(2, 7, 30))
     requests = groups(5, (3, 11, 40, 33))
     crowd = engine(requests, settings, policy_version=0)
     assert engine.last_stats.peak_batch > 10
@@ -150,7 +146,6 @@ def test_a_prompt_is_prefilled_once_and_finished_rows_leave_the_batch() -> None:
     # each prompt once, although its five completions ran in three waves
     assert (stats.prefill_tokens, stats.decoded_tokens, stats.peak_batch) == (3 + 11 + 40, 15 * 6, 2)
     assert stats.cache_bytes == engine._cache.bytes_per_token * (2 * 5 + (48 + 32) * 5 // 4)  # two prompts run at once
-
     engine = Engine(tiny_model("llama"))
     long = run(engine, groups(4, (11,)), max_tokens=20)
     assert engine.last_stats.decode_steps == 19
@@ -174,7 +169,7 @@ def test_first_tokens_follow_the_models_distribution() -> None:
     assert abs(chi_square - freedom) < 6 * np.sqrt(2 * freedom)
 
 
-def test_any_of_several_ends_stops_and_stays() -> None:
+def test_any_of_several_ends_or_stop_strings_stops_and_stays() -> None:
     engine, requests, ends = Engine(tiny_model("llama")), groups(6), (5, 40, 77)
     free = run(engine, requests, max_tokens=20)
     stopped = run(engine, requests, max_tokens=20, eos_token_ids=ends)
@@ -183,9 +178,6 @@ def test_any_of_several_ends_stops_and_stays() -> None:
         places = [i for i, token in enumerate(a) if token in ends]
         assert b.token_ids.tolist() == a[: places[0] + 1 if places else 20]
         assert b.finish_reason == ("stop" if places else "length")
-
-
-def test_stop_strings() -> None:
     tokenizer, requests = tiny_tokenizer(), groups(4, (5, 9))
     engine = Engine(tiny_model("llama"), tokenizer)
     whole = [tokenizer.decode(c.token_ids) for c in run(engine, requests, max_tokens=24)]
@@ -195,8 +187,7 @@ def test_stop_strings() -> None:
     for text, completion in zip(whole, stopped, strict=True):
         ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
         assert tokenizer.decode(completion.token_ids) == (text[: min(ends)] if ends else text)
-    with pytest.raises(GenerationError, match="no tokenizer"):
-        run(Engine(tiny_model("llama")), requests, stop_strings=("x",))
+    raises(GenerationError, "no tokenizer", run, Engine(tiny_model("llama")), requests, stop_strings=("x",))
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.8}])
@@ -226,20 +217,16 @@ def test_context_and_memory_that_are_too_small_and_settings_that_describe_no_dis
     engine = Engine(tiny_model("gpt2", max_position_embeddings=16))
     (completion,) = run(engine, groups(1, (11,)), max_tokens=100)
     assert (len(completion.token_ids), completion.finish_reason) == (5, "length")
-    with pytest.raises(GenerationError, match="request 1: the prompt has 16 tokens, the context 16"):
-        run(engine, groups(1, (3, 16)))
-    with pytest.raises(GenerationError, match="no tokens"):
-        run(engine, [Request(np.array([], dtype=np.int64))])
-    with pytest.raises(ModelError, match="context_length=17"):
-        Engine(tiny_model("gpt2", max_position_embeddings=16), context_length=17)
+    raises(GenerationError, "request 1: the prompt has 16 tokens, the context 16", run, engine, groups(1, (3, 16)))
+    raises(GenerationError, "no tokens", run, engine, [Request(np.array([], dtype=np.int64))])
+    raises(ModelError, "context_length=17", Engine, tiny_model("gpt2", max_position_embeddings=16), context_length=17)
     engine = Engine(tiny_model("llama"), kv_cache_bytes=10_000)
     assert engine._cache.bytes_per_token == 256  # 2 layers x 2 heads x 8 dimensions x (key, value) x 4 bytes
     with pytest.raises(GenerationError, match=rf"kv_cache_bytes=10000: .* needs {256 * (48 + 99)} bytes"):
         run(engine, groups(1, (40,)), max_tokens=100)
     assert len(run(engine, groups(3, (4,)), max_tokens=6)) == 3
     for bad in ({"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"min_p": 2.0}, {"max_tokens": 0}):
-        with pytest.raises(ConfigError, match=next(iter(bad))):
-            run(engine, groups(1), **bad)
+        raises(ConfigError, next(iter(bad)), run, engine, groups(1), **bad)
     assert run(engine, []) == []
 
 
@@ -259,29 +246,13 @@ def test_progress_and_reuse_after_an_exception() -> None:
     assert texts(engine(requests, settings, policy_version=0)) == texts(expected)
 
 
-def test_weights_that_diverged_are_named_and_do_not_poison_the_next_call() -> None:
-    model, broken = tiny_model("llama"), tiny_model("llama")
-    engine = Engine(model)
-    expected = engine(groups(2), GREEDY, policy_version=0)
-    broken.model.layers[0].self_attn.k_proj.weight.data.fill_(float("nan"))
-    engine.publish(weights_of(broken, 1))
-    said = r"not finite. Before any update .* another copy, or model.dtype=float32. After updates"
-    with pytest.raises(GenerationError, match=said):
-        engine(groups(2), GREEDY, policy_version=1)
-    engine.publish(weights_of(model, 2))
-    assert texts(engine(groups(2), GREEDY, policy_version=2)) == texts(expected)
-
-
-def test_a_model_without_interface_is_recomputed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_without_interface_is_recomputed_and_a_bfloat16_copy_is_close(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="covey"):
-        engine = Engine(without_interface(tiny_model("gpt2")))
+        engine = Engine(tiny_models.without_interface(tiny_model("gpt2")))
     assert engine.runner == "recompute"
     assert "does not use transformers' attention interface" in caplog.text
     expected = run(Engine(tiny_model("gpt2")), groups(2), max_tokens=5)
     assert texts(run(engine, groups(2), max_tokens=5)) == texts(expected)
-
-
-def test_bfloat16_copy_of_a_float32_model() -> None:
     model, requests = tiny_model("llama"), groups(2)
     for request, one in zip(requests, run(Engine(model, dtype=torch.bfloat16), requests, max_tokens=8), strict=True):
         assert 1e-5 < np.abs(one.logprobs - plain_logprobs(model, request, one)).max() < 0.5
@@ -292,10 +263,11 @@ def test_continuations_are_as_likely_as_the_plain_model_says(family: str) -> Non
     model, requests = tiny_model(family), groups(2)
     settings = SamplingSettings(temperature=0.7, top_k=5, max_tokens=3, eos_token_ids=(2, 9), keep_support=True)
     continuations = [np.array(ids) for ids in ([7], [9], [4, 2, 9, 30, 31])]  # end tokens, and more than may be sampled
+    how: dict[str, Any] = {"policy_version": 0, "continuations": continuations}
     alone = Engine(model)(requests, settings, policy_version=0)
     for room in (1 << 30, 40_000):  # all at once, and a few at a time
         engine = Engine(model, kv_cache_bytes=room)
-        found, logp = engine.sample_and_score(requests, settings, policy_version=0, continuations=continuations)
+        found, logp = engine.sample_and_score(requests, settings, **how)
         assert texts(found) == texts(alone)
         assert all(one.support is not None for one in found)
         for row, request in enumerate(requests):
@@ -303,10 +275,8 @@ def test_continuations_are_as_likely_as_the_plain_model_says(family: str) -> Non
                 said = Completion(ids, np.zeros(len(ids), np.float32), "length", 0)
                 assert logp[row, column] == pytest.approx(plain_logprobs(model, request, said).sum(), abs=2e-4)
     context = len(requests[0].token_ids) + 4
-    with pytest.raises(GenerationError, match=f"no room in the context of {context}"):
-        Engine(model, context_length=context).sample_and_score(
-            requests[:1], settings, policy_version=0, continuations=continuations
-        )
+    small, said = Engine(model, context_length=context), f"no room in the context of {context}"
+    raises(GenerationError, said, small.sample_and_score, requests[:1], settings, **how)
 
 
 def fails_beyond(engine: Engine, rows: int, patch: pytest.MonkeyPatch, error: Exception = OUT_OF_MEMORY) -> list[int]:
@@ -324,7 +294,7 @@ def fails_beyond(engine: Engine, rows: int, patch: pytest.MonkeyPatch, error: Ex
     return tried
 
 
-def test_half_as_many_at_once_draw_the_same(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_half_as_many_at_once_draw_the_same_and_other_errors_are_not_tried_again(monkeypatch: Any, caplog: Any) -> None:
     expected = Engine(tiny_model("llama"))(groups(4), SAMPLED, policy_version=0)
     engine = Engine(tiny_model("llama"))
     tried = fails_beyond(engine, 4, monkeypatch)
@@ -339,13 +309,9 @@ def test_half_as_many_at_once_draw_the_same(monkeypatch: pytest.MonkeyPatch, cap
     fails_beyond(engine, 0, monkeypatch)
     with pytest.raises(GenerationError, match=r"one completion at a time; .* sampling\.kv_cache_gb"):
         engine(groups(4), SAMPLED, policy_version=0)
-
-
-def test_other_errors_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(tiny_model("llama"))
     tried = fails_beyond(engine, 0, monkeypatch, RuntimeError("a kernel failed"))
-    with pytest.raises(RuntimeError, match="a kernel failed"):
-        engine(groups(1), SAMPLED, policy_version=0)
+    raises(RuntimeError, "a kernel failed", engine, groups(1), SAMPLED, policy_version=0)
     assert len(tried) == 1
 
 
@@ -405,8 +371,7 @@ def test_a_copy_with_effective_weights_computes_what_the_policy_computes(kind: s
 
 
 def test_lora_by_hand_and_disabled_and_already_merged_adapters_and_virtual_tokens_are_refused() -> None:
-    model = with_lora("llama")
-    name = "model.layers.1.mlp.up_proj.weight"
+    model, name = with_lora("llama"), "model.layers.1.mlp.up_proj.weight"
     layer = model.base_model.model.model.layers[1].mlp.up_proj
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     expected = (layer.base_layer.weight + 7 / 3 * (b @ a)).detach()
@@ -417,15 +382,13 @@ def test_lora_by_hand_and_disabled_and_already_merged_adapters_and_virtual_token
     model.merge_adapter()
     torch.testing.assert_close(EffectiveWeights(model)[name], expected)
     config = PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
-    with pytest.raises(ModelError, match="PREFIX_TUNING"):
-        EffectiveWeights(adapted(tiny_model("llama"), config))
+    raises(ModelError, "PREFIX_TUNING", EffectiveWeights, adapted(tiny_model("llama"), config))
 
 
 def test_published_weights_are_references_with_a_hash() -> None:
     model = with_lora("llama")
-    weights = weights_of(model, 4)
-    embedding = weights.tensors()["model.embed_tokens.weight"]
-    assert embedding.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    weights, embedding = weights_of(model, 4), model.get_input_embeddings().weight
+    assert weights.tensors()["model.embed_tokens.weight"].data_ptr() == embedding.data_ptr()
     factor = model.base_model.model.model.layers[0].mlp.up_proj.lora_A["default"].weight
     held = weights.adapter.tensors["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"]
     assert held.ctypes.data == factor.data_ptr()
@@ -459,8 +422,7 @@ def reference_kept(logits: np.ndarray, s: SamplingSettings) -> tuple[np.ndarray,
     scaled = logits.astype(np.float64) / (s.temperature or 1.0)
     p = np.exp(scaled - scaled.max())
     p /= p.sum()
-    order = np.argsort(-p, kind="stable")
-    kept = np.ones(len(p), dtype=bool)
+    order, kept = np.argsort(-p, kind="stable"), np.ones(len(p), dtype=bool)
     if s.top_k:
         kept[order[s.top_k :]] = False
     if s.top_p < 1:
@@ -507,7 +469,6 @@ def test_whole_vocabulary_is_the_inverse_cdf_in_vocabulary_order() -> None:
 
 @pytest.mark.parametrize("vocab", [3, 256, 257, 1000])
 def test_tokens_of_probability_zero_are_never_drawn(vocab: int) -> None:
-    """Extreme u, zeros at both ends and in long gaps: the token always has positive probability."""
     logits = torch.full((6, vocab), -float("inf"))
     logits[:, [vocab // 3, 2 * vocab // 3]] = 0.0
     u = np.array([0.0, 2.0**-53, 0.4999999, 0.5, 0.75, 1 - 2.0**-53])
@@ -535,8 +496,7 @@ def test_uniforms_depend_on_stream_and_position_only() -> None:
     assert len(np.unique(together)) == together.size
     counts = np.histogram(together, bins=20, range=(0, 1))[0]
     assert np.sum((counts - 500) ** 2 / 500) < 60  # chi-square, 19 degrees of freedom
-    neighbours = np.corrcoef(together)[np.triu_indices(200, 1)]
-    assert abs(neighbours.mean()) < 0.01
+    assert abs(np.corrcoef(together)[np.triu_indices(200, 1)].mean()) < 0.01
     # SplitMix64: its first output when seeded with 0 is 0xE220A8397B1DCDAF
     (u,) = uniforms(np.array([0], dtype=np.uint64), np.array([0], dtype=np.uint64))
     assert u == (0xE220A8397B1DCDAF >> 11) / 2**53

@@ -44,8 +44,7 @@ def measured(policy: Policy) -> tuple[int, int]:
     (pack,) = pack_episodes([episode(ids, np.arange(TOKENS + 1) >= 8)])
     with LiveMemory() as memory:
         memory.knows([*policy.model.parameters(), *policy.model.buffers()])
-        hidden = policy.held.hidden(pack)
-        kept = memory.live
+        hidden, kept = policy.held.hidden(pack), memory.live
         hidden.backward(torch.ones_like(hidden))
         del hidden
         memory.peak = 0
@@ -132,8 +131,7 @@ def test_weights_and_moments_are_counted_without_memory() -> None:
     assert shape.adapter == shape.trained == 32 * 16 * inputs_and_outputs
     assert shape.ranks == 7 * 16
     held = phases(shape, Choices())["held"]
-    assert held["weights"] == 2 * 8_030_261_248
-    assert held["AdamW's moments"] == 8 * shape.trained
+    assert (held["weights"], held["AdamW's moments"]) == (2 * 8_030_261_248, 8 * shape.trained)
     everything = Shape.of(build_empty(config, "float32"))
     assert everything.trained == 8_030_261_248
     chosen = Choices(dtype="float32", sampler_dtype="float32", reference_copy=True, layers="own")

@@ -58,15 +58,7 @@ TELLING = ("grpo", "gspo", "kept exact", "corrected by sequence")
 
 
 def gradient(learner: Learner, batch: Batch, loss_type: str, **options: Any) -> dict[str, torch.Tensor]:
-    objective = make_objective(loss_type, **options)
-    rows = np.arange(len(batch.episodes))
-    settings = {"temperature": 0.8, "max_completion_length": 12}
-    settings["reference"], _ = learner.scores(batch, rows, temperature=0.8, reference=True)
-    if objective.loss.select is not None:
-        logp, _ = learner.scores(batch, rows, temperature=0.8)
-        settings["selected"] = objective.select(logp, batch.old_logprobs, batch.advantages, batch.mask)
-    learner.forward_backward(batch, rows, objective, **settings)
-    return grads_of(learner.policy)
+    return run(learner, batch, loss_type, **options)[1]
 
 
 def backward(learner: Learner, loss: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -149,7 +141,7 @@ def test_correction_for_a_sampler_that_disagrees() -> None:
     assert all(float(grad.abs().max()) == 0 for grad in grads_of(learner.policy).values())
 
 
-def test_step_clips_and_refuses_a_gradient_that_is_not_finite() -> None:
+def test_a_step_clips_refuses_what_is_not_finite_and_keeps_the_embeddings_ratio_of_rates() -> None:
     learner = make_learner(max_grad_norm=0.5)
     before, parameters = learner.policy.state_dict(), learner.policy.trainable_parameters()
     for parameter in parameters:
@@ -164,9 +156,6 @@ def test_step_clips_and_refuses_a_gradient_that_is_not_finite() -> None:
     # Adam's first step moves every weight by the learning rate.
     for name, value in learner.policy.state_dict().items():
         torch.testing.assert_close(before[name] - value, torch.full_like(value, 1e-2), rtol=1e-3, atol=0)
-
-
-def test_embedding_rate_keeps_its_ratio_under_a_schedule() -> None:
     policy = Policy.load(tiny_model("llama"), tiny_tokenizer(), use_peft=False)
     learner = Learner(policy, learning_rate=1e-3, embedding_lr=1e-2)
     for parameter in policy.trainable_parameters():
@@ -234,9 +223,7 @@ def test_what_is_out_of_range_makes_the_gradient_not_finite(value: float) -> Non
 class CountedMemory(HostMemory):
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
-        self.brought: list[int] = []
-        self.kept: list[int] = []
-        self.settled = 0
+        self.brought, self.kept, self.settled = list[int](), list[int](), 0
 
     def keep(self, tensor: Tensor, into: Tensor | None = None) -> Tensor:
         self.kept.append(tensor.numel())
@@ -286,7 +273,7 @@ def test_steps_checkpoints_and_resuming_have_the_same_bits(use_peft: bool, monke
     assert_equal(again, plain)
 
 
-def test_moments_come_over_in_slices_and_are_kept_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_come_over_in_slices_and_a_reference_for_its_passes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizers, "SLICE_BYTES", 4 * 100)
     parameters = [torch.nn.Parameter(torch.ones(size)) for size in (60, 40, 30, 300, 80)]
     groups: list[dict[str, Any]] = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.5}]
@@ -306,12 +293,8 @@ def test_moments_come_over_in_slices_and_are_kept_in_the_same_memory(monkeypatch
     assert [group["params"] for group in optimizer.param_groups] == [parameters[:2], parameters[2:]]
     # what was restored elsewhere goes to the host with the next step
     assert host.keep(torch.ones(5), into=torch.ones(5, device="meta")).device.type == "cpu"
-
-
-def test_a_reference_is_brought_for_its_passes_only() -> None:
     model, host = tiny_model("llama"), CountedMemory()
-    reference = Reference(model, host=host)
-    numbers = sum(p.numel() for p in model.parameters())
+    reference, numbers = Reference(model, host=host), sum(p.numel() for p in model.parameters())
     weights = {name: p.data_ptr() for name, p in model.named_parameters()}
     assert (sum(host.kept), host.brought, host.settled) == (numbers, [], 1)
     with reference.active():
@@ -323,8 +306,7 @@ def test_a_reference_is_brought_for_its_passes_only() -> None:
 
 
 def test_on_a_cpu_and_with_an_optimizer_of_your_own_it_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
-    policy = Policy.load(tiny_model("llama"), tiny_tokenizer(), lora_r=2, offload=True)
-    assert policy.host is None
+    assert Policy.load(tiny_model("llama"), tiny_tokenizer(), lora_r=2, offload=True).host is None
     assert "optim.offload has no effect" in caplog.text
     with pytest.warns(UserWarning, match=r"optim\.offload=True has no effect: .* the model is on a GPU"):
         GRPOConfig(offload=True, device="cpu")
@@ -346,7 +328,7 @@ def _two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_results_come_in_order_from_at_most_two_at_a_time_with_their_share_of_the_threads() -> None:
+def test_results_come_in_order_from_at_most_two_at_a_time_and_an_error_when_nothing_is_under_way_any_more() -> None:
     running, most, shares = set(), [], set()
 
     def work(item: int) -> int:
@@ -359,14 +341,9 @@ def test_results_come_in_order_from_at_most_two_at_a_time_with_their_share_of_th
 
     with torch.no_grad():
         assert list(map_in_threads(work, range(9), 2)) == [n * n for n in range(9)]
-    assert max(most) == 2
-    assert shares == {1}
-    assert torch.get_num_threads() == 2
+    assert (max(most), shares, torch.get_num_threads()) == (2, {1}, 2)
     # one lane is the caller's own thread
     assert set(map_in_threads(lambda _: threading.get_ident(), range(3), 1)) == {threading.get_ident()}
-
-
-def test_an_error_arrives_when_nothing_is_under_way_any_more() -> None:
     ended = []
 
     def work(item: int) -> int:
@@ -379,10 +356,9 @@ def test_an_error_arrives_when_nothing_is_under_way_any_more() -> None:
     with pytest.raises(MemoryError, match="no room"):
         list(map_in_threads(work, range(50), 2))
     now = len(ended)
-    assert now < 10
     time.sleep(0.1)
-    assert len(ended) == now
-    assert torch.get_num_threads() == 2
+    assert now < 10
+    assert (len(ended), torch.get_num_threads()) == (now, 2)
 
 
 def gradients_of(learner: Learner) -> Found:
@@ -408,7 +384,31 @@ def two_lanes() -> Learner:
     return learner
 
 
-def test_gradients_scores_and_metrics_do_not_depend_on_the_lanes() -> None:
+def test_the_optimiser_takes_the_same_step() -> None:
+    """Equal gradients are not enough: the fused AdamW reads their memory in order, whatever their strides are."""
+    moved = []
+    for threads in (2, 1):
+        torch.set_num_threads(threads)
+        learner = two_lanes()
+        gradients_of(learner)
+        assert all(p.grad is None or p.grad.is_contiguous() for p in learner.policy.trainable_parameters())
+        learner.optim_step(1e-2)
+        moved.append(learner.policy.state_dict())
+    for name, value in moved[0].items():
+        # the first step of AdamW is the sign of the gradient: where that is nearly 0 rounding decides
+        assert float(((value - moved[1][name]).abs() > 1e-4).float().mean()) < 0.02, name
+
+
+def test_lanes_are_used_only_where_they_change_no_gradient_score_or_metric() -> None:
+    learner = two_lanes()
+    assert (lanes_of(learner), lanes_of(learner, exact_kl=True)) == (2, 1)
+    fused, learner.policy.held.fused = learner.policy.held.fused, None
+    assert lanes_of(learner) == 1  # the model's own code makes no promise about threads
+    learner.policy.held.fused = fused
+    learner.tokens_per_micro_batch //= 2  # half of it holds no whole group: prompts would be repeated
+    assert lanes_of(learner) == 1
+    learner.tokens_per_micro_batch = 10**6  # everything fits into one pack, which would keep one lane waiting
+    assert lanes_of(learner) == 2
     learner = two_lanes()
     assert lanes_of(learner) == 2
     (found, grads), (again, same) = gradients_of(learner), gradients_of(learner)
@@ -425,34 +425,6 @@ def test_gradients_scores_and_metrics_do_not_depend_on_the_lanes() -> None:
     torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-7)
     np.testing.assert_allclose(found.logp, serial.logp, atol=1e-5)
     assert found.metrics == pytest.approx(serial.metrics, rel=1e-4)
-
-
-def test_the_optimiser_takes_the_same_step() -> None:
-    """Equal gradients are not enough: the fused AdamW reads their memory in order, whatever their strides are."""
-    moved = []
-    for threads in (2, 1):
-        torch.set_num_threads(threads)
-        learner = two_lanes()
-        gradients_of(learner)
-        assert all(p.grad is None or p.grad.is_contiguous() for p in learner.policy.trainable_parameters())
-        learner.optim_step(1e-2)
-        moved.append(learner.policy.state_dict())
-    for name, value in moved[0].items():
-        # the first step of AdamW is the sign of the gradient: where that is nearly 0 rounding decides
-        assert float(((value - moved[1][name]).abs() > 1e-4).float().mean()) < 0.02, name
-
-
-def test_lanes_are_used_only_where_they_cannot_change_anything() -> None:
-    learner = two_lanes()
-    assert lanes_of(learner) == 2
-    assert lanes_of(learner, exact_kl=True) == 1
-    fused, learner.policy.held.fused = learner.policy.held.fused, None
-    assert lanes_of(learner) == 1  # the model's own code makes no promise about threads
-    learner.policy.held.fused = fused
-    learner.tokens_per_micro_batch //= 2  # half of it holds no whole group: prompts would be repeated
-    assert lanes_of(learner) == 1
-    learner.tokens_per_micro_batch = 10**6  # everything fits into one pack, which would keep one lane waiting
-    assert lanes_of(learner) == 2
 
 
 def learner_of(family: str = "llama", *, model: Any = None, use_peft: bool = True, **options: Any) -> Learner:
@@ -489,8 +461,7 @@ def tree_batch(seed: int, *, rows: int = 14, agents: bool = True, supports: bool
         if not sampled.any():
             new[0] = True
         ids, sampled = np.concatenate([ids, rng.integers(4, 97, more)]), np.concatenate([sampled, new])
-        logprobs = np.where(sampled, rng.normal(-4, 0.4, len(ids)), 0).astype(np.float32)
-        kept = None
+        logprobs, kept = np.where(sampled, rng.normal(-4, 0.4, len(ids)), 0).astype(np.float32), None
         if supports:
             choices = [np.unique([*rng.integers(4, 97, 2), token]) for token in ids[sampled]]
             kept = Support(np.concatenate(choices), np.cumsum([0, *map(len, choices)]))
@@ -502,8 +473,7 @@ def tree_batch(seed: int, *, rows: int = 14, agents: bool = True, supports: bool
 
 
 def run(learner: Learner, batch: Batch, loss_type: str = "grpo", correction: Any = None, **options: Any) -> Found:
-    objective = make_objective(loss_type, **options)
-    rows = np.arange(len(batch.episodes))
+    objective, rows = make_objective(loss_type, **options), np.arange(len(batch.episodes))
     settings: dict[str, Any] = {"temperature": TEMPERATURE, "max_completion_length": 12, "correction": correction}
     logp, entropy = learner.scores(batch, rows, temperature=TEMPERATURE, entropy=True)
     if objective.estimates_kl:
@@ -631,6 +601,5 @@ def test_equal_completions_are_computed_once_and_counted_as_often_as_they_are(al
     four = Batch(batch.episodes * 4, np.zeros(4, np.int64), advantages, mask, old)
     ours = run(learner_of(), four)
     assert_same(ours, run(alone, four))
-    one = np.flatnonzero(batch.episodes[0].sampled)[-1]
-    tokens = ours[0].tokens
+    one, tokens = np.flatnonzero(batch.episodes[0].sampled)[-1], ours[0].tokens
     assert (tokens.raw, tokens.unique, tokens.computed) == (4 * one, one, one)

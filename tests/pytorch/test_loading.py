@@ -10,6 +10,7 @@ import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
+from raising import raises
 from safetensors.torch import load_file, save_file
 from tiny_models import CHATML, END, END_ID, PAD_ID, byte_tokenizer, tiny_model, tiny_tokenizer
 from torch import Tensor, nn
@@ -25,14 +26,6 @@ TOKENS = torch.arange(4, 12)[None]
 QWEN2 = next(split for split, name in _SPLITS.items() if name == "qwen2")
 LLAMA3 = next(split for split, name in _SPLITS.items() if name == "llama-bpe")
 TEXT = "<|im_start|>Is the <tool> 12345 they'd use?<|im_end|>\n  é 🙂"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("saved")
-    tiny_model("llama").save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -79,16 +72,7 @@ def logits(model: nn.Module) -> Tensor:
         return model(TOKENS).logits  # type: ignore[no-any-return]
 
 
-def test_a_saved_folder(folder: Path) -> None:
-    loaded = load_model(folder)
-    assert torch.equal(logits(loaded.model), logits(tiny_model("llama")))
-    assert not loaded.model.training
-    assert (loaded.tokenizer.pad_token_id, loaded.eos_token_ids, loaded.source) == (PAD_ID, (END_ID,), str(folder))
-
-
-def test_a_gguf_file_becomes_a_model_that_can_be_trained_and_saved(
-    gguf_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gguf_file_can_be_trained_and_saved(gguf_file: Path, tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
     loaded = load_model(gguf_file, device="cpu")
     assert capfd.readouterr() == ("", "")  # no progress bars
     expected = logits(tiny_model("llama", vocab_size=260))
@@ -104,8 +88,7 @@ def test_a_gguf_file_becomes_a_model_that_can_be_trained_and_saved(
     assert next(load_model(gguf_file.parent, dtype="bfloat16").model.parameters()).dtype == torch.bfloat16
     find_spec = loading.importlib.util.find_spec
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda n, *a: None if n == "gguf" else find_spec(n, *a))
-    with pytest.raises(ModelError, match=r"pip install 'covey\[gguf\]'"):
-        load_model(gguf_file)
+    raises(ModelError, r"pip install 'covey\[gguf\]'", load_model, gguf_file)
 
 
 def test_a_package_is_found_and_not_imported(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,20 +99,18 @@ def test_a_package_is_found_and_not_imported(gguf_file: Path, tmp_path: Path, mo
     for source in ("pkg:covey_test_weights", "pkg:covey-test-weights/one.gguf"):
         assert load_model(source).source == source
     assert "covey_test_weights" not in sys.modules
-    with pytest.raises(ModelError, match=r"its \.gguf files: one\.gguf"):
-        load_model("pkg:covey_test_weights/two.gguf")
+    raises(ModelError, r"its \.gguf files: one\.gguf", load_model, "pkg:covey_test_weights/two.gguf")
     (package / "two.gguf").write_bytes(b"")
-    with pytest.raises(ModelError, match=r"holds 2 \.gguf files; name one of one\.gguf, two\.gguf"):
-        load_model("pkg:covey_test_weights")
+    raises(ModelError, r"holds 2 \.gguf files; name one of one\.gguf, two\.gguf", load_model, "pkg:covey_test_weights")
 
 
-def test_what_is_no_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_model(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.txt").write_text("x")
     save_adapter(attach_lora(tiny_model("llama"), r=2), tmp_path / "adapter")
     (tmp_path / "broken.gguf").write_bytes(b"GGUF but no more")
-    shutil.copytree(folder, tmp_path / "damaged")
+    shutil.copytree(model_folder, tmp_path / "damaged")
     (tmp_path / "damaged" / "model.safetensors").write_bytes(b"\0" * 64)
     for source, reason in (
         ("./nowhere/at/all", "there is no such file or folder"),
@@ -144,39 +125,36 @@ def test_what_is_no_model(folder: Path, tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / "broken.gguf", "cannot be loaded"),
         (tmp_path / "damaged", "cannot be loaded"),
     ):
-        with pytest.raises(ModelError, match=reason):
-            load_model(source)
+        raises(ModelError, reason, load_model, source)
     for setting in ({"dtype": "int8"}, {"device": "teapot"}, {"device": "cuda:99"}):
         ((name, value),) = setting.items()
-        with pytest.raises(ModelError, match=rf"model\.{name}='{value}'"):
-            load_model(folder, **setting)
+        raises(ModelError, rf"model\.{name}='{value}'", load_model, model_folder, **setting)
 
 
-def test_weights_that_are_missing_are_not_made_up(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    file = tmp_path / "model.safetensors"
+def test_weights_that_are_missing_are_not_made_up(model_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
+    file, weights = tmp_path / "model.safetensors", load_file(model_folder / "model.safetensors")
     for left_out in ("model.layers.1.self_attn.q_proj.weight", "model.norm.weight", "model.layers.1."):
-        whole = load_file(folder / file.name)
-        kept = {name: value for name, value in whole.items() if not name.startswith(left_out)}
+        kept = {name: value for name, value in weights.items() if not name.startswith(left_out)}
         save_file(kept, file, metadata={"format": "pt"})
         with pytest.raises(ModelError, match=rf"its files lack \d+ of the weights .*, {left_out}.*may be incomplete"):
             load_model(tmp_path)
 
 
-def test_a_missing_tokenizer_and_a_built_model(tmp_path: Path, folder: Path) -> None:
+def test_saved_folders_built_models_and_every_end_of_sequence_token(tmp_path: Path, model_folder: Path) -> None:
+    loaded = load_model(model_folder)
+    assert torch.equal(logits(loaded.model), logits(tiny_model("llama")))
+    assert not loaded.model.training
+    found = (loaded.tokenizer.pad_token_id, loaded.eos_token_ids, loaded.source)
+    assert found == (PAD_ID, (END_ID,), str(model_folder))
     model, tokenizer = tiny_model("llama"), tiny_tokenizer()
     model.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="tokenizer cannot be loaded"):
-        load_model(tmp_path)
-    assert load_model(tmp_path, folder).tokenizer.eos_token == END
+    raises(ModelError, "tokenizer cannot be loaded", load_model, tmp_path)
+    assert load_model(tmp_path, model_folder).tokenizer.eos_token == END
     loaded = load_model(model.train(), tokenizer)
     assert (loaded.model, loaded.tokenizer, model.training) == (model, tokenizer, False)
     assert load_model(model, tokenizer, dtype="bfloat16").model.dtype == torch.bfloat16
-    with pytest.raises(ModelError, match="pass the tokenizer along"):
-        load_model(model)
-
-
-def test_every_end_of_sequence_token_counts_and_a_tokenizer_without_padding_gets_some() -> None:
+    raises(ModelError, "pass the tokenizer along", load_model, model)
     model, tokenizer = tiny_model("llama"), tiny_tokenizer()
     tokenizer.pad_token = None
     assert load_model(model, tokenizer).tokenizer.pad_token == END
@@ -201,8 +179,7 @@ def test_what_is_read_back_computes_the_same(family: str, tied: bool, split: Any
     ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
     assert torch.equal(found.model(ids).logits, model(ids).logits)
     assert found.tokenizer(TEXT)["input_ids"] == ids[0].tolist()
-    assert found.tokenizer.decode(ids[0]) == tokenizer.decode(ids[0])
-    assert found.tokenizer.chat_template == CHATML
+    assert (found.tokenizer.decode(ids[0]), found.tokenizer.chat_template) == (tokenizer.decode(ids[0]), CHATML)
     assert found.eos_token_ids == loaded.eos_token_ids
     if width == 32:
         name = "model.layers.1.mlp.up_proj.weight"
@@ -224,6 +201,5 @@ def test_what_would_be_read_differently_is_refused(tmp_path: Path) -> None:
         (tiny_model("llama", 100), tokenizer, "tokens, the model 100"),
         (stretched, tokenizer, "linear rotary positions"),
     ):
-        with pytest.raises(ModelError, match=words):
-            write_gguf(load_model(model, own), path)
+        raises(ModelError, words, write_gguf, load_model(model, own), path)
     assert not path.exists()

@@ -42,9 +42,7 @@ def a_support(targets: Tensor) -> Support:
     return Support(np.concatenate(kept).astype(np.int64), np.cumsum([0, *map(len, kept)]))
 
 
-def textbook(
-    hidden: Tensor, targets: Tensor, head: Head, temperature: float, support: Support | None, reference: Any
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def textbook(hidden: Any, targets: Any, head: Head, temperature: float, support: Any, reference: Any) -> Any:
     """The definitions of ALGORITHMS.md, one row after the other."""
 
     def distribution(h: Tensor, weight: Tensor, bias: Tensor | None, t: int) -> Tensor:
@@ -75,8 +73,7 @@ _, _, REFERENCE_WEIGHT, REFERENCE_BIAS = make(seed=5, bias=True)
 
 
 def reference_of(head: Head, kind: Any) -> ReferenceDistribution:
-    bias = None if head.bias is None else REFERENCE_BIAS
-    other = Head(REFERENCE_WEIGHT, bias, head.scale, head.softcap)
+    other = Head(REFERENCE_WEIGHT, None if head.bias is None else REFERENCE_BIAS, head.scale, head.softcap)
     return ReferenceDistribution(make(seed=6)[0].detach(), other.logits, kind)
 
 
@@ -142,13 +139,22 @@ def test_a_uniform_distribution_and_a_support_of_one_id_by_hand() -> None:
     assert max(value.abs().max() for value in (scores.logp, scores.entropy, grad)) < 1e-12
 
 
-def test_temperature_zero_is_scored_at_one_and_chunks_do_not_show() -> None:
+def test_temperature_zero_is_scored_at_one_chunks_do_not_show_and_nothing_is_kept_without_gradients() -> None:
     hidden, targets, weight, _ = make()
     whole = score_tokens(hidden, targets, Head(weight), entropy=True)
     torch.testing.assert_close(score_tokens(hidden, targets, Head(weight), temperature=0.0).logp, whole.logp)
     for rows in (1, 2, 7, 100):
         parts = score_tokens(hidden, targets, Head(weight), entropy=True, chunk_rows=rows)
         torch.testing.assert_close((parts.logp, parts.entropy), (whole.logp, whole.entropy), rtol=1e-12, atol=1e-12)
+    hidden, targets, weight, _ = make()
+    for head in (Head(torch.randn(V, D)), Head(None, module=nn.Linear(D, V))):
+        none = torch.zeros(0, D, requires_grad=True)
+        assert score_tokens(none, torch.zeros(0, dtype=torch.long), head, entropy=True).logp.shape == (0,)
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            scores = score_tokens(hidden, targets, Head(weight), entropy=True)
+        assert scores.logp.requires_grad == grad
+        assert not scores.entropy.requires_grad
 
 
 def test_half_precision_is_accumulated_in_float32() -> None:
@@ -176,18 +182,6 @@ def test_logits_never_exist_whole(kind: str) -> None:
     assert rows * vocabulary <= memory.largest <= 2 * rows * vocabulary < tokens * vocabulary
 
 
-def test_nothing_is_kept_without_gradients_and_there_may_be_nothing_to_score() -> None:
-    hidden, targets, weight, _ = make()
-    for head in (Head(torch.randn(V, D)), Head(None, module=nn.Linear(D, V))):
-        none = torch.zeros(0, D, requires_grad=True)
-        assert score_tokens(none, torch.zeros(0, dtype=torch.long), head, entropy=True).logp.shape == (0,)
-    for grad in (False, True):
-        with torch.set_grad_enabled(grad):
-            scores = score_tokens(hidden, targets, Head(weight), entropy=True)
-        assert scores.logp.requires_grad == grad
-        assert not scores.entropy.requires_grad
-
-
 @pytest.fixture(params=[False, True], ids=["torch", "onednn"])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if request.param and not products.can_pack():
@@ -203,8 +197,7 @@ def drawn(*shape: int) -> Tensor:
 @pytest.mark.parametrize(("rows", "inner", "outer"), [(1, 5, 7), (33, 48, 16), (130, 64, 300)])
 def test_equal_to_float64(library: bool, rows: int, inner: int, outer: int) -> None:
     x, weight, bias, start = drawn(rows, inner), drawn(outer, inner), drawn(outer), drawn(rows, outer)
-    right = x.double() @ weight.double().T
-    turned = weight.T.contiguous().T
+    right, turned = x.double() @ weight.double().T, weight.T.contiguous().T
     found = [products.linear(x, weight, bias) - bias, products.linear(x, turned), products.product(x, weight.T)]
     found += [products.product_into(torch.empty(rows, outer), x, weight.T)]
     found += [products.product(x.T.contiguous().T, turned.T)]
@@ -222,21 +215,16 @@ def test_wide_results_are_written_in_parts(library: bool, monkeypatch: pytest.Mo
     torch.testing.assert_close(out, x @ weight.T)
 
 
-def test_what_is_differentiated_has_its_gradient(library: bool) -> None:
+def test_what_is_differentiated_has_its_gradient_and_what_torch_must_do_is_left_to_it(library: bool) -> None:
     x, weight = drawn(6, 4).requires_grad_(), drawn(3, 4).requires_grad_()
     products.linear(x, weight).square().sum().backward()
     y = x.detach() @ weight.detach().T
     torch.testing.assert_close(x.grad, 2 * y @ weight.detach())
     torch.testing.assert_close(weight.grad, 2 * y.T @ x.detach())
-
-
-def test_a_bias_may_be_a_view_and_trained_and_nothing_and_other_types_are_left_to_torch(library: bool) -> None:
     x, weight, wide = drawn(4, 8), drawn(10, 8), drawn(20).requires_grad_()
     found = products.linear(x, weight, wide[::2])
     torch.testing.assert_close(found, x @ weight.T + wide[::2])
     torch.testing.assert_close(products.linear(x, weight, drawn(1).expand(10)), x @ weight.T + drawn(1))
     found.sum().backward()
-    assert wide.grad[::2].tolist() == [4.0] * 10
-
-    assert products.linear(drawn(0, 4), drawn(3, 4)).shape == (0, 3)
+    assert (wide.grad[::2].tolist(), products.linear(drawn(0, 4), drawn(3, 4)).shape) == ([4.0] * 10, (0, 3))
     assert products.product(drawn(2, 4).double(), drawn(4, 3).double()).dtype == torch.float64

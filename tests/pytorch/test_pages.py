@@ -70,8 +70,7 @@ SIZES = {
 def cells(name: str, shapes: dict[bool, Shape], way: str) -> list[str]:
     config = GRPOConfig(beta=0.0, max_completion_length=1, num_generations=8, tokens_per_micro_batch=1, **WAYS[way])
     recipe = Recipe(config, shapes[config.model.use_peft], fused=True)
-    found = [recipe.longest(size * 1e9) for size in DEVICES]
-    most = recipe.shape.context - recipe.prompt
+    found, most = [recipe.longest(size * 1e9) for size in DEVICES], recipe.shape.context - recipe.prompt
     rounded = [most if tokens == most else tokens // 128 * 128 for tokens in found]
     return [name, way, *(f"{tokens:,}" if tokens >= 128 else "-" for tokens in rounded)]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from learner_cases import assert_plain, episode, fill, generated, grads_of, texts
 from peft import LoraConfig, PeftModel, get_peft_model
+from raising import raises
 from tiny_models import DENSE, EVERY_FAMILY, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -85,8 +86,7 @@ def gradients(policy: Policy, loss: Tensor) -> dict[str, Tensor]:
 def assert_gradients(mine: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert mine.keys() == expected.keys()
     for name, grad in mine.items():
-        largest = float(expected[name].abs().max())
-        assert float((grad - expected[name]).abs().max()) <= 2e-4 * largest + 1e-6, name
+        assert float((grad - expected[name]).abs().max()) <= 2e-4 * float(expected[name].abs().max()) + 1e-6, name
 
 
 def assert_near(mine: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
@@ -125,13 +125,11 @@ def test_gradient_checkpointing_recomputes_each_layer_and_leaves_generation_alon
 
 
 def test_packs_do_not_show() -> None:
-    policy = policy_of()
-    expected = np.full((len(EPISODES), 12), np.nan)
+    policy, expected = policy_of(), np.full((len(EPISODES), 12), np.nan)
     with torch.no_grad():
         PACK.put(policy.score(PACK).logp.numpy()[PACK.pair], expected)
         for budget in (1, 15, 40):
-            found = np.full_like(expected, np.nan)
-            packs = pack_episodes(EPISODES, tokens_per_pack=budget)
+            found, packs = np.full_like(expected, np.nan), pack_episodes(EPISODES, tokens_per_pack=budget)
             assert len(packs) > 1
             for pack in packs:
                 pack.put(policy.score(pack).logp.numpy()[pack.pair], found)
@@ -230,7 +228,7 @@ def test_a_model_that_cannot_share_is_padded_and_says_why_once(caplog: pytest.Lo
         torch.testing.assert_close(scores.logp, plain_scores(plain)[0], rtol=1e-4, atol=1e-4)
 
 
-def test_what_the_probe_cannot_feel_is_read_from_the_config() -> None:
+def test_what_the_probe_cannot_feel_is_read_from_the_config_and_unknown_logits_are_an_error() -> None:
     for attribute, value, reason in (
         ("attention_chunk_size", 4, "chunked"),
         ("layer_types", ["full_attention", "linear_attention"], "linear_attention"),
@@ -241,9 +239,6 @@ def test_what_the_probe_cannot_feel_is_read_from_the_config() -> None:
         model: Any = policy.model.get_base_model()  # type: ignore[operator]
         setattr(model.config, attribute, value)
         assert reason in find_obstacle(model, policy.held.probe_packed)
-
-
-def test_unknown_logits_are_an_error() -> None:
     model = tiny_model("llama")
     model.__class__ = DoubledLogits
     for wrong, options, words in (
@@ -251,8 +246,7 @@ def test_unknown_logits_are_an_error() -> None:
         (nn.Linear(2, 2), {"use_peft": False}, "no transformers model"),
         (tiny_model("llama").requires_grad_(False), {"use_peft": False}, "no trainable parameter"),
     ):
-        with pytest.raises(ModelError, match=words):
-            Policy.load(wrong, tiny_tokenizer(), **options)
+        raises(ModelError, words, Policy.load, wrong, tiny_tokenizer(), **options)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -293,39 +287,27 @@ def test_state_goes_round(use_peft: bool) -> None:
     fill(policy, 4)
     assert not torch.equal(policy.state_dict()[first], state[first])
     with pytest.raises(ModelError, match="1 tensors missing"):
-        other.load_state_dict(
-            {name: torch.zeros(3) if name == first else state[name] for name in state if name != last}
-        )
+        other.load_state_dict({n: torch.zeros(3) if n == first else state[n] for n in state if n != last})
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
 
 
-def assert_everyone_may_read(folder: Path) -> None:
-    """As far as the umask lets others read any new file."""
-    (folder / "plain").touch()
-    assert {file.stat().st_mode for file in folder.glob("*.safetensors")} == {(folder / "plain").stat().st_mode}
-    (folder / "plain").unlink()
-
-
-def test_a_saved_adapter_is_peft_s_own_and_a_policy_starts_from_it(tmp_path: Path) -> None:
+def test_a_saved_adapter_is_peft_s_own_a_saved_model_transformers_and_a_policy_starts_from_it(tmp_path: Path) -> None:
     policy, ids = policy_of(), torch.arange(4, 9)[None]
-    policy.save_pretrained(tmp_path)
-    assert_everyone_may_read(tmp_path)
+    adapter, whole = tmp_path / "adapter", tmp_path / "whole"
+    for folder, each in ((adapter, policy), (whole, policy_of(use_peft=False))):
+        each.save_pretrained(folder)
+        (folder / "plain").touch()  # everyone may read the weights, as far as the umask lets others read a new file
+        assert {file.stat().st_mode for file in folder.glob("*.safetensors")} == {(folder / "plain").stat().st_mode}
+    assert NAME_PREFIX not in (whole / "config.json").read_text()
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(whole)(ids).logits, tiny_model("llama")(ids).logits)
     start = policy.score(PACK).logp.detach()
-    model = PeftModel.from_pretrained(tiny_model("llama"), str(tmp_path))
+    model = PeftModel.from_pretrained(tiny_model("llama"), str(adapter))
     torch.testing.assert_close(model(ids).logits, policy.model(ids).logits, rtol=1e-5, atol=1e-5)
-    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == policy.tokenizer.chat_template
-    continued = Policy.load(tiny_model("llama"), tiny_tokenizer(), adapter=tmp_path)
+    assert AutoTokenizer.from_pretrained(adapter).chat_template == policy.tokenizer.chat_template
+    continued = Policy.load(tiny_model("llama"), tiny_tokenizer(), adapter=adapter)
     assert torch.equal(continued.score(PACK).logp, start)
     fill(continued, 5)
     torch.testing.assert_close(continued.score(PACK, reference=True).logp, start, rtol=1e-5, atol=1e-5)
-
-
-def test_a_saved_model_is_plain_transformers(tmp_path: Path) -> None:
-    policy_of(use_peft=False).save_pretrained(tmp_path)
-    assert NAME_PREFIX not in (tmp_path / "config.json").read_text()
-    assert_everyone_may_read(tmp_path)
-    model, ids = AutoModelForCausalLM.from_pretrained(tmp_path), torch.arange(4, 9)[None]
-    assert torch.equal(model(ids).logits, tiny_model("llama")(ids).logits)
 
 
 def plain_of(family: str, policy: Policy) -> Any:
@@ -364,12 +346,10 @@ def assert_published(family: str, policy: Policy) -> None:
     for version in range(2):
         fill(policy, 1 + version)
         engine.publish(policy.weights(version))
-        plain = plain_of(family, policy)
-        greedy = SamplingSettings(temperature=0.0, max_tokens=12)
+        plain, greedy = plain_of(family, policy), SamplingSettings(temperature=0.0, max_tokens=12)
         chosen.append(texts(engine(asked, greedy, policy_version=version)))
         assert chosen[-1] == [generated(plain, ids, 12) for ids in PROMPTS]
-        sampled = engine(asked, SamplingSettings(max_tokens=12), policy_version=version)
-        assert_plain(plain, asked, sampled, rtol=1e-4)
+        assert_plain(plain, asked, engine(asked, SamplingSettings(max_tokens=12), policy_version=version), rtol=1e-4)
     assert chosen[0] != chosen[1]
 
 
@@ -382,10 +362,7 @@ def test_scores_gradients_and_what_is_published(family: str, use_peft: bool) -> 
 
 
 def test_adapters_on_experts_for_those_who_ask_for_them(tmp_path: Path) -> None:
-    """What PEFT makes of "all-linear" for a mixture: wrappers around the experts' and the router's own parameters.
-
-    By itself Covey leaves them, so that an adapter is plain LoRA, which servers and files take.
-    """
+    """Those of "all-linear" wrap the experts' and the router's own parameters; by default only attention is adapted."""
     policy = policy_of("qwen3_moe", lora_config=LoraConfig(r=4, target_modules="all-linear"))
     assert sum("mlp.experts" in name for name, _ in policy.named_trainable_parameters()) == 8
     assert_parity("qwen3_moe", policy)
@@ -393,7 +370,6 @@ def test_adapters_on_experts_for_those_who_ask_for_them(tmp_path: Path) -> None:
     policy.save_pretrained(tmp_path)
     again = Policy.load(tiny_model("qwen3_moe"), tiny_tokenizer(), adapter=tmp_path)
     assert torch.equal(again.score(PACK).logp, policy.score(PACK).logp)
-
     for family in ("qwen3_moe", "gpt_oss"):
         policy = policy_of(family)
         assert all("self_attn" in name for name, _ in policy.named_trainable_parameters())
@@ -428,8 +404,7 @@ def fused(policy: Policy) -> FusedDecoder:
 def assert_same(policy: Policy, pack: Pack = PACK, tolerance: float = 1e-9) -> None:
     assert fused(policy).can_run()
     expected = policy.held.hidden_packed(pack)
-    expected_grads = gradients(policy, weighted(expected))
-    found = policy.held.hidden(pack)
+    expected_grads, found = gradients(policy, weighted(expected)), policy.held.hidden(pack)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     grads = gradients(policy, weighted(found))
     assert grads.keys() == policy.state_dict().keys()
@@ -449,8 +424,7 @@ def test_hidden_states_and_gradients_are_those_of_the_models_own_layers(family: 
 
 def test_random_packs_agree() -> None:
     """Prompts of 1 to 70 tokens, completions of 1 to 150, groups of 1 to 5, agents among them."""
-    policy = exact_of("qwen2")
-    rng = np.random.default_rng(5)
+    policy, rng = exact_of("qwen2"), np.random.default_rng(5)
     for _ in range(12):
         episodes = []
         for _ in range(rng.integers(1, 4)):
@@ -527,11 +501,10 @@ def test_less_memory_than_autograds_is_kept_and_freed_by_the_backward() -> None:
     checkpointed = kept_of(fused(exact_of(gradient_checkpointing=True)).hidden(PACK))
     assert sum(sum(layer.values()) for layer in checkpointed) == 2 * PACK.num_tokens * 32 * 8
     weighted(hidden).backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="ran twice"):
-        weighted(hidden).backward()
+    raises(RuntimeError, "ran twice", weighted(hidden).backward)
 
 
-def test_the_reference_is_the_base_model_and_an_exchange_does_not_reach_an_earlier_pass() -> None:
+def test_the_reference_is_the_base_model_and_merged_adapters_go_through_the_models_own_layers() -> None:
     policy = exact_of()
     hidden = fused(policy).hidden(PACK)
     with policy.reference.active():
@@ -539,7 +512,7 @@ def test_the_reference_is_the_base_model_and_an_exchange_does_not_reach_an_earli
         torch.testing.assert_close(reference, policy.held.hidden_packed(PACK), rtol=1e-9, atol=1e-9)
     assert float((reference - hidden.detach()).abs().max()) > 1e-2
     snapshot = exact_of(reference_from_current=True)
-    snapshot.reference.copy_current()
+    snapshot.reference.copy_current()  # an exchange, which does not reach an earlier pass
     fill(snapshot, 2)
     hidden = fused(snapshot).hidden(PACK)
     with snapshot.reference.active():
@@ -548,9 +521,6 @@ def test_the_reference_is_the_base_model_and_an_exchange_does_not_reach_an_earli
     expected = gradients(policy, weighted(fused(policy).hidden(PACK)))
     found = gradients(snapshot, weighted(hidden))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_merged_adapters_go_through_the_models_own_layers() -> None:
     policy = exact_of()
     assert fused(policy).can_run()
     policy.model.merge_adapter()
@@ -605,8 +575,7 @@ def test_other_models_say_why_and_are_left_alone() -> None:
         assert policy.fused_obstacle is not None or not fused(policy).can_run()
     model = tiny_model("llama")
     before = [p.data_ptr() for p in model.parameters()]
-    with pytest.raises(ModelError, match="something else than LoRA"):
-        FusedDecoder(model)
+    raises(ModelError, "something else than LoRA", FusedDecoder, model)
     assert before == [p.data_ptr() for p in model.parameters()]
 
 

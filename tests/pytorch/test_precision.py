@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from learner_cases import fill, make_batch
+from raising import raises
 from tiny_models import tiny_model, tiny_tokenizer
 
 from covey.algorithms import make_objective
@@ -139,34 +140,26 @@ def test_moments_of_eight_bits_take_a_quarter_lead_to_about_the_same_and_are_not
     held = sum(t.nbytes for k, t in optimizer_tensors(optimizer, [("", parameter)]).items() if not k.endswith("/step"))
     assert held / parameter.numel() == pytest.approx(BYTES_PER_MOMENTS["adamw_8bit"], rel=0.01)
     wide, narrow = learners.values()
-    with pytest.raises(CheckpointError, match="those of bitsandbytes' optimizers"):
-        wide.restore(narrow.tensors(), 3)
-    with pytest.raises(CheckpointError, match=r"has exp_avg \(64, 64\).*the optimizer absmax1 \(16,\)"):
-        narrow.restore(wide.tensors(), 3)
+    raises(CheckpointError, "those of bitsandbytes' optimizers", wide.restore, narrow.tensors(), 3)
+    raises(CheckpointError, r"has exp_avg \(64, 64\).*the optimizer absmax1 \(16,\)", narrow.restore, wide.tensors(), 3)
 
 
-def test_paged_moments_on_a_cpu_are_not_paged(caplog: pytest.LogCaptureFixture) -> None:
+def test_paged_moments_on_a_cpu_are_not_paged_and_a_missing_bitsandbytes_is_said(caplog: Any, monkeypatch: Any) -> None:
     with caplog.at_level(logging.WARNING):
         paged, plain = learner_of("paged_adamw_8bit"), learner_of("adamw_8bit")
     assert "a CPU has no paged memory, so it is adamw_8bit" in caplog.text
     assert step(paged, 0) == step(plain, 0)
     assert_equal(paged.policy, plain.policy.state_dict())
-
-
-def test_without_bitsandbytes_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = policy_of()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigError, match=r"'adamw_8bit': bitsandbytes is not installed; run pip install 'covey\[quant"
-    ):
-        Learner(policy, learning_rate=1e-2, optimizer="adamw_8bit")
-    with pytest.raises(ConfigError, match="bitsandbytes is not installed"):  # before anything is loaded
-        BACKEND.check(GRPOConfig(optimizer="adamw_8bit"))
-    with pytest.raises(ModelError, match="torchao is not installed"):
-        BACKEND.check(GRPOConfig(quantization="torchao_int8"))
+    said = r"'adamw_8bit': bitsandbytes is not installed; run pip install 'covey\[quant"
+    raises(ConfigError, said, Learner, policy, learning_rate=1e-2, optimizer="adamw_8bit")
+    # before anything is loaded
+    raises(ConfigError, "bitsandbytes is not installed", BACKEND.check, GRPOConfig(optimizer="adamw_8bit"))
+    raises(ModelError, "torchao is not installed", BACKEND.check, GRPOConfig(quantization="torchao_int8"))
 
 
-def test_the_scale_moves_as_torch_s_does() -> None:
+def test_the_scale_moves_as_torch_s_does_and_small_gradients_survive_float16_by_it() -> None:
     ours, theirs, parameter = LossScale(), torch.amp.GradScaler("cpu"), torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     overflows = {2, 3, *np.random.default_rng(0).integers(10, 5000, 3).tolist()}
@@ -179,10 +172,7 @@ def test_the_scale_moves_as_torch_s_does() -> None:
         ours.after_step(finite=finite)
         assert ours.value == theirs.get_scale(), number
     assert ours.value > 2.0**12
-
-
-def test_small_gradients_survive_float16_by_the_scale() -> None:
-    """Losses of 1e-6, whose gradients in the layers are below float16's smallest number."""
+    # losses of 1e-6, whose gradients in the layers are below float16's smallest number
     exact = gradient(policy_of(use_peft=False))
     plain, scaled = (gradient(policy_of(use_peft=False, autocast="float16"), x, 1e-6) for x in (None, LossScale()))
     assert float((plain - exact).norm() / exact.norm()) > 0.1
@@ -208,8 +198,7 @@ def test_a_gradient_that_overflows_takes_no_step_and_is_said() -> None:
     assert 1 < learner.loss_scale.value < 2.0**15
     assert learner.loss_scale.good_steps == 1
     resumed.restore(learner.tensors(), learner.steps)
-    assert vars(resumed.loss_scale) == vars(learner.loss_scale)
-    assert step(resumed, 1) == step(learner, 1)
+    assert (vars(resumed.loss_scale), step(resumed, 1)) == (vars(learner.loss_scale), step(learner, 1))
     assert_equal(learner.policy, resumed.policy.state_dict())
 
 

@@ -69,7 +69,7 @@ def error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
     return (off / sum(float(value.square().sum()) for value in truth.values())) ** 0.5
 
 
-def test_eight_bits_and_bytes_by_hand() -> None:
+def test_eight_bits_and_bytes_by_hand_and_four_bits_are_the_quantiles_of_the_paper() -> None:
     """Each row is rounded to 127 steps of its largest number: 0.5 becomes 64 steps of 1/127, -0.002 none."""
     expected = torch.tensor([[1.0, 64 / 127], [-0.5, -0.5 / 127]])
     for kind in ("int8", "torchao_int8"):
@@ -77,17 +77,13 @@ def test_eight_bits_and_bytes_by_hand() -> None:
         layer.weight.data = torch.tensor([[1.0, 0.5], [-0.5, -0.002]])
         # bitsandbytes' -0.002 is 0.508 steps, torchao's scale is 1/127.5, as the 8 bits reach down to -128
         torch.testing.assert_close(dequantised(quantised(layer, kind)[0]), expected, atol=4.5e-3, rtol=0)
-
     # 64 x 64 numbers: 4 bits each, a scale of 8 bits for each 64, and one of 32 bits for 256 of those
     four, eight, theirs = (quantised(nn.Linear(64, 64, bias=False), kind)[0] for kind in KINDS)
     state, scales = four.weight.quant_state, eight.weight.SCB if eight.state.SCB is None else eight.state.SCB
     assert (four.weight.nbytes, state.absmax.nbytes, state.state2.absmax.nbytes) == (2048, 64, 4)
     assert (eight.weight.nbytes, scales.nbytes) == (4096, 4 * 64)
     assert (theirs.weight.qdata.nbytes, theirs.weight.scale.nbytes) == (4096, 4 * 64)
-
-
-def test_four_bits_are_the_quantiles_of_the_paper() -> None:
-    """Of a block of 64, every number becomes one of 16 values times the largest; -1, 0 and 1 are among them."""
+    # of a block of 64, every number becomes one of 16 values times the largest; -1, 0 and 1 are among them
     layer = nn.Linear(64, 64)
     before, bias = layer.weight.data.clone(), layer.bias
     model = quantised(layer, "nf4")
@@ -174,12 +170,6 @@ def test_the_sampler_has_the_policy_s_weights_in_full(kind: str, family: str, ru
     torch.testing.assert_close(EffectiveWeights(policy.model)[f"{name}.weight"], expected.detach())
 
 
-def test_correction_is_on_where_a_server_has_a_base_of_its_own() -> None:
-    server, own = {"upload_adapters_to_server": True, "inference_server_kind": "covey"}, {"quantization": "nf4"}
-    modes = [correction_mode(GRPOConfig(**options)) for options in (own, server, own | server)]
-    assert modes == ["off", "off", "token_truncate"]
-
-
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_a_model_that_transformers_has_quantised_is_taken(tmp_path: Path, kind: str) -> None:
     tiny_model("llama", hidden_size=64).save_pretrained(tmp_path)
@@ -209,12 +199,12 @@ def test_a_model_that_transformers_has_quantised_is_taken(tmp_path: Path, kind: 
         Policy.load(load(), tiny_tokenizer(), use_peft=False)
 
 
-def test_what_cannot_be_is_refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm = {"engine": "vllm", "llm_arguments": {"enable_lora": True}}
-    for options, words in (
-        ({"use_peft": False}, " with use_peft=False.*set model.use_peft to true"),
-        (vllm, ".*enable_lora"),
-    ):
+def test_correction_is_on_where_a_server_has_a_base_of_its_own_and_what_cannot_be_is_refused(monkeypatch: Any) -> None:
+    server, own = {"upload_adapters_to_server": True, "inference_server_kind": "covey"}, {"quantization": "nf4"}
+    modes = [correction_mode(GRPOConfig(**options)) for options in (own, server, own | server)]
+    assert modes == ["off", "off", "token_truncate"]
+    all_weights, vllm = {"use_peft": False}, {"engine": "vllm", "llm_arguments": {"enable_lora": True}}
+    for options, words in ((all_weights, " with use_peft=False.*set model.use_peft to true"), (vllm, ".*enable_lora")):
         with pytest.raises(ConfigError, match=f"quantization='nf4'{words}"):
             GRPOConfig(quantization="nf4", **options)
     for kind in ("nf4", "torchao_int8"):  # adapters that are more than LoRA, by the sampler

@@ -151,9 +151,7 @@ MISTAKES = DESCRIBED | {
 
 @pytest.mark.parametrize("dtype", SOME, ids=str)
 @pytest.mark.parametrize(("mistake", "family"), [(name, f) for name in MISTAKES for f in MISTAKES[name][1]])
-def test_a_mistake_is_caught_in_each_precision(
-    family: str, mistake: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_mistake_is_caught(family: str, mistake: str, dtype: torch.dtype, monkeypatch: Any, caplog: Any) -> None:
     make, _ = MISTAKES[mistake]
     make(monkeypatch, fast_runner)
     assert Engine(tiny_model(family), dtype=dtype).runner == "general"
@@ -178,7 +176,7 @@ def test_the_fast_ways_say_nothing(caplog: pytest.LogCaptureFixture, monkeypatch
     assert "sampling in torch.bfloat16, for which this processor has no instructions" in caplog.text
 
 
-def test_what_rounding_explains_by_hand() -> None:
+def test_what_rounding_explains_by_hand_and_a_model_that_overflows_is_told_so() -> None:
     truth = torch.tensor([[0.5, 0.5, 0.0]]).log()
     own = truth + torch.tensor([[0.01, -0.01, 0.0]])  # 0.5 * 0.01 + 0.5 * 0.01 = 0.01 nats
     assert unexplained(truth + 0.03, own, truth) == ""  # three times that
@@ -186,6 +184,11 @@ def test_what_rounding_explains_by_hand() -> None:
     assert "nan" in unexplained(truth * float("nan"), own, truth)
     with pytest.raises(ModelError, match="not finite"):
         unexplained(own, truth * float("nan"), truth)
+    model = tiny_model("llama")
+    model.model.layers[0].mlp.down_proj.weight.data.mul_(1e6)
+    with pytest.raises(ModelError, match="not finite in the precision"):
+        choose.choose_runner(model, torch.float16, CPU)
+    assert Engine(model, dtype=torch.bfloat16).runner == "fast"
 
 
 def test_computing_in_another_precision_leaves_the_weights_as_they_were() -> None:
@@ -197,11 +200,3 @@ def test_computing_in_another_precision_leaves_the_weights_as_they_were() -> Non
     assert {name: (p.data_ptr(), p.dtype) for name, p in model.named_parameters()} == before
     with torch.no_grad():
         torch.testing.assert_close(wide, model.float()(input_ids=ids).logits)
-
-
-def test_a_model_that_overflows_is_told_so() -> None:
-    model = tiny_model("llama")
-    model.model.layers[0].mlp.down_proj.weight.data.mul_(1e6)
-    with pytest.raises(ModelError, match="not finite in the precision"):
-        choose.choose_runner(model, torch.float16, CPU)
-    assert Engine(model, dtype=torch.bfloat16).runner == "fast"

@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from learner_cases import LiveMemory, assert_plain, finish, generated, prompts, texts
+from raising import raises
 from tiny_models import FAMILIES, VOCAB_SIZE, tiny_model, without_interface
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PhimoeConfig, PhimoeForCausalLM
@@ -88,13 +89,12 @@ def test_company_and_order_do_not_matter(family: str) -> None:
         return found
 
     crowd = play(range(9), slots=9, shuffle=0)
-    assert play(range(9), slots=9, shuffle=1) == crowd
-    assert play(range(9), slots=3, shuffle=2) == crowd
+    assert (play(range(9), slots=9, shuffle=1), play(range(9), slots=3, shuffle=2)) == (crowd, crowd)
     for i in (0, 4, 8):
         assert play([i], slots=1, shuffle=3)[i] == crowd[i]
 
 
-def test_plain_completions_and_conversations_in_one_batch() -> None:
+def test_plain_completions_and_conversations_in_one_batch_and_a_prompt_that_comes_again_in_use() -> None:
     engine = Engine(tiny_model("llama"))
     alone = texts(engine([Request(NINE, (i,)) for i in range(4)], SETTINGS, policy_version=0))
     session = opened(engine)
@@ -102,14 +102,10 @@ def test_plain_completions_and_conversations_in_one_batch() -> None:
     answers = finish(session)
     assert texts([answers[id(row)] for row in rows]) == alone
     session.extend(rows[0], np.array([5]), (9,))
-    with pytest.raises(GenerationError, match="it must be parked"):
-        session.extend(rows[1], np.array([5]), (9,))
+    raises(GenerationError, "it must be parked", session.extend, rows[1], np.array([5]), (9,))
     assert list(finish(session)) == [id(rows[0])]
     # the prompt once, the turn's last token and what was said
     assert (engine.last_stats.prefill_tokens, engine.last_stats.peak_batch) == (9 + 2, 4)
-
-
-def test_a_prompt_that_comes_again_while_it_is_in_use() -> None:
     session = opened(Engine(tiny_model("llama")), rows=3)
     first, said = session.start(Request(NINE, (0,)), keep=True), only(session)
     second, again = session.start(Request(NINE, (0,)), keep=True), only(session)
@@ -123,29 +119,23 @@ def test_room_for_turns_and_what_the_memory_does_not_hold() -> None:
     row = session.start(Request(NINE), keep=True)
     finish(session)
     assert [session.room_for_turn(row, said) for said in (3, 10, 13)] == [7, 3, 0]
-    with pytest.raises(GenerationError, match="leave room"):
-        session.extend(row, np.arange(3, 16), (1,))
+    raises(GenerationError, "leave room", session.extend, row, np.arange(3, 16), (1,))
     session.extend(row, np.arange(3, 13), (1,))
     longer = only(session)
     session.drop(row)
     session.start(Request(prompts((39,))[0]))  # longer than what was said at first: nothing is reserved
-    assert [(len(one.token_ids), one.finish_reason) for one in (longer, only(session))] == [
-        (3, "length"),
-        (1, "length"),
-    ]
-
+    ends = [(len(one.token_ids), one.finish_reason) for one in (longer, only(session))]
+    assert ends == [(3, "length"), (1, "length")]
     engine = Engine(tiny_model("llama"), kv_cache_bytes=256 * (6 + 30))
     session = opened(engine, UNENDING, rows=1, own_tokens=20)
     assert [session.has_room_for(length) for length in (30, 31)] == [True, False]
     session.start(Request(prompts((30,))[0]))
     assert len(finish(session)) == 1
     session.start(Request(prompts((31,))[0]))
-    with pytest.raises(GenerationError, match=r"31 tokens does not fit the memory beside the slots, 30 tokens"):
-        finish(session)
+    raises(GenerationError, r"31 tokens does not fit the memory beside the slots, 30 tokens", finish, session)
     engine = Engine(tiny_model("llama"), kv_cache_bytes=10_000)
     for options, words in (({"own_tokens": 500}, "kv_cache_bytes=10000"), ({"policy_version": 3}, "version 0")):
-        with pytest.raises(GenerationError, match=words):
-            opened(engine, **options)
+        raises(GenerationError, words, opened, engine, **options)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -179,8 +169,7 @@ def test_tokens_without_an_alternative_need_no_forward_pass() -> None:
     session = opened(Engine(model), SamplingSettings(temperature=0.0, max_tokens=7, eos_token_ids=(2,)))
     row = session.start(Request(NINE, (0,), ((5, 6, 7, 8), (9, 6, 7, 8))), keep=True)  # no end of sequence: none needed
     completion = only(session)
-    assert completion.token_ids[1:].tolist() == [6, 7, 8]
-    assert completion.logprobs[1:].tolist() == [0.0, 0.0, 0.0]
+    assert (completion.token_ids[1:].tolist(), completion.logprobs[1:].tolist()) == ([6, 7, 8], [0.0, 0.0, 0.0])
     assert np.diff(completion.support.offsets).tolist() == [2, 1, 1, 1]
     assert (completion.finish_reason, session.stats().decode_steps) == ("stop", 0)
     # what was not computed then is computed with what is said next
@@ -314,8 +303,7 @@ def test_forks_of_a_conversation(family: str) -> None:
     finish(session)
     session.extend(first, np.array([9, 8]), (1,))
     finish(session)
-    whole = first.history()
-    before = counts(engine)[0]
+    whole, before = first.history(), counts(engine)[0]
     asked = [*after(whole, (2, 4, 3)), whole[:25], whole]
     rows = start(session, asked, keep=True)
     session.extend(first, np.array([7]), (2,))
@@ -425,8 +413,7 @@ def test_a_model_without_a_cache_computes_everything() -> None:
         session.extend(row, np.array([5]), (2,))
     finish(session)
     assert rows[0].own[7:] == rows[1].own[7:] == generated(model, np.concatenate([NINE, rows[0].own[:7]]))
-    assert counts(engine) == (9 + 16, 9 + 16)
-    assert session.device._tree.find(NINE) == (None, 0)
+    assert (counts(engine), session.device._tree.find(NINE)) == ((9 + 16, 9 + 16), (None, 0))
 
 
 @st.composite
@@ -482,8 +469,7 @@ def test_any_story_is_as_if_everything_were_computed_anew(family: str, story: An
     assert engine.last_stats.cache_bytes <= 2 * BYTES[family] * budget
     if not seen:
         return
-    sequences = [ids for ids, _ in seen]
-    found = torch.stack([logits for _, logits in seen]).log_softmax(-1)
+    sequences, found = [ids for ids, _ in seen], torch.stack([logits for _, logits in seen]).log_softmax(-1)
     # Gemma's and Llama's own norms round to float32, the fast runner's do not
     within = 1e-5 if family == "gemma2" else 1e-9
     assert (found - anew(engine, forward, sequences)).abs().max() < within
@@ -507,11 +493,10 @@ def anew(engine: Engine, forward: Callable[[Step], torch.Tensor], sequences: lis
         return forward(step).log_softmax(-1)
 
 
-def test_chats_that_share_long_instructions_keep_what_they_said() -> None:
+def test_chats_keep_what_they_said_and_a_prompt_that_begins_as_another_takes_no_square_of_memory() -> None:
     engine = Engine(tiny_model("llama"), kv_cache_bytes=1 << 22)
     session = engine.serving_session(GREEDY, policy_version=0, rows=4, own_tokens=6)
-    said = iter(prompts([20] * 30, seed=2))
-    chats = prompts([200], seed=1) * 3
+    said, chats = iter(prompts([20] * 30, seed=2)), prompts([200], seed=1) * 3
     for turn in range(6):
         for number in range(len(chats)):
             before = session.stats().prefill_tokens
@@ -520,10 +505,7 @@ def test_chats_that_share_long_instructions_keep_what_they_said() -> None:
             chats[number] = np.concatenate([chats[number], only(session).token_ids])
             computed = session.stats().prefill_tokens - before
             assert computed <= (220 if turn == number == 0 else 20 + 6 + 20 if turn <= 1 else 21)
-
-
-def test_a_prompt_that_begins_as_another_one_takes_no_square_of_memory() -> None:
-    """Its own tokens go through the kernel that keeps no scores."""
+    # its own tokens go through the kernel that keeps no scores
     model, (long,) = tiny_model("llama", max_position_embeddings=4096), prompts([3000], seed=3)
     session = Engine(model, kv_cache_bytes=1 << 22).serving_session(GREEDY, policy_version=0, rows=2, own_tokens=6)
     session.start(Request(long[:8]))
@@ -541,8 +523,7 @@ def test_a_session_is_over_when_its_engine_is_called() -> None:
     finish(session)
     engine([Request(NINE)], GREEDY, policy_version=0)
     session.extend(row, NINE, (1,))
-    with pytest.raises(GenerationError, match="this session is over"):
-        finish(session)
+    raises(GenerationError, "this session is over", finish, session)
 
 
 def test_windows_that_do_not_reach_the_attention_are_refused_by_the_runner_with_a_cache() -> None:

@@ -76,20 +76,16 @@ def test_random_forests(seed: int, past: int, longest: int, rule: Rule, shape: A
     assert_close(found, expect(branches, leaves, grad, rule), tolerance=1e-9)
 
 
-def test_three_tokens_by_hand() -> None:
+def test_three_tokens_by_hand_and_what_is_planned() -> None:
     """Equal scores, so outputs are means: token 2 leaves the branch 0, 1 after token 0."""
     branches = [Branch(0, 2, -1, 0), Branch(2, 1, 0, 1)]
     zeros, v = torch.zeros(3, 1, 1, dtype=torch.float64), torch.tensor([1.0, 3.0, 8.0], dtype=torch.float64)
     for repeated in (0, 1):
         found = find(branches, [zeros, zeros, v.view(3, 1, 1)], zeros + 1, Rule(1.0), repeated=repeated)
         out, lse, _, _, grad_v = (value.flatten() for value in found)
-        assert out.tolist() == pytest.approx([1, 2, 4.5])
-        assert lse.exp().tolist() == pytest.approx([1, 2, 2])
+        assert (out.tolist(), lse.exp().tolist()) == (pytest.approx([1, 2, 4.5]), pytest.approx([1, 2, 2]))
         assert grad_v.tolist() == pytest.approx([2, 0.5, 0.5])
-
-
-def test_what_is_planned() -> None:
-    """A prompt of 40 with completions of 50, the longest, 45 and 3; the last one has the first's first two tokens."""
+    # a prompt of 40 with completions of 50, the longest, 45 and 3; the last one has the first's first two tokens
     branches = [Branch(0, 90, -1, 0), Branch(90, 3, 0, 42), Branch(93, 45, 0, 40)]
     layout = TreeLayout.of(branches)
     rectangle, *runs = layout.own
@@ -100,8 +96,7 @@ def test_what_is_planned() -> None:
     assert rectangle.take(torch.arange(138)).tolist() == [[40, 41, 90, 91, 92]]
     assert rectangle.take_gradient(torch.ones(138)).tolist() == [[0, 0, 1, 1, 1]]
     assert (across.keys_within(30), across.keys_within(1)) == (slice(11, 40), slice(40, 40))
-    assert layout.positions[[89, 90, 93, 137]].tolist() == [89, 42, 40, 84]
-    assert layout.longest == 90
+    assert (layout.positions[[89, 90, 93, 137]].tolist(), layout.longest) == ([89, 42, 40, 84], 90)
     apart = [(part.queries, part.keys) for part in TreeLayout.of(branches, repeated=0).across]
     assert apart == [(slice(90, 93), slice(0, 42)), (slice(93, 138), slice(0, 40))]
     # two tokens are repeated sooner than a call is made
@@ -127,22 +122,18 @@ def test_products_in_chunks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> No
             assert_close(find(branches, leaves, grad, rule), whole)
 
 
-def test_scores_that_overflow_where_nobody_looks_do_no_harm() -> None:
-    """A key far larger than what the padding's query saw before it: exp of the difference is infinite in float32."""
-    branches = [Branch(0, 1, -1, 0), Branch(1, 9, -1, 0)]
-    q = torch.full((10, 1, 4), 10.0)
-    k = torch.linspace(-10, 10, 10)[:, None, None].expand(10, 1, 4).contiguous()
-    found = find(branches, [q, k, torch.ones(10, 1, 4)], torch.ones(10, 1, 4), Rule(1.0))
-    assert all(bool(value.isfinite().all()) for value in found)
-
-
-def test_strides_that_kernels_do_not_read() -> None:
+def test_strides_that_kernels_do_not_read_and_scores_that_overflow_where_nobody_looks() -> None:
     """Heads that are not dense, and the gradient of a sum, which is one number expanded."""
     branches = forest(2, longest=40, depth=3)
     leaves, grad = draw(2, branches)
     strided = [leaf.mT.contiguous().mT.requires_grad_() for leaf in leaves]
     tree_attention.tree_attention(TreeLayout.of(branches), 0, *strided, Rule(0.5)).sum().backward()
     assert_close([x.grad for x in strided], expect(branches, leaves, torch.ones_like(grad), Rule(0.5))[2:])
+    # a key far larger than what the padding's query saw before it: exp of the difference is infinite in float32
+    branches, q = [Branch(0, 1, -1, 0), Branch(1, 9, -1, 0)], torch.full((10, 1, 4), 10.0)
+    k = torch.linspace(-10, 10, 10)[:, None, None].expand(10, 1, 4).contiguous()
+    found = find(branches, [q, k, torch.ones(10, 1, 4)], torch.ones(10, 1, 4), Rule(1.0))
+    assert all(bool(value.isfinite().all()) for value in found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -204,11 +195,10 @@ def test_a_walk_gives_what_one_go_gives(family: str, checkpoint: bool) -> None:
     assert_walk(float64_policy(family, gradient_checkpointing=checkpoint), family == "fused")
 
 
-def test_the_model_stays_usable_without_a_pack() -> None:
+def test_the_model_stays_usable_without_a_pack_and_attention_that_is_not_served_says_so() -> None:
     """Sampling and evaluation call the same model: without a layout it attends as it did before."""
     for family in ("llama", "gemma2"):  # one on sdpa, one on eager
-        model = tiny_model(family)
-        tokens = torch.arange(4, 24).view(2, 10)
+        model, tokens = tiny_model(family), torch.arange(4, 24).view(2, 10)
         mask = torch.ones_like(tokens)
         mask[0, :4] = 0
         with torch.no_grad():
@@ -216,9 +206,6 @@ def test_the_model_stays_usable_without_a_pack() -> None:
             model.set_attn_implementation(tree_attention.NAME_PREFIX + model.config._attn_implementation)
             after = model(tokens, attention_mask=mask).logits
         assert torch.equal(before[mask.bool()], after[mask.bool()])
-
-
-def test_attention_that_is_not_served_says_so() -> None:
     model = tiny_model("llama")
     model.set_attn_implementation(tree_attention.NAME_PREFIX + "sdpa")
     ids = torch.arange(4, 8)[None]
@@ -350,20 +337,22 @@ def test_its_blocks_are_the_whole_masks(seed: int, past: int, window: int | None
             assert torch.equal(value, getattr(theirs, name)), name
 
 
-def test_the_mask_of_three_tokens_by_hand() -> None:
+def test_the_mask_of_three_tokens_by_hand_and_two_blocks_of_queries_and_more_keys_at_the_least() -> None:
     """A past of 2; a token after both, one after that, and one after the first of the past."""
     branches = [Branch(0, 2, -1, 2), Branch(2, 1, -1, 1)]
     mask = Mask.of(branches, 2, None, 2)
-    assert mask.first.tolist() == [0, 0, 0, 1, 2, 3]
-    assert mask.leave.tolist() == [3, 2, 2, 2, 3, 4]
-    assert mask.position.tolist() == [0, 1, 2, 3, 1, 0]
-    assert mask.since.tolist() == [0, 0, 0, 0]
+    assert (mask.first.tolist(), mask.leave.tolist()) == ([0, 0, 0, 1, 2, 3], [3, 2, 2, 2, 3, 4])
+    assert (mask.position.tolist(), mask.since.tolist()) == ([0, 1, 2, 3, 1, 0], [0, 0, 0, 0])
     assert Mask.of(branches, 2, 2, 2).since.tolist() == [1, 2, 0, 0]
     partial, full = mask.blocks()
     assert partial.tolist() == [[False, True, False], [True, False, True]]
     assert full.tolist() == [[True, False, False], [False, False, False]]
     with pytest.raises(ValueError, match=r"leave the past after \[1, 2\] tokens: those that leave it last come first"):
         Mask.of([Branch(0, 2, -1, 1), Branch(2, 1, -1, 2)], 2, None, 128)
+    # lengths of 1, and equal ones, would be rules for the compiler; short queries have a kernel of their own
+    lists = tree_flex._lists(TreeLayout.of([Branch(0, 1, -1, 0)]), None)
+    assert (len(lists.since), lists.keys.shape[1], lists.kv_indices.shape) == (256, 384, (1, 1, 2, 3))
+    assert (lists.kv_num_blocks + lists.full_kv_num_blocks).flatten().tolist() == [1, 1]
 
 
 def all_of(pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -451,13 +440,6 @@ def test_what_needs_no_gradient_does_not_compile_it_anew(compilations: list[Any]
     tree_flex.attend(layout, q := q.clone().requires_grad_(), *others, rule).backward(grad)
     assert_close([q.grad], [expect(branches, leaves, grad, rule)[2]], tolerance=1e-9)
     assert len(compilations) == 2
-
-
-def test_two_blocks_of_queries_and_more_keys_at_the_least() -> None:
-    """Lengths of 1, and equal ones, would be rules for the compiler; short queries have a kernel of their own."""
-    lists = tree_flex._lists(TreeLayout.of([Branch(0, 1, -1, 0)]), None)
-    assert (len(lists.since), lists.keys.shape[1], lists.kv_indices.shape) == (256, 384, (1, 1, 2, 3))
-    assert (lists.kv_num_blocks + lists.full_kv_num_blocks).flatten().tolist() == [1, 1]
 
 
 @pytest.mark.slow
@@ -573,9 +555,7 @@ def test_models_compute_the_same_by_a_whole_kernel(family: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("checkpoint", [False, pytest.param(True, marks=SLOW)], ids=["", "checkpoint"])
-def test_from_the_probe_to_a_models_gradients(
-    checkpoint: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, traced: None
-) -> None:
+def test_from_the_probe_to_a_models_gradients(checkpoint: bool, monkeypatch: Any, caplog: Any, traced: None) -> None:
     """As on a GPU: the policy's own probe chooses at the start, and what was compiled then is what trains.
 
     Compiled at a checkpoint, it would be traced while somebody counts what autograd saves.

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from learner_cases import assert_plain, finish, texts
+from raising import raises
 from tiny_models import VOCAB_SIZE, tiny_tokenizer, with_lora
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -75,8 +76,7 @@ def test_each_version_is_sampled_from_what_was_published(both: tuple[Any, VLLMEn
         found = engine(requests(version), settings, policy_version=version)
         assert {completion.policy_version for completion in found} == {version}
         assert_plain(model, requests(version), found, temperature, atol=2e-4)
-    with pytest.raises(GenerationError, match="policy_version=3"):
-        engine(requests(), settings, policy_version=3)
+    raises(GenerationError, "policy_version=3", engine, requests(), settings, policy_version=3)
 
 
 def test_greedy_tokens_are_those_of_the_own_engine_and_end_where_they_are_to(both: tuple[Any, VLLMEngine]) -> None:
@@ -137,8 +137,7 @@ def test_what_it_refuses(both: tuple[Any, VLLMEngine]) -> None:
     with pytest.raises(GenerationError, match="keep_sampling_mask"):
         engine(requests(), SamplingSettings(keep_support=True), policy_version=12)
     engine.release()
-    with pytest.raises(GenerationError, match="no weights"):
-        engine(requests(), SamplingSettings(), policy_version=12)
+    raises(GenerationError, "no weights", engine, requests(), SamplingSettings(), policy_version=12)
     engine.publish(weights_of(model, 13))
     assert len(engine(requests(), SamplingSettings(max_tokens=2), policy_version=13)) == 3
 
@@ -155,14 +154,12 @@ def test_an_adapter_that_vllm_holds_otherwise_is_not_sampled_from(monkeypatch: p
         write(weights_of(other, 1).adapter, folder)
 
     monkeypatch.setattr(type(weights_of(model, 1).adapter), "write", otherwise)
-    with pytest.raises(ModelError, match="with other numbers"):
-        engine.publish(weights_of(model, 2))
+    raises(ModelError, "with other numbers", engine.publish, weights_of(model, 2))
     assert engine.policy_version == -1
 
 
 def test_a_start_that_fails_says_why() -> None:
-    with pytest.raises(ConfigError, match=r"vLLM does not start: .*(memory|max_model_len)"):
-        build(whole(), max_model_len=1 << 20)
+    raises(ConfigError, r"vLLM does not start: .*(memory|max_model_len)", build, whole(), max_model_len=1 << 20)
 
 
 @pytest.mark.skipif(MODEL is None, reason="a real model: see make test-vllm")

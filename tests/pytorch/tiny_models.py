@@ -55,10 +55,8 @@ def tiny_model(
     gemma = {**head_dim, **windows, "query_pre_attn_scalar": hidden_size // 8}
     half_turned = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
     long = half_turned | {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0]}
-    two_kinds = {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
-    }
+    two_kinds = {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+    two_kinds["full_attention"] = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
     factors = {"embedding_multiplier": 1.7, "residual_multiplier": 0.6, "attention_multiplier": 0.5}
     factors |= {"logits_scaling": 0.8}
     experts = {"num_experts_per_tok": 2, "output_router_logits": False}

@@ -1,7 +1,5 @@
 """Playing episodes, how alike they are, and the credit of their turns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, count, groupby
@@ -36,11 +34,8 @@ class FakePool:
     """Worlds in this process; each answers after as many calls of `wait` as `delay(place)` says."""
 
     def __init__(self, make: Callable[[], Environment], places: int, delay: Callable[[int], int] = lambda _: 0) -> None:
-        self._worlds = [make() for _ in range(places)]
-        self._seen = [Observation("") for _ in range(places)]
-        self._delay = delay
-        self._open: dict[int, tuple[int, Any]] = {}
-        self.asked: list[tuple[str, int]] = []
+        self._worlds, self._seen = [make() for _ in range(places)], [Observation("")] * places
+        self._delay, self._open, self.asked = delay, dict[int, tuple[int, Any]](), list[tuple[str, int]]()
 
     def __len__(self) -> int:
         return len(self._worlds)
@@ -81,10 +76,9 @@ class FakeGenerator:
 
     def __init__(self, policy: Callable[[str], str], *, room: int = 10_000, end: bool = True) -> None:
         self._policy, self._room, self._end = policy, room, end
-        self.rows: list[Any] = []
-        self._running: list[Any] = []
+        self.rows, self._running = list[Any](), list[Any]()
 
-    def session(self, settings: SamplingSettings, **options: Any) -> FakeGenerator:
+    def session(self, settings: SamplingSettings, **options: Any) -> Any:
         return self
 
     @property
@@ -154,8 +148,8 @@ def prompts_of(tasks: Sequence[int]) -> dict[str, Any]:
 
 
 def play(
-    generator: FakeGenerator, pool: FakePool | Player, tasks: Sequence[int] = (0,), samples: int = 2, **settings: Any
-) -> tuple[list[list[Any]], Player]:
+    generator: Any, pool: Any, tasks: Sequence[int] = (0,), samples: int = 2, **settings: Any
+) -> tuple[Any, Player]:
     player = pool if isinstance(pool, Player) else make_player(pool, **settings)
     given = {"sampling": SamplingSettings(max_tokens=20), "num_generations": samples, "policy_version": 5}
     return player.play(**prompts_of(tasks), generator=generator, **given), player  # type: ignore[arg-type]
@@ -252,16 +246,13 @@ def test_actions_are_listed_and_what_is_none_costs() -> None:
     assert (one.reward, player.stats.no_actions) == (pytest.approx(0.8), 2)
 
 
-def test_an_episode_ends_after_its_last_turn_or_when_the_context_is_full() -> None:
+def test_an_episode_ends_after_its_last_turn_or_when_the_context_is_full_and_a_turn_that_is_cut_off() -> None:
     one, _ = play_once(FakeGenerator(lambda _: "read note"))
     assert (one.ended, one.success, len(one.turns)) == ("turns", False, 4)
     one, _ = play_once(FakeGenerator(lambda _: "read note", room=300))
     assert (one.ended, len(one.turns), len(segments(one.episodes[0]))) == ("context", 1, 1)
     one, _ = play_once(FakeGenerator(lambda _: "x", room=50))  # there is no room for the opening
     assert (one.ended, one.turns, one.episodes) == ("context", (), ())
-
-
-def test_a_turn_that_is_cut_off_is_ended_for_the_policy() -> None:
     one, _ = play_once(FakeGenerator(read_go_take, end=False))
     assert segments(one.episodes[0]) == ["read note", "go garden", "take key"]
     assert "read note<|im_end|>\n<|im_start|>user" in TOKENIZER.decode(one.episodes[0].token_ids)
@@ -321,22 +312,19 @@ class FakeWorld(Environment):
         return self._then, 0.5, self._done, {}
 
 
-def test_a_long_observation_is_cut_and_counted() -> None:
+def test_a_long_observation_is_cut_and_counted_and_choices_that_are_too_long_are_left_out(caplog: Any) -> None:
     generator, long = FakeGenerator(lambda _: "nothing"), Observation("x" * 1000, ("go",))
     _, player = play_once(generator, lambda: FakeWorld(long, long), max_turns=1, max_observation_tokens=50)
     text = TOKENIZER.decode(generator.rows[0].ids)
     assert f"{'x' * 50} [...]" in text
     assert (text.count("x" * 51), player.stats.cut_observations) == (0, 1)
 
-
-def test_choices_that_are_too_long_for_a_turn(caplog: pytest.LogCaptureFixture) -> None:
     def offering(*actions: str) -> Callable[[], Environment]:
         return lambda: FakeWorld(Observation("Go.", actions), Observation("Done."), done=True)
 
     generator = FakeGenerator(lambda _: "a" * 5)  # turns have up to 20 tokens, letters one each
     play(generator, FakePool(offering("a" * 5, "b" * 40), 2), action_format="choice")
-    assert [len(row.choices) for row in generator.rows] == [1, 1]
-    assert len(caplog.records) == 1
+    assert ([len(row.choices) for row in generator.rows], len(caplog.records)) == ([1, 1], 1)
     assert "'bbbb" in caplog.text
     with pytest.raises(ConfigError, match="and so are all others; raise it"):
         play(generator, FakePool(offering("b" * 40), 1), action_format="choice")
@@ -376,8 +364,7 @@ def test_estimators_by_hand(conversation: bool) -> None:
     groups = [group(trajectory([0.0, 1.0], conversation=conversation), trajectory([0.0], conversation=conversation))]
     assert segment_of_token(np.array([False, True, True, False, True])).tolist() == [0, 0, 1]
     assert segment_of_token(np.array([False, False])).tolist() == []
-    part = find_estimator("gigpo").episode_part
-    third = 1 / 3
+    part, third = find_estimator("gigpo").episode_part, 1 / 3
     for estimator, parameters, (first, second, other) in (
         ("grpo", None, (third, third, -2 * third)),  # all turns of the group: episode rewards 1, 1, 0
         ("naive_grpo", None, (0.5, 0.5, -0.5)),  # each episode once: mean 1/2
@@ -452,8 +439,7 @@ def tokenizer_with(template: str | None):
 @pytest.mark.parametrize("system", [None, "Play."])
 @given(seen=st.lists(TEXT.filter(lambda t: "<|im_" not in t), min_size=1, max_size=3), said=TEXT)
 def test_the_turns_are_the_templates_own(template: str, system: str | None, seen: list[str], said: str) -> None:
-    said = said.replace("<|im_", "") or "x"
-    tokenizer = tokenizer_with(template)
+    said, tokenizer = said.replace("<|im_", "") or "x", tokenizer_with(template)
     words = ConversationTemplate(tokenizer, [END], system)
     ids = words.opening(seen[0]).tolist()
     messages = [{"role": "system", "content": system}] if system else []
@@ -464,11 +450,10 @@ def test_the_turns_are_the_templates_own(template: str, system: str | None, seen
         ids += words.reply(observation, ended=own_ending).tolist()
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": observation}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert tokenizer.decode(ids) == text
-    assert ids == tokenizer(text, add_special_tokens=False).input_ids
+    assert (tokenizer.decode(ids), ids) == (text, tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def test_a_turn_that_was_cut_off_is_ended_by_us_and_none_by_a_world() -> None:
+def test_a_turn_that_was_cut_off_is_ended_by_us_and_templates_that_rewrite_the_past_are_refused() -> None:
     bare = ConversationTemplate(tokenizer_with(None), [END], "Play.")
     assert TOKENIZER.decode(bare.opening("a room")) == "Play.\n\na room\n> "
     assert TOKENIZER.decode(bare.reply("a door", ended=False)) == "\na door\n> "
@@ -480,9 +465,6 @@ def test_a_turn_that_was_cut_off_is_ended_by_us_and_none_by_a_world() -> None:
     for tell in (words.opening, partial(words.reply, ended=True)):
         plain, special = ([t for t in tell(text).tolist() if t in TOKENIZER.all_special_ids] for text in ("x", hostile))
         assert plain == special
-
-
-def test_templates_that_rewrite_the_past_are_refused() -> None:
     for template in (THOUGHTLESS, "{{ messages | length }}", template_of("{{ m.content * 2 }}")):
         with pytest.raises(ConfigError, match="history_length=2"):
             ConversationTemplate(tokenizer_with(template), [END])

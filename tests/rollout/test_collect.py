@@ -1,7 +1,5 @@
 """Groups, dynamic sampling and batches, with a generator that answers what it is told."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +13,7 @@ from covey.config.rewards import RewardConfig
 from covey.rollout.batching import has_text, make_batch
 from covey.rollout.collect import Rollout, collect_groups, collect_informative_groups, grow_groups, table_order
 from covey.rollout.scoring import Scorer
-from covey.types import Batch, Completion, Episode, FinishReason, Group, Prompt, Request, SamplingSettings
+from covey.types import Completion, Episode, FinishReason, Group, Prompt, Request, SamplingSettings
 
 TEACHES = find_estimator("grpo").teaches
 
@@ -44,10 +42,8 @@ def test_a_group_for_each_prompt_in_order() -> None:
     rollout = collect_groups([prompt(1, 2), prompt(3)], SamplingSettings(), **how, **seeds)
     assert asked == [(5, 0, row, sample) for row in range(2) for sample in range(3)]
     first, second = rollout.groups
-    assert first.rewards.tolist() == [1.0, 2.0, 3.0]
-    assert second.episodes[1].token_ids.tolist() == [3, 7, 7]
-    assert second.episodes[1].sampled.tolist() == [False, True, True]
-    assert second.episodes[1].policy_version == 4
+    assert (first.rewards.tolist(), second.episodes[1].token_ids.tolist()) == ([1.0, 2.0, 3.0], [3, 7, 7])
+    assert (second.episodes[1].sampled.tolist(), second.episodes[1].policy_version) == ([False, True, True], 4)
     assert rollout.sampled_tokens == 12
 
 
@@ -58,9 +54,7 @@ def group(rewards: list[float], lengths: list[int] | None = None) -> Group:
     return Group(prompt(1, 2), episodes, values, {"reward": values})
 
 
-def batch_of(
-    groups: list[Group], has_answer: Any = has_text, limit: int = 256, cache: int = 0, **changes: Any
-) -> Batch:
+def batch_of(groups: list[Group], has_answer: Any = has_text, limit: int = 256, cache: int = 0, **changes: Any) -> Any:
     section, rewards = AlgorithmConfig(**changes), RewardConfig(soft_overlong_cache=cache)
     more = {"reward_weights": (1.0,), "max_completion_length": limit, "has_answer": has_answer}
     return make_batch(groups, section, rewards, EnvironmentConfig(), **more)
@@ -75,17 +69,13 @@ def test_batch_by_hand() -> None:
     np.testing.assert_array_equal(batch.old_logprobs[3], [-0.5] * 3)
 
 
-def test_masks_leave_their_reason_and_the_group_mean() -> None:
+def test_masks_leave_their_reason_and_the_group_mean_and_validity_is_by_the_tasks_own_notion_of_an_answer() -> None:
     groups = [group([0, 1, 5], [2, 2, 3])]
-    plain = batch_of(groups)
-    masked = batch_of(groups, mask_truncated_completions=True)
+    plain, masked = batch_of(groups), batch_of(groups, mask_truncated_completions=True)
     np.testing.assert_array_equal(plain.advantages, masked.advantages)  # the dropped one still counts in the mean
     assert masked.mask[2].sum() == 0
     assert masked.excluded["mask_truncated_completions"].tolist() == [[0, 0, 0], [0, 0, 0], [1, 1, 1]]
     assert masked.mask[:2].tolist() == plain.mask[:2].tolist()
-
-
-def test_validity_uses_the_tasks_own_notion_of_an_answer() -> None:
     batch = batch_of([group([0, 1], [2, 3])], validity_min_length=1, has_answer=lambda prompt, text: len(text) == 2)
     assert batch.mask.any(axis=1).tolist() == [True, False]
     # Limit 4, cache 2: lengths 2 and 3 are punished by 0 and -0.5, so equal rewards are no longer equal.
@@ -93,29 +83,21 @@ def test_validity_uses_the_tasks_own_notion_of_an_answer() -> None:
     np.testing.assert_allclose(batch.advantages[:, 0], [0.25, -0.25])
 
 
-def test_dynamic_sampling_refills_tied_groups() -> None:
+def test_dynamic_sampling_refills_tied_groups_and_is_bounded() -> None:
     tied, mixed = group([1, 1]), group([0, 1])
-    draws = iter([[tied, mixed, tied], [tied, mixed], [mixed]])
-    asked = []
+    draws, asked = iter([[tied, mixed, tied], [tied, mixed], [mixed]]), []
 
     def draw(count: int) -> Rollout:
         asked.append(count)
         return Rollout(tuple(next(draws)), 1.0, 0.5, 10)
 
     rollout = collect_informative_groups(draw, 3, 3, TEACHES)
-    assert asked == [3, 2, 1]
-    assert rollout.groups == (mixed, mixed, mixed)
-    assert rollout.discarded == (tied, tied, tied)
+    assert (asked, rollout.groups, rollout.discarded) == ([3, 2, 1], (mixed, mixed, mixed), (tied, tied, tied))
     assert rollout.whole.groups == (mixed, mixed, mixed, tied, tied, tied)
     assert (rollout.sampling_seconds, rollout.scoring_seconds, rollout.sampled_tokens) == (3.0, 1.5, 30)
-
-
-def test_dynamic_sampling_is_bounded() -> None:
     for first in ([0, 1], [1, 1]):
         draws = [[group(first)], [group([1, 1])]]
-        rollout = collect_informative_groups(
-            lambda count, d=draws: Rollout(tuple(d.pop(0)), 0.0, 0.0, 0), 4, 2, TEACHES
-        )
+        rollout = collect_informative_groups(lambda _, d=draws: Rollout(tuple(d.pop(0)), 0.0, 0.0, 0), 4, 2, TEACHES)
         # a partial batch; if all are tied, the last try's, for its rewards
         assert (len(rollout.groups), len(rollout.whole.groups)) == (1, 2)
 
@@ -131,7 +113,7 @@ def grown(first: list[Group], answers: list[list[Group]], most: int | None) -> t
     return grow_groups(Rollout(tuple(first), 1.0, 0.5, 10), more, most, TEACHES), asked
 
 
-def test_groups_grow_where_the_question_is_hard() -> None:
+def test_groups_grow_where_the_question_is_hard_and_unscorable_completions_do_not_count_as_tied() -> None:
     solved, mixed, hard, harder = group([1, 1]), group([0, 1]), group([0, 0]), group([0, 0])
     rollout, asked = grown([solved, hard, mixed, harder], [[group([0, 1]), group([0, 0])], [group([1])]], 5)
     assert asked == [([1, 3], 2, 1), ([3], 1, 2)]
@@ -144,6 +126,8 @@ def test_groups_grow_where_the_question_is_hard() -> None:
     order = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1), (1, 2), (1, 3), (3, 2), (3, 3), (3, 4)]
     listed = [(number, sample) for number, each in enumerate(rollout.groups) for sample in range(len(each.rewards))]
     assert [order[place] for place in table_order(rollout.groups)] == listed
+    lists = ([np.nan, np.nan], [1, np.nan], [1, np.nan, 0])
+    assert [group(rewards).is_tied for rewards in lists] == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -162,8 +146,3 @@ def test_other_groups_stay_as_they_are(first: list[list[float]], most: int | Non
     assert asked == []
     assert list(rollout.groups) == groups == list(rollout.counted.groups)
     assert table_order(groups) == [0, 1, 2, 3]
-
-
-def test_unscorable_completions_do_not_count_as_tied() -> None:
-    lists = ([np.nan, np.nan], [1, np.nan], [1, np.nan, 0])
-    assert [group(rewards).is_tied for rewards in lists] == [True, True, False]

@@ -1,13 +1,12 @@
 """Packs: tries of token ids, laid out so that no token is computed twice, and walked where they are too large."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raising import raises
 
 from covey.rollout.packing import Branch, Pack, TokenCounts, count_tokens, leave_of, pack_episodes
 from covey.rollout.tries import Node, build_trie, partition
@@ -55,41 +54,26 @@ def test_the_example_of_the_module_docstring() -> None:
         first=[0, 3, 1, 6, 2, 7, 4],
     )
     assert pack.branches == (Branch(0, 6, -1, 0), Branch(6, 1, 0, 5), Branch(7, 1, 0, 4))
-    assert (pack.num_tokens, pack.num_targets) == (8, 8)
-    assert pack.path(6).tolist() == [0, 1, 2, 3, 4, 6]
+    assert ((pack.num_tokens, pack.num_targets), pack.path(6).tolist()) == ((8, 8), [0, 1, 2, 3, 4, 6])
     assert [ids.tolist() for ids in pack.sequences()] == [[*PROMPT, 21, 22], [*PROMPT, 31], [*PROMPT, 21, 23]]
     assert count_tokens(episodes, range(3), 8) == TokenCounts(raw=6 + 5 + 6, unique=8, computed=8)
 
 
-def test_the_way_with_most_tokens_goes_on_in_its_branch() -> None:
+def test_the_way_with_most_tokens_goes_on_in_its_branch_and_a_conversation_whose_turns_other_rows_leave() -> None:
     """Rows are long or short whatever their order, and one ends where others go on."""
     pack = one_pack(episode([1], [2, 3, 9]), episode([1], [2, 4, 5, 6, 9]), episode([1], [2, 9]))
     assert pack.branches == (Branch(0, 5, -1, 0), Branch(5, 1, 0, 2))
     check_lists(pack, token_ids=[1, 2, 4, 5, 6, 3], leave=[6, 6, 5, 5, 5, 6])
     assert pack.targets[pack.pair].tolist() == [2, 3, 9, 2, 4, 5, 6, 9, 2, 9]
-
-
-def test_a_conversation_whose_turns_other_rows_leave() -> None:
-    """Two forks of one branch: what leaves last comes first, so that it lies inside what left before."""
+    # two forks of one branch: what leaves last comes first, so that it lies inside what left before
     turns = [1, 2, 3, 4, 5, 6]
     ways = [(turns, [7, 0]), (turns[:2], [8, 8, 0]), (turns[:4], [9, 9, 0]), (turns[:4], [9, 5, 0])]
     pack = one_pack(*(episode(*way) for way in ways))
     assert pack.branches == (Branch(0, 7, -1, 0), Branch(7, 2, 0, 4), Branch(9, 1, 1, 1), Branch(10, 2, 0, 2))
-    check_lists(
-        pack, token_ids=[1, 2, 3, 4, 5, 6, 7, 9, 9, 5, 8, 8], leave=[12, 12, 10, 10, 7, 7, 7, 10, 9, 10, 12, 12]
-    )
+    check_lists(pack, token_ids=[*turns, 7, 9, 9, 5, 8, 8], leave=[12, 12, 10, 10, 7, 7, 7, 10, 9, 10, 12, 12])
 
 
-def test_models_that_cannot_share_get_each_row_by_itself() -> None:
-    episodes = [episode([1, 2], said) for said in ([3], [4, 5, 6], [4, 5, 7])]
-    packs = pack_episodes(episodes, tokens_per_pack=8, shared=False)
-    assert [pack.rows.tolist() for pack in packs] == [[1, 2], [0]]
-    assert packs[0].branches == (Branch(0, 4, -1, 0), Branch(4, 4, -1, 0))
-    check_lists(packs[0], token_ids=[1, 2, 4, 5] * 2, targets=[4, 5, 6, 4, 5, 7], pair=[0, 1, 2, 3, 4, 5])
-    assert [pack.num_padded for pack in packs] == [8, 2]
-
-
-def test_rows_of_a_tree_stay_together_as_far_as_the_budget_lets_them() -> None:
+def test_rows_of_a_tree_stay_together_as_far_as_the_budget_lets_them_and_apart_where_nothing_is_shared() -> None:
     # Two that share more are not torn apart, in whatever order they come: 4 + 2 + 1 + 1 of 9 tokens.
     deep = [episode(PROMPT, [20 + n % 2, 5, n, 2]) for n in (0, 1, 2, 3)]
     for group, budget, rows, size in ((FOUR, 10, [[0, 1], [2, 3]], 10), (deep, 9, [[0, 2], [1, 3]], 8)):
@@ -104,21 +88,21 @@ def test_rows_of_a_tree_stay_together_as_far_as_the_budget_lets_them() -> None:
     others = [episode([7], [8, 9]), episode([6], [8, 9])]
     packs = pack_episodes([*FOUR, *others], tokens_per_pack=10, whole_trees=True)
     assert sorted((pack.num_tokens, pack.rows.tolist()) for pack in packs) == [(4, [4, 5]), (16, [0, 1, 2, 3])]
+    episodes = [episode([1, 2], said) for said in ([3], [4, 5, 6], [4, 5, 7])]
+    packs = pack_episodes(episodes, tokens_per_pack=8, shared=False)
+    assert [pack.rows.tolist() for pack in packs] == [[1, 2], [0]]
+    assert packs[0].branches == (Branch(0, 4, -1, 0), Branch(4, 4, -1, 0))
+    check_lists(packs[0], token_ids=[1, 2, 4, 5] * 2, targets=[4, 5, 6, 4, 5, 7], pair=[0, 1, 2, 3, 4, 5])
+    assert [pack.num_padded for pack in packs] == [8, 2]
 
 
-def test_only_the_chosen_rows_with_something_to_score() -> None:
+def test_only_the_chosen_rows_with_something_to_score_and_what_goes_between_them_and_the_batch() -> None:
     episodes = [episode([1], [2]), episode([1, 2, 3]), episode([1], [3])]
     (pack,) = pack_episodes(episodes, rows=[1, 2])
-    assert pack.rows.tolist() == [2]
-    assert pack_episodes(episodes, rows=[1]) == []
+    assert (pack.rows.tolist(), pack_episodes(episodes, rows=[1])) == ([2], [])
     assert count_tokens(episodes, [1], 0) == TokenCounts(0, 0, 0)
-    with pytest.raises(ValueError, match="tokens_per_pack=0"):
-        pack_episodes([], tokens_per_pack=0)
-    with pytest.raises(ValueError, match="first token is marked as sampled"):
-        pack_episodes([episode([], [1, 2])])
-
-
-def test_take_and_put_go_between_the_batch_and_a_pack() -> None:
+    raises(ValueError, "tokens_per_pack=0", pack_episodes, [], tokens_per_pack=0)
+    raises(ValueError, "first token is marked as sampled", pack_episodes, [episode([], [1, 2])])
     (pack,) = pack_episodes([episode([1], [2, 3]), episode([4], [5, 6, 7]), episode([4], [5, 8])], rows=[1, 2])
     assert pack.take(np.arange(9.0).reshape(3, 3)).tolist() == [3.0, 4.0, 5.0, 6.0, 7.0]
     into = np.zeros((3, 3))
@@ -139,8 +123,7 @@ def test_supports_are_those_of_the_targets_and_tell_them_apart() -> None:
     assert without.support(episodes) is None
     (mixed,) = pack_episodes(episodes, rows=[0, 3])
     assert mixed.targets.tolist() == [2, 2, 3, 3]
-    with pytest.raises(ValueError, match="row 3 recorded no kept ids"):
-        mixed.support(episodes)
+    raises(ValueError, "row 3 recorded no kept ids", mixed.support, episodes)
 
 
 @st.composite
@@ -192,8 +175,7 @@ def check(packs: list[Pack], episodes: list[Episode]) -> None:
         for s in range(pack.num_targets):
             row, column = int(pack.rows[pack.row[s]]), int(pack.column[s])
             at = int(np.flatnonzero(episodes[row].sampled)[column])
-            past = pack.token_ids[sees[pack.score_at[pack.pair[s]]]]
-            assert past.tolist() == episodes[row].token_ids[:at].tolist()
+            assert pack.token_ids[sees[pack.score_at[pack.pair[s]]]].tolist() == episodes[row].token_ids[:at].tolist()
             assert (row, column) not in found
             found[row, column] = int(pack.targets[pack.pair[s]])
     expected = {(n, t): int(token) for n, e in enumerate(episodes) for t, token in enumerate(e.token_ids[e.sampled])}
@@ -244,7 +226,7 @@ def trie_of(lists: list[list[int]]) -> Node:
     return build_trie({row: np.array(ids) for row, ids in enumerate(lists)})
 
 
-def test_the_trie_of_the_docstring() -> None:
+def test_the_trie_of_the_docstring_and_cuts_repeat_what_is_least_and_tear_no_equal_rows() -> None:
     root = trie_of([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6]])
     found = [(node.begin, node.end, node.ending, node.size) for node in root.nodes()]
     assert found == [(0, 0, [], 6), (0, 2, [], 6), (2, 3, [], 3), (3, 4, [0], 1), (3, 4, [1], 1), (2, 3, [2], 1)]
@@ -253,13 +235,9 @@ def test_the_trie_of_the_docstring() -> None:
     assert root.size == 4
     assert [(child.source, child.ending) for child in root.children] == [(1, [1]), (2, [2]), (4, [4])]
     assert root.children[0].children[0].ending == [0, 3]
-
-
-def test_cuts_repeat_what_is_least_and_tear_no_equal_rows() -> None:
-    """Two trees of 4 + 3 x 3 tokens share 2; with room for 15 each stays whole, and only the 2 are repeated."""
+    # two trees of 4 + 3 x 3 tokens share 2; with room for 15 each stays whole, and only the 2 are repeated
     lists = [[0, 0, *[tree] * 4, *[leaf] * 3] for tree in (1, 2) for leaf in (3, 4, 5)]
-    assert count_heads(lists) == 28
-    assert sorted(partition(trie_of(lists), 15)) == [[0, 1, 2], [3, 4, 5]]
+    assert (count_heads(lists), sorted(partition(trie_of(lists), 15))) == (28, [[0, 1, 2], [3, 4, 5]])
     assert partition(trie_of([[1] * 9, [2], [1] * 9, [1] * 5]), 4) == [[0, 2, 3], [1]]
 
 
@@ -314,8 +292,7 @@ def test_every_token_target_and_row_is_in_one_piece_on_its_own_path(pack: Pack, 
     for piece in pieces_of(pack, budget):
         visit(piece, [])
     assert len(seen) == len(set(seen)) == pack.num_tokens
-    assert sorted(scored) == list(range(len(pack.targets)))
-    assert sorted(rows) == list(range(len(pack.rows)))
+    assert (sorted(scored), sorted(rows)) == (list(range(len(pack.targets))), list(range(len(pack.rows))))
 
 
 def test_a_prompt_with_large_completions_by_hand() -> None:

@@ -1,9 +1,8 @@
 """Reward functions of every kind, well-behaved and not."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
+import itertools
 import subprocess
 import sys
 import threading
@@ -19,16 +18,16 @@ import torch
 from covey.errors import ConfigError, RewardError
 from covey.rewards import Verifier, numeric_match
 from covey.rollout.scoring import Scorer
-from covey.types import Prompt
 from fakes import fake_episode, fake_prompt
 
 TESTS = Path(__file__).parents[1]
 NAN, INF = float("nan"), float("inf")
+ONES: list[Any] = [[1, True], (1.0, np.bool_(True)), np.ones(2, np.float32), [np.float64(1), np.int32(1)]]
+ONES += [torch.ones(2, requires_grad=True), [torch.tensor(1.0, requires_grad=True), torch.tensor(True)]]
+ONES += [{"a": 1, "b": 1}.values(), (1.0 for _ in range(2))]
 
 
-def score(
-    functions: Any, texts: list[str], prompts: list[Prompt] | None = None, **settings: Any
-) -> tuple[list[float], dict[str, list[float]]]:
+def score(functions: Any, texts: list[str], prompts: Any = None, **settings: Any) -> tuple[list[float], dict[str, Any]]:
     chosen = prompts or [fake_prompt(uid=f"row-{index}") for index in range(len(texts))]
     scorer = Scorer(functions, **settings)
     rewards, parts = scorer.score(chosen, [fake_episode(t, p) for t, p in zip(texts, chosen, strict=True)])
@@ -60,21 +59,16 @@ def returning(value: Any) -> Callable[..., Any]:
     return reward
 
 
-def test_weighted_sum_by_hand() -> None:
+def test_weighted_sum_by_hand_and_no_score_at_all_is_nan_and_warned_about_once(caplog: Any) -> None:
     rewards, parts = score([length, vowels], ["abe", "xyz"], weights=[0.5, 2.0])
-    assert parts == {"length": [3.0, 3.0], "vowels": [2.0, 0.0]}
-    assert rewards == [0.5 * 3 + 2 * 2, 0.5 * 3 + 2 * 0]
+    assert (parts, rewards) == ({"length": [3.0, 3.0], "vowels": [2.0, 0.0]}, [0.5 * 3 + 2 * 2, 0.5 * 3 + 2 * 0])
     scorer = Scorer([length, vowels], [0.5, -1.0])
     assert (scorer.names, scorer.weights.tolist()) == (("length", "vowels"), [0.5, -1.0])
     # None leaves a sample to the other functions
     rewards, parts = score([length, vowels], ["", "a"])
     assert rewards == [0.0, 2.0]
     np.testing.assert_array_equal(parts["vowels"], [np.nan, 1.0])
-
-
-def test_no_score_at_all_is_nan_and_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
-    scorer = Scorer(vowels)
-    prompts = [fake_prompt(uid="row-a"), fake_prompt(uid="row-b")]
+    scorer, prompts = Scorer(vowels), [fake_prompt(uid="row-a"), fake_prompt(uid="row-b")]
     rewards, _ = scorer.score(prompts, [fake_episode("a"), fake_episode("")])
     scorer.score(prompts, [fake_episode(""), fake_episode("")])
     np.testing.assert_array_equal(rewards, [1.0, np.nan])
@@ -83,7 +77,7 @@ def test_no_score_at_all_is_nan_and_warned_about_once(caplog: pytest.LogCaptureF
     assert "1 of 2" in message
 
 
-def test_plain_prompts_give_strings_and_conversations_give_messages() -> None:
+def test_functions_get_strings_or_messages_and_without_kwargs_only_what_they_name() -> None:
     seen: dict[str, Any] = {}
 
     def spy(prompts: Any, completions: Any, **columns: Any) -> list[float]:
@@ -91,22 +85,13 @@ def test_plain_prompts_give_strings_and_conversations_give_messages() -> None:
         return [0.0] * len(prompts)
 
     chat = [{"role": "user", "content": "2+3?"}]
-    prompts = [fake_prompt("2+3=", answer="5", level=1), fake_prompt(chat, answer="5")]
-    scorer = Scorer(spy)
+    prompts, scorer = [fake_prompt("2+3=", answer="5", level=1), fake_prompt(chat, answer="5")], Scorer(spy)
     scorer.trainer_state = "state"
     scorer.score(prompts, [fake_episode("a", prompts[0]), fake_episode("bc", prompts[1])])
-    expected = {
-        "prompts": ["2+3=", chat],
-        "completions": ["a", [{"role": "assistant", "content": "bc"}]],
-        "answer": ["5", "5"],
-        "level": [1, None],
-        "completion_ids": [[97], [98, 99]],
-        "trainer_state": "state",
-    }
+    expected = {"prompts": ["2+3=", chat], "completions": ["a", [{"role": "assistant", "content": "bc"}]]}
+    expected |= {"answer": ["5", "5"], "level": [1, None], "completion_ids": [[97], [98, 99]], "trainer_state": "state"}
     assert {name: seen[name] for name in expected} == expected
 
-
-def test_a_function_without_kwargs_gets_only_what_it_names() -> None:
     def by_name(completions: list[str], answer: list[str], completion_ids: list[list[int]]) -> list[float]:
         rows = zip(completions, answer, completion_ids, strict=True)
         return [float(text == want) + len(ids) for text, want, ids in rows]
@@ -145,11 +130,10 @@ def test_no_function_can_change_what_the_next_one_sees() -> None:
 
     prompt = fake_prompt([{"role": "user", "content": "2+3?"}], answer="5")
     _, parts = score([vandal, reader], ["5"], [prompt])
-    assert parts["reader"] == [1.0]
-    assert prompt.content == [{"role": "user", "content": "2+3?"}]
+    assert (parts["reader"], prompt.content) == ([1.0], [{"role": "user", "content": "2+3?"}])
 
 
-def test_verifiers_are_rewards() -> None:
+def test_verifiers_are_rewards_and_equal_names_get_distinct_keys() -> None:
     class Even(Verifier):
         def verify(self, prompt: str, completion: str) -> float:
             return float(int(completion) % 2 == 0)
@@ -159,17 +143,10 @@ def test_verifiers_are_rewards() -> None:
             return [float(prompt.endswith(completion)) for prompt, completion in pairs]
 
     rewards, parts = score([Even(), DuckVerifier()], ["4", "3"], [fake_prompt("1+3"), fake_prompt("1+3")])
-    assert parts == {"Even": [1.0, 0.0], "DuckVerifier": [0.0, 1.0]}
-    assert rewards == [1.0, 1.0]
+    assert (parts, rewards) == ({"Even": [1.0, 0.0], "DuckVerifier": [0.0, 1.0]}, [1.0, 1.0])
     assert fails("'Even' failed for sample 1: ValueError: invalid literal", Even(), "4", "four").sample == 1
-
-
-def test_equal_names_get_distinct_keys() -> None:
-    def length_2(completions: list[str]) -> list[float]:
-        return [2.0 for _ in completions]
-
-    other = returning([1.0])
-    other.__name__ = "length"
+    other, length_2 = returning([1.0]), returning([2.0])
+    other.__name__, length_2.__name__ = "length", "length_2"
     _, parts = score([length, other, length_2, lambda completions: [9], functools.partial(length)], ["abc"])
     assert parts == {"length": [3], "length_3": [1], "length_2": [2], "<lambda>": [9], "length_4": [3]}
 
@@ -204,15 +181,12 @@ def test_async_functions_run_together_and_keep_their_order() -> None:
     assert rewards == [1 + 40 + 300 + 2000 + 20000]
 
 
-def test_inside_a_running_event_loop_as_in_a_notebook_and_of_nothing() -> None:
+def test_inside_a_running_event_loop_as_in_a_notebook_and_our_own_is_kept_between_calls() -> None:
     async def notebook_cell() -> list[float]:
         return score([slow_two, length], ["ab"])[0]
 
     assert asyncio.run(notebook_cell()) == [4.0]
     assert score([length, slow_two], []) == ([], {"length": [], "slow_two": []})
-
-
-def test_the_event_loop_is_kept_between_calls() -> None:
     loops = []
 
     async def remember(completions: list[str]) -> list[float]:
@@ -228,26 +202,9 @@ def test_the_event_loop_is_kept_between_calls() -> None:
     assert loops[2] is not loops[0]
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        [1, True],
-        (1.0, np.bool_(True)),
-        np.ones(2, np.float32),
-        [np.float64(1), np.int32(1)],
-        torch.ones(2, requires_grad=True),
-        [torch.tensor(1.0, requires_grad=True), torch.tensor(True)],
-        {"a": 1, "b": 1}.values(),
-        (1.0 for _ in range(2)),
-    ],
-)
+@pytest.mark.parametrize("value", ONES)
 def test_what_counts_as_a_list_of_numbers(value: Any) -> None:
     assert score(returning(value), ["a", "b"])[0] == [1.0, 1.0]
-
-
-def forever() -> Iterator[float]:
-    while True:
-        yield 0.0
 
 
 @pytest.mark.parametrize(
@@ -262,7 +219,7 @@ def forever() -> Iterator[float]:
         ([1.0], "returned 1 rewards for 2 completions", 1),
         ([1.0] * 3, "returned 3 \\(or more\\) rewards for 2", 2),
         (np.ones(5), "returned 5 \\(or more\\) rewards for 2", 2),
-        (forever(), "returned 3 \\(or more\\) rewards for 2", 2),
+        (itertools.repeat(0.0), "returned 3 \\(or more\\) rewards for 2", 2),
         ([1.0, "1.0"], "returned '1.0' for sample 1 \\(row row-1\\): text", 1),
         ([NAN, 1.0], "returned nan for sample 0 .*: not finite", 0),
         ([1.0, -INF], "returned -inf for sample 1 .*: not finite", 1),
@@ -315,11 +272,10 @@ def test_exit_from_a_reward_function_does_not_exit(timeout: float | None) -> Non
     fails(f"'leaves_late' failed: SystemExit: 0 {where} leaves_late", leaves_late, timeout=timeout)
     words = f"'leaves_amid' failed for sample 1: SystemExit:  {where} leaves_amid"
     fails(words, leaves_amid, "a", "b", timeout=timeout)
-    leaving = type("Leaving", (), {"__float__": sys.exit})()
-    fails(r"for sample 0 .*: a Leaving", returning([leaving]), timeout=timeout)
+    fails(r"for sample 0 .*: a Leaving", returning([type("Leaving", (), {"__float__": sys.exit})()]), timeout=timeout)
 
 
-def test_an_exception_that_cannot_be_printed_and_one_that_is_too_long() -> None:
+def test_exceptions_that_cannot_be_printed_or_are_too_long_and_the_first_function_in_order_is_blamed() -> None:
     class MuteError(Exception):
         def __str__(self) -> str:
             raise RuntimeError
@@ -333,8 +289,6 @@ def test_an_exception_that_cannot_be_printed_and_one_that_is_too_long() -> None:
     fails("MuteError: \\(its message cannot be shown\\)", mute)
     assert len(str(fails("1000000 characters", chatty))) < 1_000
 
-
-def test_the_first_function_in_order_is_blamed_whichever_fails_first() -> None:
     async def late(completions: list[str]) -> list[float]:
         await asyncio.sleep(0.05)
         raise ValueError("late")
@@ -439,6 +393,5 @@ def test_functions_can_log_any_number() -> None:
         scorer.score([fake_prompt() for _ in texts], [fake_episode(text) for text in texts])
     logged = scorer.take_logged()
     expected = {str(values): pytest.approx(mean, nan_ok=True) for values, mean in cases.items()}
-    assert logged.metrics == {"length": 3.0} | expected
-    assert logged.columns == {"first": ["a", "b", "c"]}
+    assert (logged.metrics, logged.columns) == ({"length": 3.0} | expected, {"first": ["a", "b", "c"]})
     assert scorer.take_logged().metrics == {}

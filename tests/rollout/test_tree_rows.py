@@ -1,7 +1,5 @@
 """The rows of `benchmarks/trees.py`, by hand."""
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path
@@ -38,8 +36,7 @@ def test_forks_have_the_compression_they_are_named_for(compression: int) -> None
     draw = random.Random(0)
     rows = forked(compression, 4, 3, lambda count: [draw.randrange(10**9) for _ in range(count)])
     raw, unique = count_tokens(rows)
-    assert raw == compression * unique
-    assert len(rows) == 3 * 2 * compression
+    assert (raw, len(rows)) == (compression * unique, 3 * 2 * compression)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,7 +1,5 @@
 """Agents trained in the bundled world on a tiny model, by their rewards and by its expert: trainer and command line."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -28,13 +26,18 @@ from covey.training.agents import make_collector
 from covey.training.imitation import imitate
 from covey.types import SamplingSettings, Trajectory
 
+WORLDS, RECIPES = Path(__file__).parents[1] / "environments" / "worlds.py", Path(__file__).parents[2] / "recipes"
+FAILING = {"raises": lambda step: 1 / 0, "leaves": lambda step: sys.exit(3), "text": lambda step: "x", "number": 5}
+FAILING["nan"] = lambda step: step.rewards * np.nan
+FORMATS = ("choice", "text", "tags", "tool")
+EVERY = [(format, mode) for format in FORMATS for mode in ("conversation", "steps")]
+# three calls of tools are more characters than the tiny model's context
+FAST, TOO_LONG = (("choice", "conversation"), ("tool", "steps")), ("tool", "conversation")
+
 
 @pytest.fixture
 def playing(settings: Settings) -> Settings:
     return settings | HOUSE | {"invalid_action_penalty": 0.1}
-
-
-WORLDS, RECIPES = Path(__file__).parents[1] / "environments" / "worlds.py", Path(__file__).parents[2] / "recipes"
 
 
 @pytest.mark.parametrize(
@@ -85,10 +88,6 @@ def test_every_variant_trains(playing: Settings, changes: Settings) -> None:
 
 def centred(step: Outcomes) -> Any:
     return step.rewards - step.rewards.mean()
-
-
-FAILING = {"raises": lambda step: 1 / 0, "leaves": lambda step: sys.exit(3), "text": lambda step: "x", "number": 5}
-FAILING["nan"] = lambda step: step.rewards * np.nan
 
 
 @pytest.mark.parametrize("part", ["raises", *map(slow, list(FAILING)[1:])])
@@ -216,7 +215,6 @@ def test_the_command_line(playing: Settings, tmp_path: Path, monkeypatch: pytest
     assert "The note says" in out or "no actions left after 2" in out
     status, _, err = covey("play", "house:num_eval=5", "-n", "5")
     assert (status, "use 0 to 4" in err) == (2, True)
-
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(GRPOConfig(**playing).to_toml())
     done("train", recipe)
@@ -227,12 +225,6 @@ def test_the_command_line(playing: Settings, tmp_path: Path, monkeypatch: pytest
     assert "agent/no_action_ratio" in out
     _, out, err = covey("doctor", recipe, "world=house:rooms=2,num_train=30")
     assert "world: 30 tasks" in out, err
-
-
-FORMATS = ("choice", "text", "tags", "tool")
-EVERY = [(format, mode) for format in FORMATS for mode in ("conversation", "steps")]
-# three calls of tools are more characters than the tiny model's context
-FAST, TOO_LONG = (("choice", "conversation"), ("tool", "steps")), ("tool", "conversation")
 
 
 @pytest.fixture
@@ -265,27 +257,20 @@ def test_the_expert_speaks_as_the_policy_would(imitating: Settings, format: str,
     trainer.close()
 
 
-def test_prompts_are_those_of_the_policy(imitating: Settings) -> None:
+def test_prompts_are_those_of_the_policy_and_the_loss_is_the_mean_negative_log_probability(imitating: Settings) -> None:
     """What is not sampled in an episode is what the engine would have been given after the same actions."""
     trainer = build(imitating)
     (one,) = by_the_expert(trainer, 1)
     parts = (trainer.world, trainer.policy, trainer.engine, trainer.data, trainer.decode)
     collect = make_collector(trainer.args, *parts, ExpertPlayer)
     settings = setup.sampling_settings(trainer.args, trainer.policy, 1.0)
-    stream = (trainer.args.run.seed, imitation.IMITATION_STREAM, 0)
-    ((sampled,),) = collect.player.play(
-        trainer.prompts[:1], trainer.engine, settings, num_generations=1, streams=[stream], policy_version=1
-    )
+    how = {"streams": [(trainer.args.run.seed, imitation.IMITATION_STREAM, 0)], "policy_version": 1}
+    ((sampled,),) = collect.player.play(trainer.prompts[:1], trainer.engine, settings, num_generations=1, **how)
     collect.close()
-    trainer.close()
     for mine, theirs in zip(one.episodes, sampled.episodes, strict=True):
         np.testing.assert_array_equal(mine.token_ids, theirs.token_ids)
         np.testing.assert_array_equal(mine.sampled, theirs.sampled)
-
-
-def test_the_loss_is_the_mean_negative_log_probability(imitating: Settings) -> None:
-    """Against transformers' own cross-entropy on the same tokens, and it falls."""
-    trainer = build(imitating)
+    # against transformers' own cross-entropy on the same tokens, and it falls
     played, wanted, count = by_the_expert(trainer, 4), 0.0, 0
     with torch.no_grad():
         for episode in (e for t in played for e in t.episodes):
@@ -312,33 +297,26 @@ def test_what_is_left_behind_can_be_trained_on(imitating: Settings, tmp_path: Pa
         imitate(config, tmp_path / "first")
     whole = config.replace(use_peft=False, lora_r=16, output_dir=str(tmp_path / "whole"))
     imitate(whole, tmp_path / "second", episodes=2, epochs=1, evaluate=False)
-    for after in (
-        config.replace(adapter=str(tmp_path / "first/adapter")),
-        whole.replace(model=str(tmp_path / "second/adapter")),
-    ):
-        trainer = GRPOTrainer(args=after)
-        trainer.train()
-        assert trainer.state.global_step == 1
+    first, second = (str(tmp_path / name / "adapter") for name in ("first", "second"))
+    for after in (config.replace(adapter=first), whole.replace(model=second)):
+        assert GRPOTrainer(args=after).train().global_step == 1
 
 
 @pytest.mark.slow
 def test_what_cannot_be_imitated(imitating: Settings, tmp_path: Path) -> None:
-    config = GRPOConfig(**imitating)
-    quick = {"episodes": 1, "evaluate": False}
+    config, quick = GRPOConfig(**imitating), {"episodes": 1, "evaluate": False}
     trouble = {"world": f"{WORLDS}:Trouble", "action_format": "text"}
-    for number, (changes, options, error, words) in enumerate(
-        (
-            ({}, {"episodes": 0}, ConfigError, "episodes=0"),
-            ({"world": None, "task": "arithmetic"}, {}, ConfigError, r"no environment\.world"),
-            (trouble, {"episodes": 1}, DataError, "expert_action knows no action here"),
-            ({"max_completion_length": 4}, quick, ConfigError, "max_completion_length to"),
-            ({"learning_rate": 1e30}, quick | {"episodes": 4, "epochs": 3}, ConfigError, "choose a lower"),
-            ({"max_turns": 1}, {"episodes": 2}, DataError, "succeeded in none of 2"),
-        )
+    for changes, options, error, words in (
+        ({}, {"episodes": 0}, ConfigError, "episodes=0"),
+        ({"world": None, "task": "arithmetic"}, {}, ConfigError, r"no environment\.world"),
+        (trouble, {"episodes": 1}, DataError, "expert_action knows no action here"),
+        ({"max_completion_length": 4}, quick, ConfigError, "max_completion_length to"),
+        ({"learning_rate": 1e30}, quick | {"episodes": 4, "epochs": 3}, ConfigError, "choose a lower"),
+        ({"max_turns": 1}, {"episodes": 2}, DataError, "succeeded in none of 2"),
     ):
         with pytest.raises(error, match=words):
-            imitate(config.replace(**changes), tmp_path / str(number), **options)
-        assert not (tmp_path / str(number)).exists() or "max_turns" in changes
+            imitate(config.replace(**changes), tmp_path / words, **options)
+        assert not (tmp_path / words).exists() or "max_turns" in changes
 
 
 EXPERTS = """

@@ -1,8 +1,4 @@
-"""What a recipe costs: the parts of two steps, and that they leave nothing behind; and by formula what fits into a GPU
-that is not there, of a model whose weights are not there either.
-"""
-
-from __future__ import annotations
+"""What a recipe costs by two steps, which leave nothing behind; and by formula, without GPU and weights."""
 
 import json
 import time
@@ -53,7 +49,7 @@ def test_the_steps_are_those_of_the_run(settings: Settings) -> None:
     assert same_weights(planned, trained(settings, reward))
 
 
-def test_evaluations_are_those_that_will_be_made(settings: Settings) -> None:
+def test_evaluations_updates_and_the_reference_cost_only_where_they_are_made(settings: Settings) -> None:
     for changes, wanted in (
         ({"eval_steps": 2}, 4),  # after steps 2, 4 and 5, and before the first
         ({"eval_steps": 2, "eval_at_end": False}, 3),
@@ -61,9 +57,6 @@ def test_evaluations_are_those_that_will_be_made(settings: Settings) -> None:
         ({"eval_on_start": False}, 1),
     ):
         assert measure(build(settings, reward, held_out=1, max_steps=5, **changes)).num_evaluations == wanted, changes
-
-
-def test_tied_groups_cost_no_update_and_the_reference_costs_where_it_is_used(settings: Settings) -> None:
     plan = measure(build(settings, always, beta=0.0))
     assert (plan.mixed_share, part_of(plan, "update")) == (0, 0)
     seconds = measure(build(settings, reward, beta=0.04)).seconds
@@ -76,11 +69,9 @@ def test_tied_groups_cost_no_update_and_the_reference_costs_where_it_is_used(set
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of a billion weights of which there is the configuration alone."""
     found = tmp_path_factory.mktemp("model")
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "architectures": ["LlamaForCausalLM"]}
     sizes = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
-    config = LlamaConfig(**sizes, **heads, max_position_embeddings=131072, tie_word_embeddings=True)
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(found)
+    LlamaConfig(**sizes, **heads, max_position_embeddings=131072, tie_word_embeddings=True).save_pretrained(found)
     return found
 
 
@@ -99,14 +90,12 @@ def test_what_fits_fits_and_one_token_more_does_not(folder: Path) -> None:
     assert 1024 < longest < 131072 - recipe.prompt
     assert recipe.peak(24e9, own=longest) <= room < recipe.peak(24e9, own=longest + 1)
     assert recipe.peak(24e9, tokens=tokens) <= room < recipe.peak(24e9, tokens=tokens + 1)
-    longer = replace(recipe, config=recipe.config.replace(max_completion_length=longest + 1))
-    assert longer.peak(room) > room
+    assert replace(recipe, config=recipe.config.replace(max_completion_length=longest + 1)).peak(room) > room
     assert recipe.longest(141e9) == 131072 - recipe.prompt  # no further than the model was built for
 
 
 def test_what_cannot_be_is_refused(folder: Path, tmp_path: Path) -> None:
-    config = GPT2Config(n_embd=64, n_layer=2, n_head=2, architectures=["GPT2LMHeadModel"])
-    config.save_pretrained(tmp_path / "gpt2")
+    GPT2Config(n_embd=64, n_layer=2, n_head=2, architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path / "gpt2")
     (tmp_path / "config.json").write_text('{"model_type": "nobody"}')
     for model, settings, error, words in (
         (folder, {"lora_r": 1000000}, ModelError, r"^model\.lora_r=1000000: more than"),
@@ -142,8 +131,7 @@ def test_each_setting_takes_what_it_says(folder: Path) -> None:
     ends, layers = shape.embedding * 2, shape.inside
     assert held(folder, **away)["weights"] == ends + 2 * layers
     assert held(folder, **away, quantization="nf4")["weights"] == pytest.approx(ends + 0.52 * layers)
-    eight = held(folder, **away, optimizer="adamw_8bit")["AdamW's moments"]
-    assert eight == pytest.approx(2.03 * shape.trained)
+    assert held(folder, **away, optimizer="adamw_8bit")["AdamW's moments"] == pytest.approx(2.03 * shape.trained)
 
 
 def test_the_command_says_it(covey: Command, folder: Path, recipe_folder: Path, tmp_path: Path) -> None:

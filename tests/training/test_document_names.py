@@ -1,7 +1,5 @@
 """The names of the five documents (docs/internals.md), and the recipes of usmle-qa.md."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -21,6 +19,7 @@ from covey.training.schedule import Elapsed
 from covey.training.setup import algorithm_in, phase_plan
 
 TOKENS = torch.tensor([[5, 6, 7, 8]])
+RECIPES = Path(__file__).parents[2] / "recipes" / "usmle"
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def make(settings: Settings, ref_model: Any = None, **changes: Any) -> GRPOTrain
     return GRPOTrainer(**named, ref_model=ref_model, args=GRPOConfig(**chosen), train_dataset=ROWS)
 
 
-def test_train_step_is_the_step_of_train(settings: Settings) -> None:
+def test_train_step_and_a_step_by_hand_are_the_step_of_train(settings: Settings) -> None:
     by_steps, trained = (make(settings, lr_scheduler_type="constant") for _ in range(2))
     metrics = [by_steps.train_step() for _ in range(2)]
     trained.train()
@@ -58,10 +57,7 @@ def test_train_step_is_the_step_of_train(settings: Settings) -> None:
     position = by_steps.state.data_position
     assert by_steps.train_step(ROWS[:1])["reward"] >= 0  # other rows leave the data's position
     assert (by_steps.state.global_step, by_steps.state.data_position) == (3, position)
-
-
-def test_a_step_by_hand_is_the_step_of_train(settings: Settings) -> None:
-    settings |= {"max_steps": 1, "lr_scheduler_type": "constant"}
+    settings |= {"max_steps": 1, "lr_scheduler_type": "constant", "output_dir": settings["output_dir"] + "-again"}
     by_hand, trained = make(settings), make(settings)
     trained.train()
     before = by_hand.ref_model(TOKENS).logits
@@ -131,8 +127,7 @@ def test_a_resumed_run_has_the_same_reference(settings: Settings, other: Path) -
 def test_the_exact_divergence_from_another_model(settings: Settings, other: Path) -> None:
     """`sum_v p (log p - log q)` of the sampled tokens' places, by transformers' own logits."""
     trainer = make(settings, other, kl_estimator="exact")
-    model = type(tiny_model("llama")).from_pretrained(other)
-    rollout = trainer.rollout()
+    model, rollout = type(tiny_model("llama")).from_pretrained(other), trainer.rollout()
     found = []
     for episode in (episode for group in rollout.groups for episode in group.episodes):
         ids = torch.tensor(episode.token_ids)[None]
@@ -144,8 +139,7 @@ def test_the_exact_divergence_from_another_model(settings: Settings, other: Path
 def test_a_reference_that_is_another_adapter(settings: Settings, tmp_path: Path, monkeypatch: Any) -> None:
     earlier = make(settings)
     earlier.train_step()
-    folder = earlier.save_model(tmp_path / "adapter")
-    expected = earlier.policy_model(TOKENS).logits
+    folder, expected = earlier.save_model(tmp_path / "adapter"), earlier.policy_model(TOKENS).logits
     trainer = make(settings, folder)
     torch.testing.assert_close(trainer.ref_model(TOKENS).logits, expected)
     assert not torch.equal(trainer.policy_model(TOKENS).logits, expected)  # a fresh adapter is the base
@@ -173,9 +167,6 @@ def test_the_page_names_what_is_there() -> None:
     for name in ("kl_penalty", "kl", "accuracy", "reward", "mask_ratio", "loss", "policy_loss"):
         assert f"`{name}`" in section
         assert name in METRICS
-
-
-RECIPES = Path(__file__).parents[2] / "recipes" / "usmle"
 
 
 @pytest.mark.parametrize("recipe", ["recipe.toml", "document.toml"])

@@ -1,10 +1,9 @@
 """The examples of docs/data.md and docs/losses.md run as they are printed."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return found
 
 
-def test_rewards_of_the_page_score_as_it_says(blocks: dict[str, str]) -> None:
+def test_rewards_of_the_page_score_as_it_says_and_its_verifier_in_processes(blocks: dict[str, str]) -> None:
     chats = [[{"role": "assistant", "content": text}] for text in ("it is 41", "none", "so 42")]
     correct, close = (load_function(f"my_rewards.py:{name}") for name in ("correct", "close"))
     assert correct(completions=chats, answer=["42"] * 3) == [0.0, 0.0, 1.0]
@@ -47,58 +46,36 @@ def test_rewards_of_the_page_score_as_it_says(blocks: dict[str, str]) -> None:
     assert topic(completions=['{"topic": "refund"}', '{"topic": "other"}']) == [1.0, 0.0]
     assert total(completions=["that makes 18"], total=[18]) == [1.0]
     assert tags(completions=["<think>a</think> <answer>b</answer>", "b"]) == [1.0, 0.0]
-
-
-def test_verifier_of_the_page_scores_in_processes(blocks: dict[str, str]) -> None:
-    is_even = load_function("my_verifiers.py:is_even")
-    try:
+    with closing(load_function("my_verifiers.py:is_even")) as is_even:
         assert is_even(prompts=["a", "a"], completions=["14", "15"]) == [1.0, 0.0]
-    finally:
-        is_even.close()
 
 
-def test_task_of_the_page_is_a_task(blocks: dict[str, str]) -> None:
+def test_task_of_the_page_is_a_task_and_its_programs_are_tested(blocks: dict[str, str], capsys: Any) -> None:
     riddles = get_task("riddles.py:Riddles")
     row = riddles.train_rows(seed=0)[21]
-    assert row["answer"] == "42"
-    assert len(riddles.eval_rows()) == 10
+    assert (row["answer"], len(riddles.eval_rows())) == ("42", 10)
     assert riddles.is_correct(" 42", row)
     assert not riddles.is_correct("41", row)
-    said = [[{"role": "assistant", "content": "42"}]]
-    assert riddles.reward_funcs[0](completions=said, answer=["42"]) == [1.0]
-
-
-def test_programs_of_the_page_are_tested(blocks: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert riddles.reward_funcs[0](completions=[[{"role": "assistant", "content": "42"}]], answer=["42"]) == [1.0]
     code = next(code for code in blocks.values() if "with TestHarness() as harness" in code)
     exec(code, {})
     assert capsys.readouterr().out.strip() == re.search(r"print\(result\)  # (.*)", code)[1]  # type: ignore[index]
-    call, statements, program = next(b for name, b in blocks.items() if name.endswith(".json")).splitlines()
-    rows = [json.loads(line) for line in (call, statements, program)]
-    adding = "def add(a, b):\n    return a + b"
+    tests = [json.loads(line) for line in next(b for name, b in blocks.items() if name.endswith(".json")).splitlines()]
+    adding = "def add(a, b):\n    return a + b"  # called, and followed by statements
     reading = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
-    reward = CodeReward(workers=1)
-    try:
-        assert reward([adding, adding, reading], tests=rows) == [1.0, 1.0, 1.0]
-    finally:
-        reward.close()
+    with closing(CodeReward(workers=1)) as reward:
+        assert reward([adding, adding, reading], tests=tests) == [1.0, 1.0, 1.0]
 
 
-def test_recipes_of_the_pages_can_be_read(blocks: dict[str, str]) -> None:
+def test_recipes_loss_and_estimator_of_the_pages_are_tried_before_training(blocks: dict[str, str]) -> None:
     for name, body in blocks.items():
         if name.endswith(".toml"):
             tomllib.loads(body)
             check_estimator(GRPOConfig.from_toml(name), None)
-
-
-def test_loss_of_the_page_is_tried_and_has_its_parameter(blocks: dict[str, str]) -> None:
-    mine = {"loss_type": "my_loss.py:gmpo"}
-    check_estimator(GRPOConfig(**mine, loss_parameters={"clip": 0.3}), None)
+    check_estimator(GRPOConfig(loss_type="my_loss.py:gmpo", loss_parameters={"clip": 0.3}), None)
     recipe = (DOCS.parent / "recipes" / "gmpo" / "gmpo.py").read_text()
     without = re.sub(r'\A""".*?"""\n\n|\n    """.*?"""', "", recipe, flags=re.S)
     assert blocks["my_loss.py"].removeprefix("# my_loss.py\n") == without
-
-
-def test_estimator_s_shape_is_checked_before_training(blocks: dict[str, str]) -> None:
     check_estimator(GRPOConfig(adv_estimator="my_advantages.py:against_the_batch", num_generations=1), None)
     Path("wrong.py").write_text("def short(step):\n    return step.rewards[:2]\n")
     with pytest.raises(ConfigError, match=r"returned shape \(2,\) for 4 completions"):

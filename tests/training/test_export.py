@@ -1,7 +1,5 @@
 """`covey export`: what is written is what was trained, and other libraries read it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +27,7 @@ from fakes import SMALL
 
 IDS = torch.tensor([[5, 9, 20, 33, 1, 2, 70, 41]])
 QUICK = SMALL | {"max_steps": 4, "save_steps": 2, "eval_steps": 2}
+UPLOAD = ("--push-to-hub", "me/tiny")
 
 
 def train(path: Path, model: str, **changes: Any) -> Path:
@@ -38,7 +37,6 @@ def train(path: Path, model: str, **changes: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder with a byte-level tokenizer."""
     folder, tokenizer = tmp_path_factory.mktemp("base"), byte_tokenizer()
     for part in (tiny_model("llama", len(tokenizer)), tokenizer):
         part.save_pretrained(folder)
@@ -136,7 +134,7 @@ def test_which_weights(export: Any, run: Path, base: Path, tmp_path: Path) -> No
     assert read_adapter_folder(exported).sha256 == read_adapter_folder(best / "best").sha256
 
 
-def test_the_adapter_alone(export: Any, run: Path, gguf_run: Path, base: Path) -> None:
+def test_the_adapter_alone_and_for_mlx(export: Any, run: Path, gguf_run: Path, base: Path) -> None:
     """Where its base has no name, the base is written beside it."""
     for each in (run, gguf_run):
         out = export(each, each.parent.name, "--adapter")
@@ -145,10 +143,7 @@ def test_the_adapter_alone(export: Any, run: Path, gguf_run: Path, base: Path) -
     named = export(gguf_run, "named", "--adapter", "--base", "me/base")
     assert json.loads((named / "adapter_config.json").read_text())["base_model_name_or_path"] == "me/base"
     assert not (named / "base_model").exists()
-
-
-def test_mlx(export: Any, run: Path, base: Path) -> None:
-    """mlx-lm adds `scale * (x @ lora_a) @ lora_b` to the layers that `keys` names; the hash says that all are equal."""
+    # mlx-lm adds `scale * (x @ lora_a) @ lora_b` to the layers that `keys` names; the hash says that all are equal
     out, peft = export(run, "out", "--mlx"), read_adapter_folder(run / "adapter")
     config = json.loads((out / "adapter_config.json").read_text())
     tensors = read_tensors((out / "adapters.safetensors").read_bytes())
@@ -163,15 +158,11 @@ def test_mlx(export: Any, run: Path, base: Path) -> None:
     assert np.allclose(added, factors.scaling * factors.b @ (factors.a @ x), atol=1e-6)
 
 
-def test_a_whole_model(export: Any, refused: Any, base: Path, tmp_path: Path) -> None:
+def test_a_whole_model_and_one_of_python(export: Any, refused: Any, base: Path, tmp_path: Path, covey: Command) -> None:
     run = train(tmp_path / "full", str(base), use_peft=False, learning_rate=1e-3, max_steps=2)
     assert torch.equal(logits(export(run, "out")), logits(run / "adapter"))
     refused("all weights were trained, there is no adapter", run, "adapter", "--adapter")
     assert not (tmp_path / "adapter").exists()
-
-
-def test_a_model_that_was_loaded_in_python(covey: Command, base: Path, tmp_path: Path) -> None:
-    """The run knows where it came from."""
     model, run = AutoModelForCausalLM.from_pretrained(base), tmp_path / "run"
     config = GRPOConfig(output_dir=str(run), **(QUICK | {"max_steps": 1, "eval_steps": 0}))
     GRPOTrainer(model, few_vowels, config, ROWS, processing_class=byte_tokenizer()).train()
@@ -203,9 +194,6 @@ def test_what_does_not_fit_is_not_there_or_is_in_the_way(refused: Any, run: Path
         begun.write_config(GRPOConfig().to_toml())
     refused("no adapter yet; name a checkpoint with --checkpoint, or wait", tmp_path / "begun", "out")
     assert "--push-to-hub" in covey("export", "--help")[1]
-
-
-UPLOAD = ("--push-to-hub", "me/tiny")
 
 
 def test_an_export_is_uploaded(covey: Command, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

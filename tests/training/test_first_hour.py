@@ -1,14 +1,12 @@
-"""A notebook: cells that run again, a look at a trainer, a question to its model. And data that somebody brings: a
-table without a held-out part, rewards with partial credit.
-"""
+"""Cells of a notebook that run again, a question to the model; tables without a held-out part, partial credit."""
 
-from __future__ import annotations
-
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import ROWS, Settings, failing_at, letters, rewarding, trained
+from raising import raises
+from training_runs import ROWS, Settings, build, failing_at, letters, rewarding, trained
 
 from command import Command
 from covey import GRPOConfig, GRPOTrainer
@@ -17,36 +15,25 @@ from covey.observe.run_folder import RunFolder
 
 ANSWERED = [{"prompt": f"give {n}: ", "answer": f'{{"a": {n}, "b": 1}}'} for n in range(8)]
 VOLATILE = ("seconds", "peak_gb", "accuracy", "/sampling", "/scoring", "/publish")
-PARTS = """
-def right(completions, answer, **columns):
-    return [float(text == wanted) for text, wanted in zip(completions, answer)]
-
-def partial(completions, answer, **columns):
-    return [sum(a == b for a, b in zip(text, wanted)) / len(wanted) for text, wanted in zip(completions, answer)]
-"""
 
 
 def test_a_cell_runs_again(settings: Settings) -> None:
     with pytest.raises(RewardError, match="no such luck"):
         trained(settings, failing_at(2), held_out=2, eval_on_start=True)  # after an evaluation, in the first step
     run = trained(settings)
-    with pytest.raises(RunFolderError, match=r"holds another run \(finished steps: 2\).*overwrite"):
-        trained(settings)
+    raises(RunFolderError, r"holds another run \(finished steps: 2\).*overwrite", trained, settings)
     first = RunFolder.read(settings["output_dir"]).run_id
     again = trained(settings, overwrite=True)
     assert RunFolder.read(settings["output_dir"]).run_id != first
     assert again.state.global_step == run.state.global_step == 2
-    with pytest.raises(RunFolderError, match="and a new GRPOTrainer"):  # its own steps would go
-        again.train()
+    raises(RunFolderError, "and a new GRPOTrainer", again.train)  # its own steps would go
     assert again.train(resume_from_checkpoint=True).global_step == 2
 
 
 def test_a_trainer_in_a_cell(settings: Settings) -> None:
-    trainer = trained(settings, held_out=2)
-    model = settings["model"]
-    assert repr(trainer) == (
-        f"GRPOTrainer({model}, rows in memory: 5 training prompts, 2 held out, step 2 of 2, {settings['output_dir']})"
-    )
+    trainer, model, run = trained(settings, held_out=2), settings["model"], settings["output_dir"]
+    said = f"GRPOTrainer({model}, rows in memory: 5 training prompts, 2 held out, step 2 of 2, {run})"
+    assert repr(trainer) == said
     records = list(trainer.state.log_history)
     (one,) = trainer.generate("say one: ")
     assert [one, one] == trainer.generate([row["prompt"] for row in ROWS[:1]] * 2)  # greedy, as evaluations are
@@ -55,12 +42,9 @@ def test_a_trainer_in_a_cell(settings: Settings) -> None:
     assert [len(texts) for texts in drawn] == [3, 3]
     assert len({text for texts in drawn for text in texts}) > 1
     assert all(isinstance(text, str) and len(text) <= 8 for texts in drawn for text in texts)
-    assert trainer.state.log_history == records
-    assert trainer.generate([]) == []
-    with pytest.raises(DataError, match="the prompt is 3"):
-        trainer.generate([3])
-    with pytest.raises(DataError, match="more than"):
-        trainer.generate("a" * 9999)
+    assert (trainer.state.log_history, trainer.generate([])) == (records, [])
+    raises(DataError, "the prompt is 3", trainer.generate, [3])
+    raises(DataError, "more than", trainer.generate, "a" * 9999)
 
 
 def test_a_question_has_the_form_of_the_training_prompts(settings: Settings) -> None:
@@ -68,9 +52,7 @@ def test_a_question_has_the_form_of_the_training_prompts(settings: Settings) -> 
     trainer = GRPOTrainer(args=GRPOConfig(**settings), reward_funcs=letters, train_dataset=chat)
     asked = [{"role": "user", "content": "say one: "}]
     assert trainer.generate("say one: ") == trainer.generate(asked) == trainer.generate([asked])
-    plain = GRPOTrainer(
-        args=GRPOConfig(**settings, system_prompt="Be brief."), reward_funcs=letters, train_dataset=ROWS
-    )
+    plain = build(settings, system_prompt="Be brief.")
     assert plain.generate("say one: ") == plain.generate([asked]) != trainer.generate("say one: ")
 
 
@@ -89,17 +71,16 @@ def test_a_share_of_the_rows_is_held_out(settings: Settings, tmp_path: Path) -> 
 
 
 def test_a_run_with_a_share_held_out_is_measured_on_it(settings: Settings, tmp_path: Path, covey: Command) -> None:
-    (tmp_path / "rewards.py").write_text(PARTS)
-    settings |= {"functions": [f"{tmp_path / 'rewards.py'}:partial"], "correctness": f"{tmp_path / 'rewards.py'}:right"}
+    named = in_a_file(tmp_path)
+    settings |= {"functions": [f"{named}partial"], "correctness": f"{named}right"}
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(f'{{"prompt": "say {n}: ", "answer": "{n}"}}\n' for n in range(10)))
     trainer = GRPOTrainer(args=GRPOConfig(**settings, dataset=str(file), eval_fraction=0.3))
     trainer.train()
     assert not trainer.only_in_memory
     for more, count in (((), 3), (("--dataset", file, "--num", "4"), 4)):
-        (line,) = (
-            line for line in covey.done("eval", settings["output_dir"], *more).splitlines() if "num_comp" in line
-        )
+        said = covey.done("eval", settings["output_dir"], *more).splitlines()
+        (line,) = (line for line in said if "num_comp" in line)
         assert str(count) in line.split()
 
 
@@ -110,6 +91,13 @@ def right(completions: list[str], answer: list[str], **columns: Any) -> list[flo
 def partial(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
     pairs = zip(completions, answer, strict=True)
     return [sum(a == b for a, b in zip(text, wanted, strict=False)) / len(wanted) for text, wanted in pairs]
+
+
+def in_a_file(folder: Path) -> str:
+    """These two, in a file."""
+    file, functions = folder / "rewards.py", (right, partial)
+    file.write_text("\n".join(["from typing import Any", *map(inspect.getsource, functions)]))
+    return f"{file}:"
 
 
 def test_accuracy_beside_rewards_with_partial_credit(settings: Settings, tmp_path: Path) -> None:
@@ -124,8 +112,7 @@ def test_accuracy_beside_rewards_with_partial_credit(settings: Settings, tmp_pat
         return trainer
 
     alone, beside = run("a", reward_funcs=[letters, none]), run("b", reward_funcs=[letters, none], correctness=early)
-    as_reward = run("c", reward_funcs=[letters, early], correctness=early)
-    assert as_reward.data.is_correct == "early"  # it is called once
+    assert run("c", reward_funcs=[letters, early], correctness=early).data.is_correct == "early"  # it is called once
     assert beside.only_in_memory
     assert beside.best_metric == "eval/accuracy"
     for before, after in zip(alone.state.log_history, beside.state.log_history, strict=True):
@@ -144,30 +131,25 @@ def test_accuracy_beside_rewards_with_partial_credit(settings: Settings, tmp_pat
 
 @pytest.mark.parametrize("partially", [partial, "FILE", "partial"])
 def test_partial_credit_is_found_before_the_model_is_loaded(settings: Settings, tmp_path: Path, partially: Any) -> None:
-    (tmp_path / "rewards.py").write_text(PARTS)
-    named = f"{tmp_path / 'rewards.py'}:"
+    named = in_a_file(tmp_path)
     how: dict[str, Any] = {"reward_funcs": [partial, letters], "train_dataset": ANSWERED}
     given: Any = {"correctness": partially if partially == "partial" else f"{named}partial"}
     if callable(partially):
         given, how["correctness"] = {}, partially
     args = GRPOConfig(**settings | {"model": str(tmp_path / "no such model")}, **given)
-    with pytest.raises(RewardError, match=r"correctness='partial': it gave 0\.\d+.*need not be a reward"):
-        GRPOTrainer(args=args, **how)
+    raises(RewardError, r"correctness='partial': it gave 0\.\d+.*need not be a reward", GRPOTrainer, args=args, **how)
     right_one = {"correctness": right} if callable(partially) else {}
     args = args if right_one else args.replace(correctness=f"{named}right")
-    with pytest.raises(ModelError, match="no such model"):
-        GRPOTrainer(args=args, **how | right_one)
+    raises(ModelError, "no such model", GRPOTrainer, args=args, **how | right_one)
 
 
 def test_what_may_not_say_what_is_right(settings: Settings) -> None:
     args, how = GRPOConfig(**settings), {"reward_funcs": letters, "train_dataset": ROWS}
-    with pytest.raises(ConfigError, match="needs the argument 'answer'"):
-        GRPOTrainer(args=args, correctness=right, **how)
+    raises(ConfigError, "needs the argument 'answer'", GRPOTrainer, args=args, correctness=right, **how)
     with pytest.raises(ConfigError, match=r"correctness and rewards\.correctness: two names"):
         GRPOTrainer(args=args.replace(correctness="letters"), correctness=right, **how)
     with pytest.raises(ConfigError, match=r"'exact': is no reward function; there is letters.*GRPOTrainer\(correct"):
         GRPOTrainer(args=args.replace(correctness="exact"), **how)
     with pytest.raises(DataError, match="row 0: the prompt is None"):  # no odd row is hidden by the trial
         GRPOTrainer(args=args, correctness=letters, reward_funcs=letters, train_dataset=[{"prompt": None}])
-    with pytest.raises(ConfigError, match="no such file"):
-        GRPOTrainer(args=args.replace(correctness="nowhere.py:exact"), **how)
+    raises(ConfigError, "no such file", GRPOTrainer, args=args.replace(correctness="nowhere.py:exact"), **how)

@@ -1,7 +1,5 @@
 """Runs that are killed (SIGKILL) and resumed, or whose steps are done again, give the same numbers bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -19,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from raising import raises
 from safetensors.torch import load_file, save_file
 from training_runs import HOUSE, ROWS, Settings, few_vowels, rewarding, same_weights, slow, steps_of
 from typer.testing import CliRunner
@@ -62,6 +61,12 @@ main()
 """
 VOLATILE = ("agent/waiting_share", "eval/agent/waiting_share", "time/", "memory/", "step_time", "eval/seconds")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+ARCHIVE = Path(__file__).parents[1] / "fixtures" / "run-of-0.1.0.tar.gz"
+"""Two runs of four steps by version 0.1.0 that were stopped after the checkpoint of step 2 (single answers, and agents
+in the house), what their last two steps gave, and that version's recipes."""
+STEP_4, AFTER_4 = "batches/step_000004.parquet", "weights after step 4 against its checkpoint"
+Change = Callable[[Any], Any]
+varied = rewarding("varied", lambda text: len(set(text)) / 8 if text else None)
 
 
 def run(*arguments: object) -> str:
@@ -137,11 +142,6 @@ def test_a_finished_run_resumes_to_itself_and_a_corrupt_checkpoint_falls_back(un
     assert numbers(folder) == numbers(unbroken)
 
 
-ARCHIVE = Path(__file__).parents[1] / "fixtures" / "run-of-0.1.0.tar.gz"
-"""Two runs of four steps by version 0.1.0 that were stopped after the checkpoint of step 2 (single answers, and agents
-in the house), what their last two steps gave, and that version's recipes."""
-
-
 @pytest.fixture(scope="module")
 def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("earlier")
@@ -175,12 +175,6 @@ def test_adapters_and_recipes_of_an_earlier_version_are_loaded(earlier: Path) ->
             warnings.simplefilter("ignore")
             config = GRPOConfig.from_toml(path)
         assert GRPOConfig(**config.to_dict()) == config, path
-
-
-STEP_4 = "batches/step_000004.parquet"
-
-
-varied = rewarding("varied", lambda text: len(set(text)) / 8 if text else None)
 
 
 def train(folder: Path, model: Path, *, backend: Any = None, **settings: Any) -> Path:
@@ -221,11 +215,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return list(pq.read_table(path).to_pylist())
 
 
-Change = Callable[[Any], Any]
-
-
 def change_rows(path: Path, change: Change) -> None:
-    """Write a table again with other values."""
     table = pq.read_table(path)
     rows = table.to_pylist()
     change(rows)
@@ -289,8 +279,7 @@ def test_several_ranks_add_up_to_what_one_process_adds_up(tmp_path: Path, model_
     assert groups[:3] == [1, 1, 1]
     assert groups[3] > 1
     assert replay(run, 3, tolerance=0).exact
-    with pytest.raises(ConfigError, match=r"run\.ledger='some': must be one of off, sampled:N"):
-        GRPOConfig(ledger="some")
+    raises(ConfigError, r"run\.ledger='some': must be one of off, sampled:N", GRPOConfig, ledger="some")
 
 
 @pytest.mark.slow
@@ -302,9 +291,7 @@ def test_agents(context: Settings, tmp_path: Path, model_folder: Path) -> None:
     for row in rows_of(run / "completions" / "step_000002.parquet"):
         assert row["reward"] == pytest.approx(row["rewards/world"] + row["rewards/invalid_actions"])
         assert row["reward"] == pytest.approx(sum(json.loads(row["turn_rewards"])))
-        assert len(json.loads(row["turn_advantages"])) == row["turns"]
-        assert row["masked_by"] == ""
-        assert row["logp"] <= 0
+        assert (len(json.loads(row["turn_advantages"])), row["masked_by"], row["logp"] <= 0) == (row["turns"], "", True)
     change_rows(run / "batches" / "step_000002.parquet", lambda rows: rows[0]["turns"][0].update(reward=5.0))
     assert "metrics" in wrong(replay(run, 2))
 
@@ -352,9 +339,6 @@ def edit_weight(step: int, *, hashed_anew: bool) -> Change:
     return change
 
 
-AFTER_4 = "weights after step 4 against its checkpoint"
-
-
 CHANGES: dict[str, tuple[Change, set[str]]] = {
     "reward": (edit_batch(4, other_part), {"metrics", AFTER_4}),
     "token": (edit_batch(4, other_token), {"metrics", AFTER_4}),
@@ -382,14 +366,11 @@ def test_what_was_changed_is_found(copy: Path, name: str) -> None:
 def test_steps_that_are_missing_or_cannot_be_reached(copy: Path, tmp_path: Path, model_folder: Path) -> None:
     run = train(tmp_path / "run", model_folder, keep_batches=False, max_steps=1)
     assert not (run / "batches").exists()
-    with pytest.raises(RunFolderError, match=r"run\.keep_batches=true"):
-        replay(run, 1)
-    with pytest.raises(RunFolderError, match="step 9 is not in batches/, which has 4 steps from 1 to 4"):
-        replay(copy, 9)
+    raises(RunFolderError, r"run\.keep_batches=true", replay, run, 1)
+    raises(RunFolderError, "step 9 is not in batches/, which has 4 steps from 1 to 4", replay, copy, 9)
     (copy / "batches" / "step_000003.parquet").unlink()
     unreached = r"step 4 is reached from the weights after step 2.* 3 of the steps between"
-    with pytest.raises(CheckpointError, match=unreached):
-        replay(copy, 4)
+    raises(CheckpointError, unreached, replay, copy, 4)
     with pytest.raises(ConfigError, match=r"run\.seed=1: a step is computed again with the settings that it had"):
         replay(copy, 2, ["run.seed=1"])
 
@@ -415,8 +396,7 @@ DAMAGE: dict[str, Change] = {
 @pytest.mark.parametrize("said", DAMAGE)
 def test_a_damaged_batch_is_one_clear_error(copy: Path, said: str) -> None:
     DAMAGE[said](copy)
-    with pytest.raises(RunFolderError, match=said):
-        replay(copy, 4)
+    raises(RunFolderError, said, replay, copy, 4)
 
 
 def test_the_command(copy: Path, tmp_path: Path, covey: Command) -> None:

@@ -1,10 +1,9 @@
 """Sampling ahead: its order, ages and errors with a fake sampler, and whole runs on a tiny model."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import training_runs
+from raising import raises
 from test_kill_and_resume import VOLATILE, killed, numbers, run
 from training_runs import HOUSE, Settings, StopAt, failing_at, letters, rewarding, same_weights, slow, steps_of
 
@@ -31,6 +31,16 @@ from covey.types import Completion, Episode, Group, Prompt
 
 THREAD = "covey-sampling"
 QUIET: Settings = {"eval_steps": 0, "eval_on_start": False}
+begins_with_a_letter = rewarding("begins_with_a_letter", lambda text: float(text[:1].isalpha()))
+build, trained = (partial(function, held_out=2) for function in (training_runs.build, training_runs.trained))
+VARIANTS: list[Settings] = [
+    {"dynamic_sampling": 3, "max_staleness": 4, "num_iterations": 2, "lora_dropout": 0.1},
+    {"max_generations": 9, "kl_estimator": "k3_unbiased", "off_policy_mask_threshold": 0.0},
+    {"prompt_order": "difficulty", "rewards": begins_with_a_letter, "correctness": "begins_with_a_letter"},
+    {"kl_estimator": "exact", "use_peft": False},
+    {"phases": [{"tokens": 300, "temperature": 0.7}, {"tokens": 300, "num_generations": 2}, {"steps": 2}]},
+    HOUSE | {"parallel_episodes": 1},  # with several, the order in which worlds answer shows in the last digits
+]
 
 
 @pytest.fixture(autouse=True)
@@ -45,15 +55,13 @@ def group(version: int) -> Group:
     return Group(prompt, (Episode.from_completion(prompt, completion, "!"),), np.zeros(1))
 
 
-class FakeRun:
+class FakeRun(AbstractContextManager[Any]):
     """Weights are a number; sampling waits for the gate, which is open for `ready` steps."""
 
     def __init__(self, max_staleness: int, ready: int, *, drop: bool = False, error_at: int = -1) -> None:
         self.state = TrainerState(policy_version=0)
         self.gate = threading.Semaphore(ready)
-        self.synced: list[int] = []
-        self.asked: list[int] = []
-        self.error_at = error_at
+        self.synced, self.asked, self.error_at = list[int](), list[int](), error_at
         plan = PhasePlan((), temperature=1.0, beta=0.0, num_generations=2)
         self.next_phase = lambda: plan.at(Elapsed())
         self.steps_ahead = lambda: max_staleness
@@ -79,14 +87,11 @@ class FakeRun:
         self.samples.publish()
         return sampled.position, self.samples.metrics()
 
-    def __enter__(self) -> FakeRun:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.samples.close()
 
 
-def test_waiting_gives_every_step_its_age() -> None:
+def test_waiting_gives_every_step_its_age_and_an_error_comes_after_the_groups_before_it() -> None:
     with FakeRun(2, 100) as fake:
         steps = [fake.step() for _ in range(5)]
     assert [position for position, _ in steps] == [2, 4, 6, 8, 10]
@@ -97,6 +102,12 @@ def test_waiting_gives_every_step_its_age() -> None:
         assert [fake.step(steps)[1]["staleness/max"] for steps in (1, 0, 1, 1)] == [0, 1, 0, 1]
     shares = {"staleness/0": 0.25, "staleness/1": 0.5, "staleness/2": 0.25, "staleness/3": 0.0}
     assert staleness_metrics([0, 1, 1, 2], 3) == {"staleness/mean": 1.0, "staleness/max": 2.0} | shares
+    with FakeRun(5, 100, error_at=2) as fake:
+        assert fake.step()[0] == 2
+        raises(RewardError, "no such luck", fake.step)
+        assert fake.asked == [0, 2]
+    with FakeRun(1, 1) as fake:
+        fake.samples.next()  # the second is under way, and never ends by itself: closing gives it up
 
 
 def test_dropping_goes_on_without_waiting_and_drops_what_is_too_old() -> None:
@@ -118,22 +129,6 @@ def test_dropping_goes_on_without_waiting_and_drops_what_is_too_old() -> None:
         fake.samples.pause()  # an evaluation finds the sampler quiet and up to date
         assert fake.synced == [1]
         assert all(each.done() for each in fake.samples._begun)
-
-
-def test_an_error_comes_after_the_groups_before_it_and_ends_the_sampling() -> None:
-    with FakeRun(5, 100, error_at=2) as fake:
-        assert fake.step()[0] == 2
-        with pytest.raises(RewardError, match="no such luck"):
-            fake.step()
-        assert fake.asked == [0, 2]
-    with FakeRun(1, 1) as fake:
-        fake.samples.next()  # the second is under way, and never ends by itself: closing gives it up
-
-
-begins_with_a_letter = rewarding("begins_with_a_letter", lambda text: float(text[:1].isalpha()))
-
-
-build, trained = (partial(function, held_out=2) for function in (training_runs.build, training_runs.trained))
 
 
 @pytest.fixture
@@ -250,8 +245,7 @@ def test_a_stale_batch_is_corrected(settings: Settings, monkeypatch: pytest.Monk
     np.testing.assert_allclose(batch.old_logprobs[mask], sampled_by[mask], atol=1e-4)  # the weights of step 1
     ratio = np.exp(np.where(mask, now - batch.old_logprobs, 0.0))
     assert ratio.max() > 1.05 > ratio.min()
-    factor = np.minimum(ratio, 1.05)
-    expected = -(np.where(mask, factor * batch.advantages, 0.0).sum(1) / mask.sum(1)).mean()
+    expected = -(np.where(mask, np.minimum(ratio, 1.05) * batch.advantages, 0.0).sum(1) / mask.sum(1)).mean()
     record = learnt(trainer)[1]
     assert record["policy_loss"] == pytest.approx(expected, abs=1e-4)
     assert record["ratio/mean"] == pytest.approx(1.0, abs=1e-4)  # against the weights that the step began with
@@ -265,22 +259,11 @@ def test_evaluations_in_between_change_nothing(settings: Settings) -> None:
     often = trained(settings, name="often", max_staleness=2, eval_steps=1)
     assert repeated(often, trained(settings, name="never", max_staleness=2, **QUIET))
     evaluations = column(often, "eval/reward")
-    assert len(evaluations) == 6
-    assert often.evaluate()["eval/reward"] == evaluations[-1]
+    assert (len(evaluations), often.evaluate()["eval/reward"]) == (6, evaluations[-1])
     dropping = trained(settings, name="drop", max_staleness=2, stale_groups="drop", eval_steps=2, max_steps=6)
     assert len(steps_of(dropping)) == 6
     assert max(column(dropping, "staleness/max")) <= 2
     assert dropping.evaluate()["eval/reward"] == column(dropping, "eval/reward")[-1]
-
-
-VARIANTS: list[Settings] = [
-    {"dynamic_sampling": 3, "max_staleness": 4, "num_iterations": 2, "lora_dropout": 0.1},
-    {"max_generations": 9, "kl_estimator": "k3_unbiased", "off_policy_mask_threshold": 0.0},
-    {"prompt_order": "difficulty", "rewards": begins_with_a_letter, "correctness": "begins_with_a_letter"},
-    {"kl_estimator": "exact", "use_peft": False},
-    {"phases": [{"tokens": 300, "temperature": 0.7}, {"tokens": 300, "num_generations": 2}, {"steps": 2}]},
-    HOUSE | {"parallel_episodes": 1},  # with several, the order in which worlds answer shows in the last digits
-]
 
 
 @pytest.mark.parametrize("changes", [VARIANTS[0], *map(slow, VARIANTS[1:])], ids=" ".join)
@@ -303,8 +286,7 @@ def test_nothing_is_sampled_ahead_over_the_end_of_a_phase_or_of_the_run(settings
 
     phases = [{"steps": 2, "temperature": 0.7, "num_generations": 2, "learning_rate": 1e-3}, {"steps": 3, "beta": 0.0}]
     trainer = trained(settings, counts, phases=phases, max_steps=-1, max_staleness=1, **QUIET)
-    assert column(trainer, "phase") == [0, 0, 1, 1, 1]
-    assert column(trainer, "learning_rate")[:2] == [1e-3] * 2
+    assert (column(trainer, "phase"), column(trainer, "learning_rate")[:2]) == ([0, 0, 1, 1, 1], [1e-3] * 2)
     assert column(trainer, "staleness/max") == [0, 1, 0, 1, 1]
     assert ["kl" in record for record in steps_of(trainer)] == [True, True, False, False, False]
     assert asked == [4, 4, 8, 8, 8, 2]  # the last is the evaluation
@@ -313,12 +295,10 @@ def test_nothing_is_sampled_ahead_over_the_end_of_a_phase_or_of_the_run(settings
 def test_an_error_in_the_thread_ends_the_run_at_its_step_and_it_can_be_resumed(settings: Settings) -> None:
     settings |= QUIET | {"max_staleness": 2}
     trainer = build(settings, failing_at(3))
-    with pytest.raises(RewardError, match=r"fragile.*no such luck"):
-        trainer.train()
+    raises(RewardError, r"fragile.*no such luck", trainer.train)
     assert trainer.state.global_step == 2  # the third step's samples failed, while the first was learnt
     again = trained(settings, resume=True)
-    assert column(again, "step") == [1, 2, 3, 4, 5]
-    assert again.state.data_position == 10
+    assert (column(again, "step"), again.state.data_position) == ([1, 2, 3, 4, 5], 10)
     assert column(again, "staleness/max") == [0, 1, 0, 1, 2]
     stopped = build(settings, name="stopped", callbacks=[StopAt(1)])
     with pytest.raises(KeyboardInterrupt):  # the keyboard ends the thread too
@@ -352,10 +332,8 @@ def test_what_cannot_work_is_said_early_and_what_is_stale_is_corrected() -> None
         ({"stale_groups": "drop"}, "stale_groups='drop' with max_staleness=0"),
         ({"max_staleness": -1}, "max_staleness"),
     ):
-        with pytest.raises(ConfigError, match=words):
-            GRPOConfig(**changes)
+        raises(ConfigError, words, GRPOConfig, **changes)
     phase = PhasePlan((), temperature=1.0, beta=0.0, num_generations=2).at(Elapsed())
     masked = {"max_staleness": 1, "importance_sampling_correction": "sequence_mask"}
     for changes, wanted in (({}, None), ({"max_staleness": 1}, "token_truncate"), (masked, "sequence_mask")):
-        found = setup.algorithm_in(GRPOConfig(**changes), phase).correction
-        assert found == (wanted and Correction(wanted, 3.0))
+        assert setup.algorithm_in(GRPOConfig(**changes), phase).correction == (wanted and Correction(wanted, 3.0))

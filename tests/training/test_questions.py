@@ -1,7 +1,5 @@
 """What is known about each question, the order that it gives; accuracy kind by kind; questions of multiple choice."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from raising import raises
 from rich.console import Console
 from training_runs import Settings, build, events, first_letter_early, rewarding, same_weights, steps_of, trained
 from worlds import Breaking
@@ -33,8 +32,10 @@ from covey.training.tables import completion_rows
 from covey.types import Group, SamplingSettings, Trajectory
 from fakes import fake_episode, fake_prompt
 
+BY_DIFFICULTY: Settings = {"prompt_order": "difficulty", "correctness": "first_letter_early"}
 
-def test_weights_by_hand() -> None:
+
+def test_weights_by_hand_and_the_weighted_order_draws_in_proportion_and_never_twice() -> None:
     history = QuestionHistory(["new", "half", "never", "always"])
     assert history.weights().tolist() == [1.0] * 4
     history.add({"half": [4, 8], "never": [0, 8], "always": [8, 8], "gone": [1, 1]})
@@ -54,23 +55,15 @@ def test_weights_by_hand() -> None:
     hardest, easiest = judging.questions_of(lines)
     assert (hardest.uid, hardest.visits, hardest.accuracy) == ("a", [(1, 1, 4), (2, 2, 4)], 3 / 8)
     assert (hardest.first, hardest.last, easiest.accuracy) == (0.25, 0.5, 1.0)
-
-
-def test_weighted_order_draws_in_proportion_and_never_twice() -> None:
     weights = np.array([1.0, 2.0, 4.0, 1e-6])
     order = WeightedOrder(4, 7, lambda: weights)
-    draws = np.array([order.take(position, 1)[0] for position in range(7000)])
-    shares = np.bincount(draws, minlength=4) / 7000
+    shares = np.bincount(np.array([order.take(position, 1)[0] for position in range(7000)]), minlength=4) / 7000
     assert shares == pytest.approx([1 / 7, 2 / 7, 4 / 7, 0], abs=0.02)
     assert all(len(set(order.take(position, 3))) == 3 for position in range(200))
     assert sorted(order.take(0, 8)) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert order.take(5, 3) == WeightedOrder(4, 7, lambda: weights).take(5, 3)
     assert [order.take(p, 4) for p in range(20)] != [WeightedOrder(4, 8, lambda: weights).take(p, 4) for p in range(20)]
-    with pytest.raises(ValueError, match="position=-1"):
-        order.take(-1, 2)
-
-
-BY_DIFFICULTY: Settings = {"prompt_order": "difficulty", "correctness": "first_letter_early"}
+    raises(ValueError, "position=-1", order.take, -1, 2)
 
 
 def test_a_run_records_its_questions_and_a_resume_draws_the_same_ones(settings: Settings) -> None:
@@ -85,9 +78,7 @@ def test_a_run_records_its_questions_and_a_resume_draws_the_same_ones(settings: 
     weights = whole.questions.weights()
     assert (weights != 1).any()
     resumed = trained(settings, first_letter_early, resume=2)
-    assert folder.read_answers() == lines
-    assert resumed.questions.weights().tolist() == weights.tolist()
-
+    assert (folder.read_answers(), resumed.questions.weights().tolist()) == (lines, weights.tolist())
     folder.questions_path.write_text("".join(folder.questions_path.read_text().splitlines(keepends=True)[1:]))
     with pytest.raises(CheckpointError, match=r"questions\.jsonl, by which .* draws, lacks step 1; restore it"):
         trained(settings, first_letter_early, resume=True)
@@ -151,15 +142,13 @@ def test_the_answers_of_agents_are_counted_by_episode() -> None:
     twice = [Group(fake_prompt(uid=uid), (fake_episode("x"),) * 2, np.zeros(2)) for uid in ("a", "b", "a")]
     correct = np.array([True, False, False, False, True, True])
     assert count_answers(Rollout(tuple(twice), 0.0, 0.0, 0), correct) == {"a": [3, 4], "b": [0, 2]}
-    assert rollout.metrics["agent/no_action_ratio"] == 0.5
-    assert rollout.metrics["agent/success"] == 0.5
+    assert (rollout.metrics["agent/no_action_ratio"], rollout.metrics["agent/success"]) == (0.5, 0.5)
 
 
 def test_difficulty_without_right_and_wrong_is_refused(settings: Settings) -> None:
     half = rewarding("half", lambda text: 0.5 + 0.01 * len(text))
     settings["prompt_order"] = "difficulty"
-    with pytest.raises(ConfigError, match=r"data\.prompt_order='difficulty'.*set data\.prompt_order to random"):
-        build(settings, half)
+    raises(ConfigError, r"data\.prompt_order='difficulty'.*set data\.prompt_order to random", build, settings, half)
     with pytest.raises(ConfigError, match=r"correctness='right': is no reward function; there is half"):
         build(settings, half, correctness="right")
     with pytest.raises(RewardError, match=r"correctness='half': it gave 0\.5, .* gives 0 or 1"):
@@ -185,23 +174,20 @@ def test_the_learning_rate_is_cut_in_a_run(settings: Settings) -> None:
 
 
 @pytest.mark.parametrize(
-    ("masks", "most"),
-    [
-        ({"validity_min_length": 6}, 4),
-        ({"down_sampling": "first:2"}, 2),
-        ({"down_sampling": "first:2", "validity_min_length": 12}, 2),
-    ],
+    "masks",
+    [{"validity_min_length": 6}, {"down_sampling": "first:2"}, {"down_sampling": "first:2", "validity_min_length": 12}],
 )
-def test_masks_and_missing_answers_are_metrics(settings: Settings, masks: Settings, most: int) -> None:
+def test_masks_and_missing_answers_are_metrics(settings: Settings, masks: Settings) -> None:
     """The share that masks leave is of what down-sampling chose."""
     settings |= masks | {"max_steps": 1, "correctness": "first_letter_early"}
     (record,) = trained(settings, first_letter_early).state.log_history
     rows = RunFolder.read(settings["output_dir"]).read_completions(1)
     assert record["completions/no_answer_ratio"] == np.mean([not row["completion"].strip() for row in rows])
     assert {row["correct"] for row in rows} <= {True, False}
+    most = 2 if "down_sampling" in masks else 4
     kept = [not row["masked_by"] for row in rows if row["sample"] < most]
     assert record.get("mask_ratio") == (np.mean(kept) if "validity_min_length" in masks else None)
-    if most == 2:
+    if "down_sampling" in masks:
         assert 0.4 < record["mask/down_sampling"] < 0.6
         assert record.get("mask_ratio", 0.0) < 1
 
@@ -260,7 +246,7 @@ def sampled(rollout: Rollout) -> Sampled:
     return Sampled(rollout, ResolvedPhase(0, "", 1.0, 0.0, 2, 1e-3), 1, correct, Logged({}, {}))
 
 
-def test_accuracy_and_questions_leave_them_out() -> None:
+def test_failed_episodes_are_left_out_of_accuracy_questions_and_what_a_baseline_is_compared_on() -> None:
     rollout = played("sl", "sf", "ff")
     assert judging.judged_completions(rollout).tolist() == [True, True, True, False, False, False]
     assert sampled(rollout).accuracy == pytest.approx(2 / 3)
@@ -275,17 +261,6 @@ def test_accuracy_and_questions_leave_them_out() -> None:
     assert found["eval/accuracy_high"] == pytest.approx(0.8124, abs=1e-4)  # Wilson, 3 of 6
     nothing = evaluation("ff").metrics
     assert ("eval/accuracy" in nothing, nothing["eval/num_completions"]) == (False, 0)
-
-
-def told(before: str, after: str) -> str:
-    out, one, other = Console(file=io.StringIO(), width=200), evaluation(before), evaluation(after)
-    print_left_out(out, "before", one)
-    print_left_out(out, "after", other)
-    print_difference(out, "before", one, other)
-    return out.file.getvalue()  # type: ignore[attr-defined,no-any-return]
-
-
-def test_a_baseline_is_compared_on_what_both_were_judged_on() -> None:
     text = told("sflf", "fsls")  # counted as wrong, the failed ones would be two gained and one lost
     for words in (
         "before: the environment failed in 2 of 4 episodes, which accuracy leaves out",
@@ -297,8 +272,15 @@ def test_a_baseline_is_compared_on_what_both_were_judged_on() -> None:
     assert "no accuracy: the environment failed in every episode" in told("ff", "ss")
     assert "failed" not in told("sl", "ss")
     unknown = Evaluation({}, played("s"), None)
-    with pytest.raises(ConfigError, match="--baseline compares right answers"):
-        print_difference(Console(), "before", unknown, unknown)
+    raises(ConfigError, "--baseline compares right answers", print_difference, Console(), "before", unknown, unknown)
+
+
+def told(before: str, after: str) -> str:
+    out, one, other = Console(file=io.StringIO(), width=200), evaluation(before), evaluation(after)
+    print_left_out(out, "before", one)
+    print_left_out(out, "after", other)
+    print_difference(out, "before", one, other)
+    return out.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
 def test_a_run_says_so(settings: dict[str, Any]) -> None:
@@ -327,8 +309,7 @@ def test_each_kind_by_hand() -> None:
     kinds = ["larger", "smaller", "larger", None, "larger"]
     found = answered(kinds, samples=2)
     metrics = accuracy_by_kind(found, np.array([1, 1, 0, 0, 1, 0, 1, 1, 1, 0], np.bool_))
-    assert metrics["eval/accuracy/larger"] == pytest.approx(4 / 6)
-    assert metrics["eval/accuracy/smaller"] == 0.0
+    assert (metrics["eval/accuracy/larger"], metrics["eval/accuracy/smaller"]) == (pytest.approx(4 / 6), 0.0)
     assert (metrics["eval/num_completions/larger"], metrics["eval/num_completions/smaller"]) == (6, 2)
     low, high = metrics["eval/accuracy_low/larger"], metrics["eval/accuracy_high/larger"]
     assert (low, high) == pytest.approx((0.300, 0.903), abs=1e-3)  # Wilson, 4 of 6
@@ -385,8 +366,7 @@ def test_prompts_are_computed_once_for_texts_and_letters(trainer: GRPOTrainer, l
     expected = [group.episodes[0].text for group in trainer.evaluation().rollout.groups]
     alone = engine.last_stats
     found = answer_choices(trainer, Fixed(True), name="fixed", rotations=0, lead_in=lead_in)
-    assert found.texts == expected
-    assert engine.last_stats.prefill_tokens == alone.prefill_tokens
+    assert (found.texts, engine.last_stats.prefill_tokens) == (expected, alone.prefill_tokens)
     assert engine.last_stats.decoded_tokens > alone.decoded_tokens
     learners = letter_probabilities(trainer, trainer.eval_prompts, found.letters, lead_in)
     np.testing.assert_allclose(np.log(found.probabilities), np.log(learners), atol=1e-4)
@@ -411,9 +391,7 @@ class Fixed:
 @pytest.mark.parametrize("by_option", [True, False])
 def test_rotations_follow_the_option_not_the_letter(trainer: GRPOTrainer, by_option: bool) -> None:
     told: list[tuple[int, int]] = []
-    found = answer_choices(
-        trainer, Fixed(by_option), name="fixed", rotations=2, progress=lambda done, total: told.append((done, total))
-    )
+    found = answer_choices(trainer, Fixed(by_option), name="fixed", rotations=2, progress=lambda *x: told.append(x))
     assert isinstance(Fixed(True), ChoiceTask)
     assert found.chosen == (["A"] * 5 if by_option else ["B"] * 5)
     (meant, written), (meant_two, _) = found.rotated
@@ -421,8 +399,7 @@ def test_rotations_follow_the_option_not_the_letter(trainer: GRPOTrainer, by_opt
     assert list(written) == ["B"] * 5
     if by_option:
         assert list(meant_two) == ["A"] * 5
-    assert told[-1] == (15, 15)
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert (told[-1], [done for done, _ in told]) == ((15, 15), sorted(done for done, _ in told))
     with pytest.raises(ConfigError, match="rotations=3: questions with 3 options have 0 to 2"):
         answer_choices(trainer, Fixed(True), name="x", rotations=3)
     row = {"question": "Q?", "options": {"A": "a", "B": "b", "C": "c"}, "answer": "C", "uid": "u"}
@@ -443,7 +420,6 @@ def test_the_command(settings: Settings, questions: Path, tmp_path: Path, covey:
     found = json.loads((report / "report.json").read_text())
     assert (found["questions"], found["baseline"]["name"]) == (4, settings["model"])
     assert "Probability of the likeliest letter" in (report / "report.html").read_text()
-
     out = done("eval", run, "--baseline", "none", "--rotations", "0", "max_completion_length=4")
     assert "gained" not in out
     assert "rotated" not in out
@@ -452,7 +428,6 @@ def test_the_command(settings: Settings, questions: Path, tmp_path: Path, covey:
     assert "Medical Question: Case" in out
     (told,) = json.loads((tmp_path / "told.json").read_text())["questions"]
     assert all(question["visits"] for question in told)
-
     status, _, err = covey("eval", settings["model"], "--task", "arithmetic", "--report", tmp_path / "other")
     assert (status, "only multiple-choice tasks" in err) == (2, True)
     none = ("max_completion_length=4", "data.dataset=none", "data.eval_dataset=none")

@@ -11,6 +11,12 @@ from covey.errors import CheckpointError, ConfigError
 from covey.training.schedule import Elapsed, PhasePlan, learning_rate_schedule, resolve_warmup_steps
 from covey.training.setup import phase_plan, run_length
 
+SCHEDULES = [*((name, {}) for name in ("linear", "cosine", "constant")), ("cosine", {"num_cycles": 1.5})]
+SCHEDULES += [("cosine_with_restarts", {"num_cycles": 2}), ("polynomial", {"power": 2.0, "lr_end": 1e-4})]
+SCHEDULES += [("inverse_sqrt", {"timescale": 5}), ("cosine_with_min_lr", {"min_lr": 1e-3})]
+SCHEDULES += [("cosine_warmup_with_min_lr", {"min_lr_rate": 0.2})]
+SCHEDULES += [("warmup_stable_decay", {"num_decay_steps": 4, "decay_type": "1-sqrt"})]
+
 
 def Phase(name="", **settings):  # noqa: N802 (as a section of the settings, some without an end)
     return PhaseConfig.model_construct(name=name, **settings)
@@ -34,26 +40,11 @@ def test_worked_values():
     assert factors("cosine", [20], total_steps=10) == [0]
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("linear", {}),
-        ("cosine", {}),
-        ("constant", {}),
-        ("cosine", {"num_cycles": 1.5}),
-        ("cosine_with_restarts", {"num_cycles": 2}),
-        ("polynomial", {"power": 2.0, "lr_end": 1e-4}),
-        ("inverse_sqrt", {"timescale": 5}),
-        ("cosine_with_min_lr", {"min_lr": 1e-3}),
-        ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.2}),
-        ("warmup_stable_decay", {"num_decay_steps": 4, "decay_type": "1-sqrt"}),
-    ],
-)
+@pytest.mark.parametrize(("name", "options"), SCHEDULES)
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_same_numbers_as_transformers(name, options, warmup):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.01)
-    theirs = "constant_with_warmup" if name == "constant" else name
-    scheduler = get_scheduler(theirs, optimizer, warmup, 11, options)
+    scheduler = get_scheduler("constant_with_warmup" if name == "constant" else name, optimizer, warmup, 11, options)
     ours = factors(name, range(11), learning_rate=0.01, warmup_steps=warmup, total_steps=11, options=options)
     for factor in ours:
         assert 0.01 * factor == scheduler.get_last_lr()[0]
@@ -82,8 +73,7 @@ def test_options_that_do_not_fit_are_refused(name, options, reason):
 def test_options_are_settings():
     config = GRPOConfig(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 1e-6}, max_steps=10)
     length, phase = run_length(config, phase_plan(config), 4), phase_plan(config).at(Elapsed())
-    assert length.rates(phase, 0)[0] == config.learning_rate
-    assert length.rates(phase, 10)[0] == pytest.approx(1e-6)
+    assert (length.rates(phase, 0)[0], length.rates(phase, 10)[0]) == (config.learning_rate, pytest.approx(1e-6))
     assert GRPOConfig(lr_scheduler_kwargs=None).lr_scheduler_kwargs == {}
     # ceil(2.5), as transformers
     assert [resolve_warmup_steps(*given) for given in ((7.0, None), (0.1, 25), (0, None))] == [7, 3, 0]
@@ -100,12 +90,11 @@ def usmle_plan():
     )
 
 
-def test_phases_follow_one_another():
+def test_phases_follow_one_another_and_the_plan_ends_with_its_last_limit():
     plan = usmle_plan()
     first = plan.at(Elapsed(0, 0, 0))
     assert (first.name, first.temperature, first.beta, first.num_generations) == ("warmup", 0.7, 0.02, 8)
-    assert first.effective_learning_rate(1e-5, 0.5) == 5e-6
-    assert plan.at(Elapsed(99, 5000, 0)).name == "warmup"
+    assert (first.effective_learning_rate(1e-5, 0.5), plan.at(Elapsed(99, 5000, 0)).name) == (5e-6, "warmup")
     second = plan.at(Elapsed(100, 5050, 0))
     assert (second.name, second.temperature, second.beta, second.num_generations) == ("main", 1.0, 0.01, 16)
     assert plan.at(Elapsed(109, 5499, 0)).name == "main"  # 450 tokens from where it began, at 5050
@@ -113,9 +102,6 @@ def test_phases_follow_one_another():
     assert (third.index, third.name, third.temperature) == (2, "final", 0.8)
     assert third.effective_learning_rate(1e-5, 0.25) == 5e-6  # its own, whatever the schedule says
     assert not plan.finished(Elapsed(10**6, 10**9, 1e9))
-
-
-def test_the_plan_ends_with_its_last_limit():
     plan = plan_of(Phase(minutes=1), Phase(steps=3))
     assert plan.at(Elapsed(0, 0, 59.9)).name == "phase 1"
     assert not plan.finished(Elapsed(0, 0, 60.0))
@@ -136,12 +122,10 @@ def test_a_resumed_plan_goes_on_where_it_was():
     straight, first_half = usmle_plan(), usmle_plan()
     path = [Elapsed(step, 37 * step, 2.0 * step) for step in range(0, 130, 3)]
     expected = [straight.at(progress) for progress in path]
-    seen = [first_half.at(progress) for progress in path[:37]]
-    resumed = usmle_plan()
+    seen, resumed = [first_half.at(progress) for progress in path[:37]], usmle_plan()
     resumed.restore(first_half.state())
     seen += [resumed.at(progress) for progress in path[37:]]
-    assert seen == expected
-    assert {phase.name for phase in seen} == {"warmup", "main", "final"}
+    assert (seen, {phase.name for phase in seen}) == (expected, {"warmup", "main", "final"})
     assert seen[36].name == "main"  # the cut lies within the phase that began late
 
 
@@ -154,8 +138,7 @@ def test_low_accuracy_cuts_the_learning_rate_once_for_ten_steps():
     plan = cutting_plan()
     assert [plan.note_accuracy(0.1) for _ in range(20)] == 9 * [False] + [True] + 9 * [False] + [True]
     phase = plan.at(Elapsed(20))
-    assert phase.learning_rate_factor == 0.25
-    assert phase.effective_learning_rate(1e-5, 0.8) == pytest.approx(2e-6)
+    assert (phase.learning_rate_factor, phase.effective_learning_rate(1e-5, 0.8)) == (0.25, pytest.approx(2e-6))
     # the cut outlives its phase, a rate of its own does not inherit it
     assert plan.at(Elapsed(100)).learning_rate_factor == 0.25
     assert plan.note_accuracy(0.0) is False  # no limit in this phase

@@ -1,7 +1,5 @@
 """The trainer as a user sees it, on a tiny model; what counts as right, and which evaluation is the best."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil
@@ -14,6 +12,7 @@ import pytest
 import torch
 import training_runs as runs
 from peft import LoraConfig, PeftModel
+from raising import raises
 from safetensors.torch import load_file
 from test_kill_and_resume import numbers
 from tiny_models import tiny_model, tiny_tokenizer
@@ -30,6 +29,11 @@ from covey.training.setup import load_data, require_measured
 
 GMPO_FILE = Path(__file__).parents[2] / "recipes" / "gmpo" / "gmpo.py"
 GMPO = f"{GMPO_FILE}:gmpo"
+BEST: Settings = {"eval_steps": 1, "load_best_model_at_end": True}
+has_e, has_a = (runs.rewarding(f"has_{letter}", lambda text, letter=letter: float(letter in text)) for letter in "ea")
+make, ended = (partial(function, held_out=2) for function in (build, trained))
+FALLING = (1.0, 0.75, 0.5, 0.25, 0.0)
+"""The first evaluation is the best one."""
 
 
 def test_learns_and_leaves_everything_behind(settings: Settings) -> None:
@@ -42,8 +46,7 @@ def test_learns_and_leaves_everything_behind(settings: Settings) -> None:
     assert late > early + 0.1
     # One program with itself: the sampler's log-probabilities are the trainer's.
     assert max(record["sampling/sampling_logp_difference/max"] for record in steps) < 1e-4
-    assert trainer.state.log_history == folder.read_metrics()
-    assert len(folder.read_completions(3)) == 16
+    assert (trainer.state.log_history, len(folder.read_completions(3))) == (folder.read_metrics(), 16)
     for name in ("config.toml", "versions.json", "learning_curve.png", "adapter/adapter_config.json"):
         assert (folder.path / name).is_file(), name
     assert folder.read_evaluation(15)[0]["completion"] is not None
@@ -71,12 +74,14 @@ def test_a_backend_of_ones_own_makes_all_parts(settings: Settings) -> None:
     assert trainer.only_in_memory
 
 
-def test_first_step_has_no_kl_and_ratio_one(settings: Settings) -> None:
+def test_first_step_has_no_kl_and_ratio_one_and_micro_batches_do_not_change_the_run(settings: Settings) -> None:
     twice = trained(settings, beta=0.5, num_iterations=2)
     assert twice.state.log_history[0]["ratio/mean"] != 1.0  # the second pass over the batch is off-policy
     (single,) = trained(settings, beta=0.5, name="single", max_steps=1).state.log_history
-    assert single["kl"] == pytest.approx(0.0, abs=1e-9)
-    assert single["ratio/mean"] == pytest.approx(1.0, abs=1e-4)
+    assert (single["kl"], single["ratio/mean"]) == (pytest.approx(0.0, abs=1e-9), pytest.approx(1.0, abs=1e-4))
+    settings["loss_type"] = "dapo"
+    both = [trained(settings, tokens_per_micro_batch=budget, name=f"{budget}") for budget in (10_000, 16)]
+    torch.testing.assert_close(*(run.policy.state_dict() for run in both), atol=2e-4, rtol=0)
 
 
 FAST: list[Settings] = [
@@ -120,15 +125,7 @@ def test_every_variant_trains(settings: Settings, changes: Settings) -> None:
     assert not same_weights(before, trainer)
 
 
-def test_micro_batches_do_not_change_the_run(settings: Settings) -> None:
-    settings["loss_type"] = "dapo"
-    both = [trained(settings, tokens_per_micro_batch=budget, name=f"{budget}") for budget in (10_000, 16)]
-    torch.testing.assert_close(*(run.policy.state_dict() for run in both), atol=2e-4, rtol=0)
-
-
-def test_out_of_memory_halves_the_budget_and_repeats_the_step(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_out_of_memory_halves_the_budget_and_repeats_a_step(settings: Settings, monkeypatch: Any, caplog: Any) -> None:
     trainer = build(settings, tokens_per_micro_batch=1024, max_steps=1)
     score, calls = trainer.policy.score, []
 
@@ -205,8 +202,7 @@ def test_a_task_brings_prompts_rewards_and_length(settings: Settings, tmp_path: 
     ids=str,
 )
 def test_reward_error_names_function_and_run_is_resumable(settings: Settings, changes: Settings) -> None:
-    with pytest.raises(RewardError, match="fragile"):
-        trained(settings, failing_at(2), **changes)
+    raises(RewardError, "fragile", trained, settings, failing_at(2), **changes)
     again = trained(settings, **changes, resume=True)
     assert [record["step"] for record in again.state.log_history] == [1, 2]
     assert same_weights(again, trained(settings, **changes, name="whole"))
@@ -263,11 +259,9 @@ def test_bad_input_is_one_clear_error(settings: Settings, tmp_path: Path) -> Non
         # and no model is looked for
         ({"model": nowhere, "settings": missing}, ModelError, r"missing: holds no adapter_config.json"),
     ):
-        with pytest.raises(error, match=words):
-            trainer(**given)
+        raises(error, words, trainer, **given)
     trainer().train()
-    with pytest.raises(RunFolderError, match="resume_from_checkpoint=True"):
-        trainer().train()
+    raises(RunFolderError, "resume_from_checkpoint=True", trainer().train)
 
 
 def test_a_stopped_run_resumes_exactly(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,15 +282,6 @@ def test_a_stopped_run_resumes_exactly(settings: Settings, tmp_path: Path, monke
     assert dict(recipe.algorithm.objective().parameters) == {"clip": 0.4}
 
 
-BEST: Settings = {"eval_steps": 1, "load_best_model_at_end": True}
-
-
-has_e, has_a = (runs.rewarding(f"has_{letter}", lambda text, letter=letter: float(letter in text)) for letter in "ea")
-
-
-make, ended = (partial(function, held_out=2) for function in (build, trained))
-
-
 def held_out(*values: float) -> Any:
     """A reward that gives these, one an evaluation, for the two held-out prompts."""
     left = iter(values)
@@ -305,10 +290,6 @@ def held_out(*values: float) -> Any:
         return [next(left)] * 2 if len(prompts) == 2 else runs.distinct(completions)
 
     return reward
-
-
-FALLING = (1.0, 0.75, 0.5, 0.25, 0.0)
-"""The first evaluation is the best one."""
 
 
 def test_accuracy_is_the_named_reward(settings: Settings) -> None:
@@ -396,7 +377,7 @@ def test_a_resume_is_told_of_the_last_evaluation(settings: Settings, monkeypatch
     assert told == [None, {"step": 1, "eval/reward": 0.5}]
 
 
-def test_held_out_rows_that_are_trained_on_are_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_held_out_rows_that_are_trained_on_are_said_and_settings_read_otherwise_or_refused(caplog: Any) -> None:
     def said(train: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> str:
         caplog.clear()
         load_data(GRPOConfig(), None, has_e, train, held_out)
@@ -404,18 +385,13 @@ def test_held_out_rows_that_are_trained_on_are_said(caplog: pytest.LogCaptureFix
 
     named = [row | {"uid": str(number)} for number, row in enumerate(ROWS[:4])]
     assert "2 of the 3 held-out rows (data.eval_dataset) are training rows too" in said(named, [*ROWS[:2], ROWS[4]])
-    assert said(ROWS[:2], ROWS[2:]) == ""
-    assert said([ROWS[0] | {"answer": "1"}], [ROWS[0] | {"answer": "2"}]) == ""
-
-
-def test_settings_that_are_read_otherwise_or_refused() -> None:
-    """Names of metrics as transformers writes them; what cannot say which is best; half precision."""
+    assert (said(ROWS[:2], ROWS[2:]), said([ROWS[0] | {"answer": "1"}], [ROWS[0] | {"answer": "2"}])) == ("", "")
+    # names of metrics as transformers writes them; what cannot say which is best; half precision
     reward = "eval/reward"
     names = {"eval_reward": reward, "reward": reward, "eval_accuracy": "eval/accuracy", "x": "eval/x"}
     assert {name: GRPOConfig(metric_for_best_model=name).metric_for_best_model for name in names} == names
     for name in ("eval_loss", "loss", "eval/kl", "eval/seconds", "eval/completions/clipped_ratio"):
-        with pytest.raises(ConfigError, match="of which more is better"):
-            GRPOConfig(metric_for_best_model=name)
+        raises(ConfigError, "of which more is better", GRPOConfig, metric_for_best_model=name)
     for dtype in ("bfloat16", "float16"):
         with pytest.raises(ConfigError, match="use_peft=False: weights that are trained in half precision"):
             GRPOConfig(dtype=dtype, use_peft=False)
@@ -425,11 +401,9 @@ def test_what_is_not_measured_stops_the_run_before_its_first_step(settings: Sett
     with pytest.raises(ConfigError, match=r"eval/rewards/has_b/mean.*use eval/rewards/has_e/mean"):
         make(settings, has_e, metric_for_best_model="eval_rewards/has_b/mean")
     trainer = make(settings, has_e, metric_for_best_model="eval/rewart")
-    with pytest.raises(ConfigError, match="did you mean 'eval/reward'"):
-        trainer.train()
+    raises(ConfigError, "did you mean 'eval/reward'", trainer.train)
     assert trainer.state.global_step == 0
-    with pytest.raises(ConfigError, match="no held-out prompts"):
-        build(settings, has_e, load_best_model_at_end=True)
+    raises(ConfigError, "no held-out prompts", build, settings, has_e, load_best_model_at_end=True)
     with pytest.raises(ConfigError, match=r"phases\[0\]\.min_accuracy=0\.5: nothing says here"):
         make(settings, has_e, phases=[{"steps": 2, "min_accuracy": 0.5}], max_steps=-1)
     with pytest.raises(ConfigError, match="use eval/reward, eval/shiny"):  # and that is not refused then

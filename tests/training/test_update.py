@@ -1,7 +1,5 @@
 """Masks that depend on the policy belong to the whole step, whatever rows have a gradient; and its ledger."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,8 @@ from covey.training.tables import Ledger, token_columns
 from covey.training.update import Pass, Update, update
 from covey.types import Batch
 from loss_reference import Completed, reference_loss
+
+CORRECTED = {"importance_sampling_correction": "token_truncate:2"}
 
 
 def with_a_tied_group() -> Batch:
@@ -99,24 +99,20 @@ MASKS = (
 )
 CASES = [(loss_type, masks) for loss_type in ("dapo", "grpo", "gspo", "dr_grpo", "reinforce") for masks in MASKS]
 CASES.append(("kl_cov", {"loss_parameters": {"kl_cov_ratio": 0.3}}))
-NAMES = {
-    **{"off_policy_mask_threshold": "off_policy", "top_entropy_quantile": "quantile"},
-    **{"reference_drift_threshold": "drift", "importance_sampling_correction": "correction"},
-}
+NAMES = {"off_policy_mask_threshold": "off_policy", "top_entropy_quantile": "quantile"}
+NAMES |= {"reference_drift_threshold": "drift", "importance_sampling_correction": "correction"}
 """Setting -> the reference's option."""
 
 
 @pytest.mark.parametrize(("loss_type", "settings"), CASES, ids=lambda value: "".join(value))
 def test_a_step_is_that_of_the_reference(loss_type: str, settings: dict[str, Any]) -> None:
-    batch = with_a_masked_row(with_a_tied_group())
-    learner = make_learner(tokens_per_micro_batch=40)
+    batch, learner = with_a_masked_row(with_a_tied_group()), make_learner(tokens_per_micro_batch=40)
     options = {NAMES[name]: value for name, value in settings.items() if name in NAMES}
     options |= settings.get("loss_parameters", {})
     if "correction" in options:
         options["correction"], cap = options["correction"].split(":")
         options["cap"] = float(cap)
-    sequences = sequences_of(batch, learner)
-    _, wanted = reference_loss(sequences, loss_type=loss_type, beta=0.3, max_length=12, **options)
+    _, wanted = reference_loss(sequences_of(batch, learner), loss_type=loss_type, beta=0.3, max_length=12, **options)
     done = learn(learner, batch, loss_type, 0.3, **settings)
     for name in ("loss", "policy_loss", "kl", "entropy", "ratio/mean", "mask_ratio"):
         assert done.metrics[name] == pytest.approx(wanted[name.split("/")[0]], rel=2e-4, abs=1e-6), name
@@ -134,8 +130,7 @@ def test_a_mask_of_the_surrogate_leaves_the_kl_and_the_denominators() -> None:
     stale = replace(batch, advantages=advantages, old_logprobs=old)
     done = learn(make_learner(), stale, off_policy_mask_threshold=0.2)
     assert done.metrics["loss"] == pytest.approx(-(1 - share), rel=1e-4)  # ratios are 1 elsewhere
-    assert done.metrics["mask/off_policy_mask"] == pytest.approx(share)
-    assert done.metrics["mask_ratio"] == 11 / 12
+    assert (done.metrics["mask/off_policy_mask"], done.metrics["mask_ratio"]) == (pytest.approx(share), 11 / 12)
     assert done.batch.mask[2].any()
 
 
@@ -221,8 +216,7 @@ def test_masks_of_fresh_samples_need_no_forward_pass(monkeypatch: pytest.MonkeyP
     batch, calls, found = make_batch(), [], []
     masks = {"off_policy_mask_threshold": 0.1, "reference_drift_threshold": threshold, "num_iterations": 2}
     for on_policy in (True, False):
-        learner = make_learner()
-        rows = np.arange(len(batch.episodes))
+        learner, rows = make_learner(), np.arange(len(batch.episodes))
         fresh = replace(batch, old_logprobs=learner.scores(batch, rows, temperature=1.0)[0])
         run = learner.scores
 
@@ -239,9 +233,6 @@ def test_masks_of_fresh_samples_need_no_forward_pass(monkeypatch: pytest.MonkeyP
     assert first.metrics["loss"] == pytest.approx(second.metrics["loss"], abs=1e-6)
     assert first.metrics["grad_norm"] == pytest.approx(second.metrics["grad_norm"], rel=1e-4)
     assert first.metrics["sampling/sampling_logp_difference/max"] < 1e-5
-
-
-CORRECTED = {"importance_sampling_correction": "token_truncate:2"}
 
 
 def passes_of(batch: Batch, learner: Any = None, rate: float = 0.0, **settings: Any) -> tuple[list[Pass], Any, Any]:
@@ -266,8 +257,7 @@ def test_contributions_add_up_to_the_loss(loss_type: str, extra: dict[str, float
     assert columns["loss"].sum() == pytest.approx(float(loss.detach()), rel=1e-6, abs=1e-9)
     assert columns["loss"].sum() == pytest.approx(done.metrics["loss"], rel=1e-4, abs=1e-6)
     for row in seen.rows:
-        wanted = sequences[row].logp.grad
-        found = columns["gradient"][row, batch.sampled[row]]
+        wanted, found = sequences[row].logp.grad, columns["gradient"][row, batch.sampled[row]]
         np.testing.assert_allclose(found, 0 if wanted is None else wanted.numpy(), rtol=1e-5, atol=1e-9)
     assert not columns["loss"][5].any()  # masked
     assert not columns["gradient"][5].any()

@@ -1,7 +1,5 @@
 """Worlds, tasks and advantage estimators of a stranger (one file outside the package), in whole runs."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -29,15 +27,11 @@ DOORS = ("left", "right")
 class Maze(World):
     """Two doors; the task says which one leads out."""
     max_turns, max_completion_length = 2, 8
-    def __init__(self, size: int = 3) -> None:
-        self.size = size
+    def __init__(self, size: int = 3): self.size = size
     def train_tasks(self, seed):
         return [{"uid": f"t{n}", "door": DOORS[n % 2]} for n in range(self.size)]
-    def eval_tasks(self):
-        return [{"uid": "e0", "door": "left"}]
-    def make(self):
-        return Rooms()
-
+    def eval_tasks(self): return [{"uid": "e0", "door": "left"}]
+    def make(self): return Rooms()
 class Rooms(Environment):
     def reset(self, task, seed):
         self.door = task["door"]
@@ -45,42 +39,27 @@ class Rooms(Environment):
     def step(self, action):
         out = action == self.door
         return Observation("Outside." if out else "A wall.", actions=DOORS), float(out), out, {"success": out}
-    def expert_action(self):
-        return self.door
-
+    def expert_action(self): return self.door
 class Unfinished(World):
-    def train_tasks(self, seed):
-        return []
-
+    def train_tasks(self, seed): return []
 class NoWorld:
-    def train_tasks(self, seed):
-        return []
-    def eval_tasks(self):
-        return []
-
+    def train_tasks(self, seed): return []
+    def eval_tasks(self): return []
 class Broken(Maze):
-    def __init__(self):
-        raise KeyError("map")
-
-def factory(size: int = 4):
-    return Maze(size)
-
+    def __init__(self): raise KeyError("map")
+def factory(size: int = 4): return Maze(size)
 made, number = Maze(5), 7
 '''
 
 RIDDLES = """
 from covey.tasks.base import Task, as_prompt
-
 def has_letters(completions, **columns):
     return [float(any(c.isalpha() for c in message["content"])) for (message,) in completions]
-
 class Riddles(Task):
     max_completion_length = 8
-    def __init__(self, count: int = 4) -> None:
-        self.count = count
+    def __init__(self, count: int = 4): self.count = count
     @property
-    def reward_funcs(self):
-        return [has_letters]
+    def reward_funcs(self): return [has_letters]
     def train_rows(self, seed):
         return [{"prompt": as_prompt(f"riddle {n}"), "answer": str(n)} for n in range(self.count)]
     def eval_rows(self):
@@ -88,6 +67,12 @@ class Riddles(Task):
     def is_correct(self, text, row):
         return any(c.isalpha() for c in text)
 """
+CORRECT, TRAIN = "return any(c.isalpha() for c in text)", "def train_rows(self, seed):"
+ROW, SEEN = 'as_prompt("a last riddle"), "answer": "x"', 'as_prompt("riddle 1"), "answer": "1"'
+TASKS = "def train_tasks(self, seed):"
+RIDDLE, WORLD = ("task", "riddles.py", "Riddles", RIDDLES), ("world", "maze.py", "Maze", MAZE)
+RECIPE = Path(__file__).parents[2] / "recipes" / "reinforce_pp"
+TEACHES = "its attribute teaches raised ZeroDivisionError: division by zero at .*own.py:3"
 
 
 @pytest.fixture
@@ -97,7 +82,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_class_a_function_or_an_object(folder: Path, covey: Command) -> None:
+def test_a_class_a_function_or_an_object_and_what_is_wrong_is_named(folder: Path, covey: Command) -> None:
     for name, size in (("Maze", 3), ("Maze:size=2", 2), ("made", 5), ("factory:size=6", 6)):
         assert len(get_world(f"{folder}/maze.py:{name}").train_tasks(0)) == size
     assert get_task(f"{folder}/riddles.py:Riddles").max_completion_length == 8
@@ -107,9 +92,6 @@ def test_a_class_a_function_or_an_object(folder: Path, covey: Command) -> None:
         ((_, seen),) = pool.wait()
         assert seen.text == "The left door leads out."
     assert "solved after 1 actions, reward 1" in covey.done("play", f"{folder}/maze.py:Maze", "--expert")
-
-
-def test_what_is_wrong_is_named(folder: Path) -> None:
     for name, reason in {
         "maze.py:Mase": r"maze\.py has no 'Mase'; it has .*Maze",
         "maze.py:Unfinished": r"maze\.py:Unfinished lacks eval_tasks, make",
@@ -172,12 +154,6 @@ def test_a_strangers_task_trains_and_samples(folder: Path, recipe_folder: Path, 
     covey.done("sample", run, "hello", "--max-tokens", 2)
 
 
-CORRECT, TRAIN = "return any(c.isalpha() for c in text)", "def train_rows(self, seed):"
-ROW, SEEN = 'as_prompt("a last riddle"), "answer": "x"', 'as_prompt("riddle 1"), "answer": "1"'
-TASKS = "def train_tasks(self, seed):"
-RIDDLE, WORLD = ("task", "riddles.py", "Riddles", RIDDLES), ("world", "maze.py", "Maze", MAZE)
-
-
 @pytest.mark.parametrize(
     ("place", "old", "new", "message"),
     [
@@ -195,10 +171,6 @@ def test_what_errs_is_named(folder: Path, settings: Settings, place: Any, old: s
     (folder / file).write_text(text.replace(old, new, 1))
     with pytest.raises(CoveyError, match=rf"{FIELDS[setting]}.{setting}='.*{file}:{name}': .*{message}"):
         GRPOTrainer(args=GRPOConfig(**settings, **{setting: f"{folder}/{file}:{name}"})).train()
-
-
-RECIPE = Path(__file__).parents[2] / "recipes" / "reinforce_pp"
-TEACHES = "its attribute teaches raised ZeroDivisionError: division by zero at .*own.py:3"
 
 
 def losses(trainer: GRPOTrainer) -> list[float]:
@@ -219,12 +191,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_file_of_ones_own_trains_and_resumes(settings: Settings, elsewhere: Path, function: str) -> None:
     settings |= {"adv_estimator": f"mine.py:{function}", "num_generations": 1, "prompts_per_step": 4, "beta": 0.0}
     settings |= {"max_steps": 4, "adv_parameters": {"kl_coef": 0.5} if function == "kl_in_reward" else {}}
-    unbroken = trained(settings)
-    again = {"name": "again", "save_steps": 2}
+    unbroken, again = trained(settings), {"name": "again", "save_steps": 2}
     trained(settings, **again)
     resumed = trained(settings, **again, resume=2)
-    assert (len(losses(unbroken)), unbroken.state.updates) == (4, 4)
-    assert losses(resumed) == losses(unbroken)
+    assert ((len(losses(unbroken)), unbroken.state.updates), losses(resumed)) == ((4, 4), losses(unbroken))
     assert same_weights(unbroken, resumed)
 
 
@@ -242,7 +212,6 @@ def probing(settings: Settings, needs: str, *names: str, **changes: Any) -> tupl
 
 
 def sample(trainer: GRPOTrainer) -> tuple[Any, Any]:
-    """Groups, and the batch that is made of them."""
     phase = trainer.phases.at(trainer._elapsed())
     groups = trainer.sample_step(phase, 0, trainer.state.policy_version, print).rollout.groups
     return groups, trainer.make_batch(groups, phase)
@@ -266,8 +235,7 @@ def test_what_an_estimator_asks_for_is_measured(settings: Settings, elsewhere: P
     for row, episode in enumerate(batch.episodes):
         with torch.no_grad():
             logits = trainer.policy.model(torch.tensor(episode.token_ids[None])).logits[0] / 0.7
-        before = torch.from_numpy(np.flatnonzero(episode.sampled) - 1)
-        expected = logits[before].double().softmax(-1).square().sum(-1)
+        expected = logits[torch.from_numpy(np.flatnonzero(episode.sampled) - 1)].double().softmax(-1).square().sum(-1)
         np.testing.assert_allclose(found[row][mask[row]], expected, atol=1e-5)
 
 

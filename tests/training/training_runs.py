@@ -1,7 +1,5 @@
 """Runs of a few steps that the tests of this room make, and what they look at in them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "environments"))  # for its w
 
 Settings = dict[str, Any]
 ROWS = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four", "five")]
-HOUSE: Settings = {
-    **{"world": "house:rooms=2,num_train=6,num_eval=3", "action_format": "choice"},
-    **{"max_conversation_tokens": 600, "max_completion_length": 16},
-}
+HOUSE: Settings = {"world": "house:rooms=2,num_train=6,num_eval=3", "action_format": "choice"}
+HOUSE |= {"max_conversation_tokens": 600, "max_completion_length": 16}
 
 
 def slow(*values: Any, **options: Any) -> Any:
