@@ -18,13 +18,24 @@ SAID = [{"role": "user", "content": "say two"}]
 LEAST = {
     path: {**what, "max_tokens": 2, "seed": 1} for path, what in ((TEXT, {"prompt": "x"}), (CHAT, {"messages": SAID}))
 }
+
+
+def of_schema(**more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"schema": {"type": "object"}, **more}}
+
+
 Fields = dict[str, tuple[list[Any], list[Any]]]
 # fmt: off
 BOTH: Fields = {
     # field: values that ask for nothing, values that would be ignored
     "presence_penalty": ([0, 0.0, None], [0.5, -2, "0", False]), "frequency_penalty": ([0, None], [1.0, True]),
     "repetition_penalty": ([1, None], [1.1, True]), "logit_bias": ([{}, None], [{"5": 100}, []]),
-    "response_format": ([{"type": "text"}, None], [{"type": "json"}, {"type": "json_schema"}, "text", {}]),
+    "response_format": (
+        [{"type": "text"}, None],
+        [{"type": "json"}, {"type": "json_schema"}, "text", {}, {"type": "text", "json_schema": {"schema": {}}},
+         {"type": "json_object", "schema": {}}, {"type": "json_object", "x": None}, of_schema(bogus=None),
+         of_schema(strict="yes"), of_schema(name=5), {**of_schema(), "schema": {}}],
+    ),
     "min_tokens": ([0], [3]), "best_of": ([1, None], [2, "1", True]), "service_tier": (["auto", None], ["flex"]),
     "store": ([False], [True]), "user": (["someone", None], [5]), "guided_json": ([None], [{}, "x"]),
     "max_token": ([], [5]), "stream_options": ([None], [{"include_usage": True}]),  # not without a stream

@@ -12,6 +12,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence, Set
+from types import NoneType
 from typing import Annotated, Any, TypeVar
 
 from jinja2 import Environment, meta
@@ -84,6 +85,7 @@ _MOST_LISTS, _MOST_VALUES = 100_000, 1_000_000
 _BYTES_PER_SECOND = 1e8
 """Other threads run for a while between two steps of reading a body, each of which holds the interpreter."""
 _SMALLEST_TEMPERATURE = 0.001
+_BESIDE_SCHEMA: dict[Any, Any] = {"name": [str], "description": [str, NoneType], "strict": [bool, NoneType]}
 
 Choice = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 Choices = Annotated[list[Choice], Field(fail_fast=True, min_length=1, max_length=_MOST_CHOICES)]
@@ -154,13 +156,16 @@ class _Sampling(BaseModel):
     def json_schema(self) -> dict[str, Any] | None:
         """What the completion is to be as JSON; None = any text."""
         match self.response_format:
-            case {"type": "text"}:
+            case {"type": "text", **more} if not more:
                 return None
-            case {"type": "json_object"}:
+            case {"type": "json_object", **more} if not more:
                 return {"type": "object"}
-            case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-                return schema
-        raise ValueError('response_format: its type is text, json_object, or json_schema with {"schema": ...} under it')
+            case {"type": "json_schema", "json_schema": {"schema": dict(schema), **named}, **more} if not more:
+                if all(type(value) in _BESIDE_SCHEMA.get(name, ()) for name, value in named.items()):
+                    return schema
+        forms = '{"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {...}}}'
+        beside = "beside schema only name and description (texts) and strict (true or false)"
+        raise ValueError(f"response_format is one of {forms}; {beside}, not {self.response_format!s:.100}")
 
     @property
     def wants_logprobs(self) -> bool:
