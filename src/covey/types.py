@@ -304,7 +304,8 @@ class Request:
     Requests with equal `token_ids` share one prefill. `stream` keys the counter-based random stream of this completion,
     usually `(seed, step, prompt index, sample index)`: equal streams draw equal numbers, whatever else is in the batch.
     `choices`, where given, are the only token sequences that may be sampled; the completion records what was left to
-    choose from as its `support`. `allows`, where given, says which ids may come after those sampled so far, ascending.
+    choose from as its `support`. `allows`, where given, says which ids may come after those sampled so far, ascending;
+    its `GenerationError` ends this completion alone.
     """
 
     token_ids: IntArray

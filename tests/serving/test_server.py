@@ -73,7 +73,18 @@ def test_chat_and_stop_strings(server: RunningServer) -> None:
 
 
 def of_schema(schema: Any) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    more = {"name": "answer", "strict": True, "description": None}
+    return {"type": "json_schema", "json_schema": {"schema": schema, **more}}
+
+
+TOO_MUCH: list[tuple[dict[str, Any], str]] = [
+    ({"type": "string", "pattern": "^((a{1000}){1000}){1000}$"}, "too complex"),
+    ({"type": "string", "pattern": "^a{1000000000}$"}, "too complex"),
+    ({"enum": ["a" * 10**6]}, "too complex"),
+    ({"$ref": "#"}, "refers to itself"),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "refers to itself"),
+    ({"type": "number", "minimum": 10**300}, "not JSON serializable"),
+]
 
 
 def test_response_format_gives_json_of_the_schema() -> None:
@@ -97,10 +108,20 @@ def test_response_format_gives_json_of_the_schema() -> None:
         parts = [event["choices"][0].get("text", "") for event in events(server.ask(**body, stream=True))]
         jsonschema.validate(json.loads("".join(parts)), schema)
         assert "".join(parts) == server.ask(**body).json()["choices"][0]["text"]
-        begun = server.ask(prompt="hello", max_tokens=9, response_format={"type": "json_object"}).json()["choices"][0]
-        assert begun["text"].startswith("{")
-        for wrong, why in (({"type": "nonsense"}, "Invalid type"), ({"$ref": "http://x/y"}, "not present")):
-            assert why in refused(server.ask(prompt="x", response_format=of_schema(wrong)))
+        first = server.ask(prompt="hello", max_tokens=9, response_format={"type": "json_object"}).json()["choices"][0]
+        assert first["text"].startswith("{")
+        for wrong, why in (({"type": "nonsense"}, "Invalid type"), ({"$ref": "http://x/y"}, "not present"), *TOO_MUCH):
+            for stream in (False, True):  # before anything is sampled
+                started = time.perf_counter()
+                told = refused(server.ask(prompt="x", response_format=of_schema(wrong), stream=stream))
+                assert "the schema is not served: " in told
+                assert why in told
+                assert time.perf_counter() - started < 2
+        late = {"type": "object", "properties": {"a": TOO_MUCH[0][0]}, "required": ["a"], "additionalProperties": False}
+        waits = begun(server.ask, **LONG)
+        told = refused(server.ask(prompt="x", max_tokens=100, response_format=of_schema(late)))
+        assert "is not served: it is too complex" in told
+        assert waits.result().status_code == 200  # the others go on
         assert "leave choices, stop" in refused(server.ask(prompt="x", stop="x", response_format=of_schema(schema)))
     with serving() as server:
         told = refused(server.ask(prompt="x", response_format={"type": "json_object"}))

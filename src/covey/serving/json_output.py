@@ -8,21 +8,31 @@ from typing import Any
 
 import numpy as np
 
+from covey.errors import GenerationError
 from covey.serving.requests import RequestError
 from covey.types import Allows, IntArray
 
 _SPACE = {"whitespace_pattern": r"[ \n]{0,16}"}  # without an end, a model that repeats itself would write spaces only
+# about 0.1 s to compile, and as much for one token: decoding of all waits while a token's mask is computed
+_LIMITS = {"initial_lexer_fuel": 100_000, "step_lexer_fuel": 50_000, "max_lexer_states": 50_000}
+_TRIED_TOKENS = 4
 
 
 def json_rules(schema: Mapping[str, Any], tokenizer: Any, size: int, ends: tuple[int, ...]) -> Callable[[], Allows]:
-    """What makes the rule of one completion; one of `ends` follows the JSON. Raises `RequestError`: not served."""
+    """What makes the rule of one completion; one of `ends` follows the JSON. Raises `RequestError`: not served,
+    `GenerationError`: too complex, which a rule raises too where it shows in the middle of a completion.
+    """
     try:
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
-        grammar = LLMatcher.grammar_from_json_schema(dict(schema), overrides=_SPACE)
-        whole = LLMatcher(_tokens(tokenizer, size, ends), grammar, log_level=0)
+        tokens = _tokens(tokenizer, size, ends)
     except (ImportError, ValueError) as error:
         raise RequestError(f"response_format: not served for this model, or not installed: {error!s:.300}") from error
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(dict(schema), overrides=_SPACE)
+    except ValueError as error:
+        raise RequestError(f"response_format: the schema is not served: {error!s:.300}") from error
+    whole = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False, **_LIMITS))
     if whole.is_error():
         raise RequestError(f"response_format: the schema is not served: {whole.get_error():.300}")
 
@@ -34,10 +44,18 @@ def json_rules(schema: Mapping[str, Any], tokenizer: Any, size: int, ends: tuple
             matcher.consume_tokens(list(said[read:]))
             read = len(said)
             bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
-            return np.flatnonzero(bits[:size] * (not matcher.is_error()))
+            if matcher.is_error():
+                why = matcher.get_error().removesuffix("\n<non-verbose/>")
+                trouble = "the schema is not served: it is too complex, or refers to itself without an end"
+                raise GenerationError(f"response_format: {trouble}: {why:.300}")
+            return np.flatnonzero(bits[:size])
 
         return allows
 
+    # most of what the limits refuse shows where a pattern begins: here it costs no other request any time
+    allows, said = rule(), list[int]()
+    while len(ids := allows(said)) == 1 and len(said) < _TRIED_TOKENS:
+        said += ids.tolist()
     return rule
 
 

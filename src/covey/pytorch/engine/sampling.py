@@ -188,7 +188,11 @@ def _said(rows: Sequence[Row], logits: Tensor) -> Draw:
 
 def _allowed(row: Row, vocab: int) -> IntArray | None:
     """Ids that may come next; None = any, also for a row that has gone wrong."""
-    ids = row.allowed()
+    try:
+        ids = row.allowed()
+    except GenerationError as error:
+        row.error = error
+        return None
     if ids is not None and (len(ids) == 0 or ids[0] < 0 or ids[-1] >= vocab):
         row.error = GenerationError(
             f"completion token {row.sampled}: the choices allow {ids[:5].tolist()} there; each choice must be one or "
