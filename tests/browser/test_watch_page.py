@@ -206,7 +206,7 @@ _RECORD_TEXTS = """window.texts = {};
 const draw = CanvasRenderingContext2D.prototype.fillText;
 CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
   const card = this.canvas.closest("section")?.getAttribute("aria-label");
-  (window.texts[card] ??= {})[text] = [x, y];
+  (window.texts[card] ??= {})[text] = [x, y, this.textAlign === "right" ? x - this.measureText(text).width : x];
   draw.call(this, text, x, y);
 };"""
 
@@ -217,7 +217,8 @@ def _made_up(folder: Path, config: str, **metrics: float) -> Path:
         if "eval/accuracy" in metrics:
             run.append_metrics(0, {"eval/accuracy": 0.1, "eval/accuracy_low": 0.05, "eval/accuracy_high": 0.2})
         for step in range(1, 9):
-            same = {"step_time": 90.0, "kl": 0.0, "reward": 0.0, "reward_std": 0.0, "completions/clipped_ratio": 0.9}
+            same = {"step_time": 90.0, "kl": 0.0, "reward": 0.0, "reward_std": 0.0, "completions/clipped_ratio": 1.0}
+            same |= {"entropy": 10.789856 + step * 1e-6}
             run.append_metrics(step, same | {"epoch": step / 4} | (metrics if step == 8 else {}))
         run.append_event("run", "started")
     return folder
@@ -251,6 +252,9 @@ def test_two_runs_side_by_side(visit: Any, tmp_path: Path) -> None:
     texts = page.page.evaluate("window.texts")
     assert {"0", "1"} <= set(texts["KL from the reference model"])
     assert "100" not in texts["KL from the reference model"]
+    assert any(len(text) > 8 for text in texts["Entropy of the policy"])
+    assert all(left >= 0 for card in texts.values() for _, _, left in card.values())  # no text is cut off
+    assert {"100 %", "120 %", "150 %", "200 %"} & set(texts["Completions cut off at the length limit"]) == {"100 %"}
     places = [tuple(texts["Held-out accuracy"][str(mark)]) for mark in range(1, 5)]
     assert len(set(places)) == 4
     page.go("Settings")

@@ -25,7 +25,8 @@ export class Chart {
   constructor(title, hint, { tools = [], csv = null, height = 190, unit = "", name = "" } = {}) {
     this.title = title;
     this.name = [name === title ? "" : name, unit === "%" ? "" : unit].filter(Boolean).join(", ");
-    this.say = (value, digits) => (unit === "%" ? `${number(100 * value, digits)} %` : number(value, digits));
+    this.percent = unit === "%";
+    this.say = (value, digits) => (this.percent ? `${number(100 * value, digits)} %` : number(value, digits));
     this.height = height;
     this.readout = h("div", { class: "readout" });
     this.box = h("div", {});
@@ -83,7 +84,11 @@ export class Chart {
     this.plot?.destroy();
     const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
     // Zeros alone would get an axis from 0 to 100.
-    const range = (_, low, high) => (low === null || (low === 0 && high === 0) ? [0, 1] : zero ? [Math.min(0, low), high > 0 ? high * 1.05 : 1] : uPlot.rangeNum(low, high, 0.1, true));
+    const range = (_, low, high) => {
+      if (low === null || (low === 0 && high === 0)) return [0, 1];
+      const [from, to] = zero ? [Math.min(0, low), high > 0 ? high * 1.05 : 1] : uPlot.rangeNum(low, high, 0.1, true);
+      return [from, this.percent && high <= 1 ? Math.min(1, to) : to];
+    };
     this.plot = new uPlot(
       {
         width: this.box.clientWidth || 400,
@@ -93,7 +98,7 @@ export class Chart {
         scales: { x: { time: false, ...(logX ? { distr: 3 } : {}) }, y: log ? { distr: 3 } : { range } },
         axes: [
           { ...axis, size: 30, ...(xLabel === "step" ? { incrs: WHOLE } : {}), values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
-          { ...axis, size: 62, values: (_, ticks) => this.tickTexts(ticks) },
+          { ...axis, size: (plot, texts) => widthOf(plot, texts ?? []), values: (_, ticks) => this.tickTexts(ticks) },
         ],
         series,
         bands,
@@ -188,6 +193,12 @@ export class Chart {
     this.plot?.destroy();
     this.card.remove();
   }
+}
+
+/** What an axis needs for its longest text; as a rule the same for all charts. */
+function widthOf({ ctx, axes }, texts) {
+  ctx.font = axes[1].font[0];
+  return Math.ceil(Math.max(62, ...texts.map((text) => 12 + ctx.measureText(text).width / devicePixelRatio)));
 }
 
 /** New values to be told, for lines that stay. */
