@@ -1,5 +1,7 @@
 """Samplers and rewards in Ray actors: a run learns what one process learns."""
 
+from __future__ import annotations
+
 import itertools
 import os
 import signal

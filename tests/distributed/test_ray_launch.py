@@ -1,5 +1,7 @@
 """Learners that Ray starts: the numbers of one process, whatever dies. The command runs as a user runs it."""
 
+from __future__ import annotations
+
 import os
 import re
 import signal
