@@ -4,8 +4,6 @@ Counted is running text. Tables, headings, code blocks and comments are left out
 only its text counts. A list's items are paragraphs of their own.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path
@@ -16,10 +14,8 @@ LONGEST = 35
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a page in Markdown."""
     text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
-    found = []
+    text, found = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL), []
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.)\s)", text):
         lines = (line for line in paragraph.splitlines() if not line.lstrip().startswith(("|", "#", "![")))
         words = re.sub(r"\]\([^)]*\)", "]", " ".join(lines))
@@ -29,7 +25,6 @@ def sentences(text: str) -> list[str]:
 
 
 def length(sentence: str) -> int:
-    """Words in a sentence."""
     return len(re.findall(r"\w[\w'-]*", sentence))
 
 

@@ -1,7 +1,5 @@
 """Uploads: formats with one meaning, those that must not change anything, and those that change everything at once."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import struct
@@ -223,8 +221,7 @@ def test_uploads_at_once(fresh: RunningServer) -> None:
     assert {a.status_code for a in answers} <= {200, 409, 429}
     assert fresh.batching.counts.uploads == 1
     greedy = SamplingSettings(temperature=0, max_tokens=12, eos_token_ids=(fresh.tokenizer.eos_token_id,))
-    requests = [Request(np.array(ids), (0,)) for ids in PROMPTS]
-    expected = Engine(adapted(won[0] % 4))(requests, greedy, policy_version=0)
+    expected = Engine(adapted(won[0] % 4))([Request(np.array(ids), (0,)) for ids in PROMPTS], greedy, policy_version=0)
     assert [choice[0] for choice in held(fresh)[0]] == [c.token_ids.tolist() for c in expected]
 
 
@@ -253,13 +250,11 @@ def test_an_upload_whose_client_goes_away(fresh: RunningServer) -> None:
     with pytest.raises(httpx.ReadTimeout):
         fresh.post("/upload_adapter", files=dict(GOOD_PARTS), timeout=limits)
     busy.result()
-    assert held(fresh)[3] == "ok"
-    assert fresh.upload(2, policy_version=9).status_code == 200
+    assert (held(fresh)[3], fresh.upload(2, policy_version=9).status_code) == ("ok", 200)
 
 
 def test_a_served_adapter_is_the_trainers() -> None:
-    model = adapted()
-    plain = tiny_model("llama")
+    model, plain = adapted(), tiny_model("llama")
     weights, config = write_adapter(model)
     adapter = read_adapter(weights, config, linear_layers(plain))
     served, trained = AdaptedWeights(plain, adapter), EffectiveWeights(model)

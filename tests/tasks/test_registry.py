@@ -1,7 +1,5 @@
 """Tasks by name, and which rows are held out."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
