@@ -395,6 +395,10 @@ WRONG = [
         "weight_decay=0.1 and optimizer_parameters={'weight_decay': 0.2}: both set optim.optimizer_parameters, to diff",
     ),
     ({"shuffle": False, "prompt_order": "random"}, "shuffle=False and prompt_order='random': both set data.prompt_"),
+    ({"dynamic_sampling": 5, "dynamic_sampling_max_tries": 10}, "both set algorithm.dynamic_sampling, to diff"),
+    ({"down_sampling": "first:2", "down_sampling_size": 3}, "down_sampling_size=3 and down_sampling='first:2': both"),
+    ({"down_sampling": "first", "down_sampling_size": 0}, "down_sampling_size=0: must be a whole number, 1 or more"),
+    ({"down_sampling": "frist", "down_sampling_size": 3}, "algorithm.down_sampling='frist': must be none | max"),
     ({"validity_mask": False, "validity_min_length": 5}, "validity_mask=False and validity_min_length=5: both set"),
     ({"use_adaptive_entropy": False, "adaptive_entropy": {"target": 0.3}}, "both set algorithm.adaptive_entropy"),
     ({"reset_seconds": 90.0, "step_seconds": "x"}, "environment.step_seconds='x': must be float"),
@@ -557,6 +561,7 @@ RENAMED = [
     ({"dynamic_sampling": True, "dynamic_sampling_max_tries": 5}, {"dynamic_sampling": 5}),
     ({"down_sampling": "shortest", "down_sampling_size": 8}, {"down_sampling": "shortest:8"}),
     ({"down_sampling": "first", "down_sampling_statistics": "group"}, {"down_sampling": "first:4:group"}),
+    ({"down_sampling": "first:8", "down_sampling_statistics": "group"}, {"down_sampling": "first:8:group"}),
     ({"context_mode": "steps", "max_turn_prompt_tokens": 99}, {"history_length": 2, "max_conversation_tokens": 99}),
     ({"reset_seconds": 90.0}, {"step_seconds": 30.0}),
     (
@@ -597,6 +602,8 @@ def test_an_entry_of_a_table_is_set_beside_the_others() -> None:
     with pytest.warns(UserWarning, match=r"now algorithm\.adaptive_entropy\.target, without effect") as said:
         GRPOConfig(entropy_target=0.3)
     assert said[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"_cap=5\.0: an old name, now .*_correction, without effect here; leave it out"):
+        GRPOConfig(importance_sampling_correction="off", importance_sampling_cap=5.0)
     assert 'data.prompt_order="given"' in rendered("shuffle")[1]
 
 
