@@ -321,7 +321,7 @@ WRONG = [
     ({"use_unbiased_kl": "yes"}, " true or false"),
     ({"use_off_policy_masking": True, "reference_drift_threshold": 0.3}, "both set algorithm.reference_drift_thresh"),
     ({"use_unbiased_kls": True}, "did you mean use_unbiased_kl"),
-    ({"loss_parameters": {"delta": "x"}}, "algorithm.delta='x' is str, and must be a number"),
+    ({"loss_parameters": {"delta": "x"}}, "algorithm.loss_parameters.delta='x' is str, and must"),
     ({"adv_parameters": {"std_correction": 0.5}}, "algorithm.adv_parameters: std_correction=0.5 is float, and must be"),
     ({"adv_parameters": {"std_correction": 9}}, "std_correction=9: choose 1 (divided by G - 1) or 0 (by G)"),
     ({"adv_parameters": {"step_score": "foo"}}, "step_score='foo': no such name; choose one of episode, return, step"),
@@ -364,7 +364,7 @@ WRONG = [
     ({"loss_parameters": {"epsilon": 0.1}}, "loss_parameters.epsilon: it is a setting of its own; set"),
     (
         {"loss_parameters": {"delta": 1.1}},
-        "algorithm.delta=1.1: below 1 + epsilon_high = 1.2 it would replace the clip",
+        "algorithm.loss_parameters.delta=1.1: below 1 + epsilon_high = 1.2 it would replace the clip",
     ),
     ({"importance_sampling_correction": "token_mask:3:2"}, "the smallest ratio 3 must be 0 or more and less than"),
     ({"importance_sampling_correction": "off:2"}, "off has no bounds; write off alone"),
