@@ -185,12 +185,14 @@ def test_toml_round_trip_is_exact() -> None:
     assert GRPOConfig(**json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_none_is_the_default_wherever_it_is_allowed() -> None:
-    """TOML cannot say None: leaving a setting out must mean the same."""
+def test_none_is_the_default_wherever_it_is_allowed(tmp_path: Path) -> None:
+    """TOML cannot say None: leaving a setting out must mean the same, and so does the word, as in an override."""
     fields = {name: SECTIONS[section].model_fields[name] for name, section in FIELDS.items()}
     nullable = [name for name, field in fields.items() if type(None) in get_args(field.annotation)]
     assert len(nullable) > 10
     assert GRPOConfig(**dict.fromkeys(nullable)) == GRPOConfig()
+    words = recipe(tmp_path, "".join(f'{name} = "None"\n' for name in nullable) + 'scale_rewards = "none"\n')
+    assert GRPOConfig.from_toml(words, ["output_dir=runs/covey", "scale_rewards=group"]) == GRPOConfig()
 
 
 VALUES = st.fixed_dictionaries(
