@@ -604,7 +604,7 @@ def test_an_entry_of_a_table_is_set_beside_the_others() -> None:
     with pytest.warns(UserWarning, match=r"now algorithm\.adaptive_entropy\.target, without effect") as said:
         GRPOConfig(entropy_target=0.3)
     assert said[0].filename == __file__
-    with pytest.warns(UserWarning, match=r"_cap=5\.0: an old name, now .*_correction, without effect here; leave it out"):
+    with pytest.warns(UserWarning, match=r"_cap=5\.0: an old name, now .*, without effect here; leave it out"):
         GRPOConfig(importance_sampling_correction="off", importance_sampling_cap=5.0)
     assert 'data.prompt_order="given"' in rendered("shuffle")[1]
 

@@ -390,6 +390,7 @@ def test_what_cannot_be_told_is_one_message(trained: list[Path], run: Path, cove
         ((*trained, "--worst"), "completions of one run are read; give one run"),
         ((run, "--step", "7"), "--step=7: the run has no table of it; there are 1, 2"),
         ((run, "--step", "x"), "--step='x': no step; give a number"),
+        ((run, "--step", "2:1"), "--step=2:1: the range ends before it begins; write 1:2"),
         ((run, "--step", "²"), "no step; give a number"),
         ((run, "--step", "1", "--eval", "2"), "--step, --eval: a completion is of one of them"),
         ((run, "--question", "nowhere"), "no such completion in 2 tables"),
