@@ -21,7 +21,8 @@ import numpy as np
 
 from covey.algorithms import make_objective
 from covey.config.whole import GRPOConfig
-from covey.errors import ConfigError, DataError
+from covey.environments.pool import EnvironmentPool
+from covey.errors import ConfigError, DataError, EpisodeError
 from covey.files import checked_path, explained, write_atomically
 from covey.rollout.agents import Dictation, ExpertPlayer
 from covey.training import agents, setup
@@ -70,8 +71,7 @@ def imitate(
         raise ConfigError(
             f"episodes={episodes}, epochs={epochs}, episodes_per_step={episodes_per_step}: 1 or more each"
         )
-    if config.environment.world is None:
-        raise ConfigError("this recipe has no environment.world, so there is no expert to imitate; name a world")
+    _require_expert(config)
     folder = checked_path("folder", folder)
     with explained(folder):
         made = not folder.exists()
@@ -111,6 +111,23 @@ def imitate(
             with suppress(OSError):
                 folder.rmdir()  # it is empty until all is known
         raise
+
+
+def _require_expert(config: GRPOConfig) -> None:
+    """Refuse a world that knows no action at the beginning of its first tasks, before a model is loaded."""
+    if (world := setup.load_world(config)) is None:
+        raise ConfigError("this recipe has no environment.world, so there is no expert to imitate; name a world")
+    tasks = agents.world_data(config, world).train[:3]
+    with EnvironmentPool(world, places=1) as pool, suppress(EpisodeError):  # which costs its own episode
+        for task in tasks:
+            pool.reset(0, dict(task), config.run.seed)
+            pool.wait()
+            if pool.expert_action(0) is not None:
+                return
+        raise DataError(
+            f"environment.world={config.environment.world!r}: its environments know no expert_action, so there is "
+            "nothing to imitate; define it (covey play --expert shows what it does), or train without --imitate"
+        )
 
 
 def _endings(played: Sequence[Trajectory]) -> tuple[str, ...]:
