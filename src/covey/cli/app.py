@@ -213,6 +213,11 @@ def evaluate(
     if config.data.task is None and config.data.dataset is None and not acting:
         config = config.replace(dataset=config.data.eval_dataset)
     measured = setup.load_task(config)
+    if baseline not in (None, "none") and measured is None and not acting and config.rewards.correctness is None:
+        raise ConfigError(
+            f"--baseline={baseline}: it compares right answers, and nothing says here which are right; give --task, or "
+            "name the function that does in rewards.correctness (FILE.py:FUNCTION)"
+        )
     other = _baseline(config, baseline, always=isinstance(measured, ChoiceTask))
     if isinstance(measured, ChoiceTask):
         asked = {"rotations": rotations, "lead_in": lead_in}
