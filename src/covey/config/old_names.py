@@ -248,7 +248,7 @@ PUBLISHED = frozenset({"upload_adapters_to_server"})
 """Old names that a published recipe has: they stay good, and are read without a word."""
 
 
-_JOINED = {"adv_estimator", "step_seconds", "inference_server_url"}
+_JOINED = {"adv_estimator", "step_seconds"}
 """Fields that were settings beside the old name, which may change what they say."""
 
 CHOICES: dict[str, tuple[Any, ...]] = {"std_correction": (0, 1), "sleep_level": (0, 1, 2)}
