@@ -76,6 +76,12 @@ def named_model(args: Any, model: Any) -> tuple[GRPOConfig, Any]:
     return args if model is None else args.replace(model=name), model
 
 
+def named_in_settings(args: GRPOConfig, field: str, given: Any) -> tuple[GRPOConfig, Any]:
+    """Settings that name a function that is given as text, `FILE.py:NAME`, or several; or else what is given."""
+    is_text = isinstance(given, str) or (given and isinstance(given, list | tuple) and {*map(type, given)} == {str})
+    return (args.replace(**{field: given}), None) if is_text else (args, given)
+
+
 def other_reference(config: GRPOConfig, other: Any, model: Any) -> tuple[GRPOConfig, Any]:
     """`ref_model` where it is another checkpoint than the model, else None; and the settings that it needs."""
     path = os.path.expanduser(other) if isinstance(other, str | Path) else None
