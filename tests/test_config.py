@@ -401,7 +401,7 @@ WRONG = [
     ({"down_sampling": "first:2", "down_sampling_size": 3}, "down_sampling_size=3 and down_sampling='first:2': both"),
     ({"down_sampling": "first", "down_sampling_size": 0}, "down_sampling_size=0: must be a whole number, 1 or more"),
     ({"down_sampling": "frist", "down_sampling_size": 3}, "algorithm.down_sampling='frist': must be none | max"),
-    ({"upload_adapters_to_server": False, "inference_server_url": "http://a:1"}, "both set server.inference_server_url"),
+    ({"upload_adapters_to_server": False, "inference_server_url": "http://a:1"}, "both set server.inference_serv"),
     ({"validity_mask": False, "validity_min_length": 5}, "validity_mask=False and validity_min_length=5: both set"),
     ({"use_adaptive_entropy": False, "adaptive_entropy": {"target": 0.3}}, "both set algorithm.adaptive_entropy"),
     ({"reset_seconds": 90.0, "step_seconds": "x"}, "environment.step_seconds='x': must be float"),
