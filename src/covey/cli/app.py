@@ -214,10 +214,8 @@ def evaluate(
         config = config.replace(dataset=config.data.eval_dataset)
     measured = setup.load_task(config)
     if baseline not in (None, "none") and measured is None and not acting and config.rewards.correctness is None:
-        raise ConfigError(
-            f"--baseline={baseline}: it compares right answers, and nothing says here which are right; give --task, or "
-            "name the function that does in rewards.correctness (FILE.py:FUNCTION)"
-        )
+        told_by = "give --task, or name a function in rewards.correctness (FILE.py:FUNCTION)"
+        raise ConfigError(f"--baseline: it compares right answers, and nothing says here which are right; {told_by}")
     other = _baseline(config, baseline, always=isinstance(measured, ChoiceTask))
     if isinstance(measured, ChoiceTask):
         asked = {"rotations": rotations, "lead_in": lead_in}
@@ -230,19 +228,14 @@ def evaluate(
     result = trainer.evaluation()
     before = None if other is None else _trainer(other).evaluation()
     if as_json:
-        found: dict[str, Any] = {
-            "model": _name(config),
-            "metrics": result.metrics,
-            "left_out": int((~result.judged).sum()),
-        }
+
+        def told(of: GRPOConfig, by: Evaluation) -> dict[str, Any]:
+            return {"model": _name(of), "metrics": by.metrics, "left_out": int((~by.judged).sum())}
+
+        found = told(config, result)
         if other is not None and before is not None:
             compared = paired(before, result)
-            found["baseline"] = {
-                "model": _name(other),
-                "metrics": before.metrics,
-                "left_out": int((~before.judged).sum()),
-            }
-            found["against_baseline"] = compared and asdict(compared)
+            found |= {"baseline": told(other, before), "against_baseline": compared and asdict(compared)}
         print_json(out, found)
         return
     _show(result, show)

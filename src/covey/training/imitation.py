@@ -124,10 +124,8 @@ def _require_expert(config: GRPOConfig) -> None:
             pool.wait()
             if pool.expert_action(0) is not None:
                 return
-        raise DataError(
-            f"environment.world={config.environment.world!r}: its environments know no expert_action, so there is "
-            "nothing to imitate; define it (covey play --expert shows what it does), or train without --imitate"
-        )
+        why = "its environments know no expert_action; define one, or train without imitation"
+        raise DataError(f"environment.world={config.environment.world!r}: {why}")
 
 
 def _endings(played: Sequence[Trajectory]) -> tuple[str, ...]:
@@ -187,8 +185,8 @@ def _learn(
 
 def _batch(episodes: Sequence[Episode]) -> Batch:
     """All that was said, with an advantage of 1."""
-    longest = max(episode.num_sampled for episode in episodes)
-    mask = np.arange(longest)[None, :] < np.array([[episode.num_sampled] for episode in episodes])
+    lengths = np.array([[episode.num_sampled] for episode in episodes])
+    mask = np.arange(lengths.max()) < lengths
     return Batch(
         episodes=tuple(episodes),
         group=np.arange(len(episodes)),
@@ -200,7 +198,5 @@ def _batch(episodes: Sequence[Episode]) -> Batch:
 
 
 def _as_lines(played: Sequence[Trajectory]) -> str:
-    return "".join(
-        json.dumps({"turns": len(t.turns), "reward": t.reward, "transcript": transcript(t)}, ensure_ascii=False) + "\n"
-        for t in played
-    )
+    rows = ({"turns": len(t.turns), "reward": t.reward, "transcript": transcript(t)} for t in played)
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
