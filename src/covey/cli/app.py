@@ -20,20 +20,12 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from covey import __version__
+from covey.cli import results
 from covey.cli.doctor import doctor
 from covey.cli.export import export
 from covey.cli.mcp import mcp
 from covey.cli.play import play
 from covey.cli.report import report
-from covey.cli.results import (
-    PER_KIND,
-    paired,
-    print_choices,
-    print_difference,
-    print_kinds,
-    print_left_out,
-    print_summary,
-)
 from covey.cli.serve import serve
 from covey.cli.watch import watch
 from covey.cli.weights import AsJson, Overrides, config_for, err, form_of, out, print_json, recipe_file, said_by_signals
@@ -133,7 +125,7 @@ def _train(config: GRPOConfig, folder: Path, *, resume: bool = False) -> None:
         from covey.training import launch
 
         if not launch.start_ranks(config, sys.argv[1:], out.out) and (trainer := launch.run(config, resume=resume)):
-            print_summary(out, trainer, folder)
+            results.print_summary(out, trainer, folder)
 
 
 @app.command()
@@ -234,21 +226,21 @@ def evaluate(
 
         found = told(config, result)
         if other is not None and before is not None:
-            compared = paired(before, result)
+            compared = results.paired(before, result)
             found |= {"baseline": told(other, before), "against_baseline": compared and asdict(compared)}
         print_json(out, found)
         return
     _show(result, show)
-    print_left_out(out, _name(config), result)
+    results.print_left_out(out, _name(config), result)
     table = Table("metric", "value")
     for name, value in result.metrics.items():
-        if not name.startswith(PER_KIND):
+        if not name.startswith(results.PER_KIND):
             table.add_row(name, f"{value:.4g}")
     print_table(out, table)
-    print_kinds(out, result)
+    results.print_kinds(out, result)
     if other is not None and before is not None:
-        print_left_out(out, _name(other), before)
-        print_difference(out, _name(other), before, result)
+        results.print_left_out(out, _name(other), before)
+        results.print_difference(out, _name(other), before, result)
 
 
 @app.command()
@@ -374,7 +366,7 @@ def _evaluate_choices(
         mark = "right" if letter == row["answer"] else "wrong"
         out.print(f"{row['question']}\n  {mark} ({letter}): {text!r}", markup=False, highlight=False)
     if not as_json:
-        print_choices(out, found)
+        results.print_choices(out, found)
     if folder is not None:
         for path in write_choice_report(folder, found, f"{_name(config)}: multiple choice"):
             say(err if as_json else out, f"  {path}")

@@ -126,11 +126,8 @@ def check_estimator(config: GRPOConfig, world: World | None) -> Estimator:
     import torch
 
     conversing = world is not None and config.environment.history_length is None
-    problem = estimator.group_problem(sizes)
-    problem = problem or estimator.credit_problem(
-        config.algorithm.objective(), torch.func.grad, torch.asarray, conversing
-    )
-    if problem is not None:
+    tried = config.algorithm.objective(), torch.func.grad, torch.asarray
+    if problem := estimator.group_problem(sizes) or estimator.credit_problem(*tried, conversing):
         raise ConfigError(problem)
     return estimator
 
