@@ -156,8 +156,7 @@ def _down_sampling(old: Values, known: Values) -> dict[str, Any]:
     if rule == "none":
         return {}
     size = size if old["down_sampling_size"] == 4 else old["down_sampling_size"]
-    parts = [rule, str(size), old["down_sampling_statistics"] or statistics]
-    return {"down_sampling": ":".join(part for part in parts if part is not None)}
+    return {"down_sampling": ":".join(filter(None, [rule, str(size), old["down_sampling_statistics"] or statistics]))}
 
 
 def _context(old: Values, known: Values) -> dict[str, Any]:
