@@ -172,7 +172,7 @@ def test_the_documents_names() -> None:
     args = GRPOTrainingArgs(**named, server_token="hunter2")
     assert (args.server.inference_server_url, args.server.server_token) == ("http://127.0.0.1:1", "hunter2")
     assert not any("hunter2" in written for written in (args.to_toml(), repr(args), str(args.to_dict())))
-    with pytest.raises(ConfigError, match="only adapters are uploaded"):
+    with pytest.raises(ConfigError, match="only adapters can be uploaded"):
         GRPOConfig(upload_adapters_to_server=True, use_peft=False)
 
 
