@@ -385,7 +385,7 @@ def test_what_cannot_be_told_is_one_message(trained: list[Path], run: Path, cove
         ((tmp_path,), "holds no run"),
         ((*trained, "--eval", "soon"), "--eval='soon': no step"),
         ((*trained, "--eval", "2"), "the run has no table of it; there are 0, 4"),
-        ((*trained, "-o", tmp_path / "a.html"), "a page is --html FILE"),
+        ((*trained, "-o", tmp_path / "a.html"), "for a page use --html FILE"),
         ((trained[0], "--worst", "-o", tmp_path / "a.png"), "with completions only .jsonl is written"),
         ((*trained, "--worst"), "completions of one run are read; give one run"),
         ((run, "--step", "7"), "--step=7: the run has no table of it; there are 1, 2"),

@@ -344,7 +344,7 @@ def test_who_samples_is_told(tmp_path: Path, open_page: Any) -> None:
 
 def test_the_command_says_what_is_wrong(covey: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status, printed, _ = covey("watch", "--help")
-    assert (status, "live while they train" in printed) == (0, True)
+    assert (status, "live during training" in printed) == (0, True)
     (tmp_path / "empty").mkdir()
     for words in ("holds no run", "pip install 'covey[serve]'"):
         status, _, said = covey("watch", tmp_path / "empty", "--no-browser")
