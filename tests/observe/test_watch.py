@@ -219,7 +219,7 @@ def test_damaged_lines_and_tables_are_left_out_and_said(written: Any, open_page:
     assert [dict(zip(found["names"], row, strict=True)) for row in found["rows"]] == [{"step": 7, "reward": 0.5}]
     assert page.ask("0/questions")["lines"] == [[1, {"a": [1, 2]}]]
     assert page.ask("0/tables")["step"] == [1, 2, 3]
-    for step, words in ((2, "no readable Parquet"), (3, "no regular file"), (9, "step_000009")):
+    for step, words in ((2, "not a readable Parquet"), (3, "not a regular file"), (9, "step_000009")):
         assert page.refuses("/api/0/completions", 404, words, step=step)
     for query in ({"step": "x"}, {"step": -1}, {"step": 1, "kind": "../../x"}, {"step": 10**30}):
         assert page.refuses("/api/0/completions", 422, **query)

@@ -248,7 +248,7 @@ def test_unknown_logits_are_an_error() -> None:
     model.__class__ = DoubledLogits
     for wrong, options, words in (
         (model, {}, "cannot be computed from hidden states and output head"),
-        (nn.Linear(2, 2), {"use_peft": False}, "no transformers model"),
+        (nn.Linear(2, 2), {"use_peft": False}, "not a transformers model"),
         (tiny_model("llama").requires_grad_(False), {"use_peft": False}, "no trainable parameter"),
     ):
         with pytest.raises(ModelError, match=words):

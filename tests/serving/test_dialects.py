@@ -305,7 +305,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         GRPOConfig(inference_server_kind="tgi")
     for kind, words in (
         ("nowhere.py:SGLang", "no such file"),
-        (f"{tmp_path}/own.py:helper", r"own.py:helper'.* no class derived from covey.serving.dialect.Dialect"),
+        (f"{tmp_path}/own.py:helper", r"own.py:helper'.* not a class derived from covey.serving.dialect.Dialect"),
         (f"{tmp_path}/own.py:Unfinished", r"own.py:Unfinished'.* lacks publish, read; add it"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -130,8 +130,8 @@ class Estimator:
         if (found == found[:, :1]).all() or not objective.shares_credit(slope, array):
             return None
         return (
-            f"algorithm.adv_estimator={self.name!r} and loss_type={objective.loss.name!r}: tokens of a completion get "
-            "advantages of their own, and this loss, whose tokens share one ratio, would give all of them the mean; "
+            f"algorithm.adv_estimator={self.name!r} and loss_type={objective.loss.name!r}: the estimator gives each "
+            "token its own advantage, but this loss has one ratio per completion and would average them; "
             "set algorithm.loss_type to 'gspo_token' or 'grpo', or importance_sampling_level='gspo_token' in "
             "algorithm.loss_parameters"
         )

@@ -51,9 +51,9 @@ def play(
         _imitate(Path(world), overrides or [], episodes, epochs, folder)
         return
     if (episodes, epochs, folder) != (200, 2, None):
-        raise ConfigError("--episodes, --epochs and --out go with --imitate; add it, or leave them out")
+        raise ConfigError("--episodes, --epochs and --out need --imitate; add it, or leave them out")
     if overrides:
-        raise ConfigError(f"{overrides[0]}: settings go with --imitate; a world's options are written {world}:NAME=...")
+        raise ConfigError(f"{overrides[0]}: settings need --imitate; a world's options are written {world}:NAME=...")
     chosen = get_world(world)
     tasks = chosen.eval_tasks()
     if number >= len(tasks):

@@ -212,7 +212,7 @@ def _settings(folder: RunFolder, label: str, notes: list[str]) -> dict[str, Any]
     try:
         written = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{folder.config_path}: is no TOML ({error}); restore it from a backup") from error
+        raise ConfigError(f"{folder.config_path}: is not TOML ({error}); restore it from a backup") from error
     sections = {name: plain(fields) for name, fields in GRPOConfig().to_dict().items()}
     for name, fields in written.items():
         sections[name] = sections.get(name, {}) | fields if isinstance(fields, Mapping) else {"": fields}

@@ -182,7 +182,7 @@ def _observation(value: Any, method: str) -> Observation:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise EpisodeError(f"{method} returned {text!r:.80}: half a surrogate pair is no text") from error
+            raise EpisodeError(f"{method} returned {text!r:.80}: half a surrogate pair is not text") from error
     return Observation(value.text, None if actions is None else tuple(actions))
 
 

@@ -108,7 +108,7 @@ class ModelConfig:
             raise ConfigError(f"num_kv_heads={self.num_kv_heads}: choose a divisor of num_heads={self.num_heads}")
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ConfigError(
-                f"num_heads={self.num_heads}: is no divisor of hidden_size={self.hidden_size}; set head_dim"
+                f"num_heads={self.num_heads}: is not a divisor of hidden_size={self.hidden_size}; set head_dim"
             )
         if self.width_of_head % 2:
             raise ConfigError(f"head_dim={self.width_of_head}: rotary embedding turns pairs; choose an even number")

@@ -115,7 +115,7 @@ def expression_of(reference: Any) -> str:
     if (number := number_text(reference)) is not None:
         return number
     if not isinstance(reference, str):
-        raise ValueError(f"a {type(reference).__name__} is no reference, a finite number or text is")
+        raise ValueError(f"a {type(reference).__name__} is not a reference, a finite number or text is")
     text, boxed, marked = reference.strip(), answer_in(reference), reference.rpartition("####")[2].strip()
     if boxed is not None:
         text = boxed

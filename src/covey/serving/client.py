@@ -72,7 +72,7 @@ class InferenceClient:
     ) -> None:
         self.url = url.rstrip("/")
         if not self.url.lower().startswith(("http://", "https://", "unix:")):
-            raise ServingError(f"server {url!r}: it is no address; begin it with http://, https:// or unix:")
+            raise ServingError(f"server {url!r}: it is not an address; begin it with http://, https:// or unix:")
         self._retry_seconds, self._sleep = retry_seconds, sleep
         token = token or os.environ.get(TOKEN_VARIABLE)
         check_token(token)
@@ -89,7 +89,7 @@ class InferenceClient:
                 trust_env=False,
             )
         except (httpx.InvalidURL, ValueError) as error:
-            raise ServingError(f"inference_server_url={url!r}: it is no address ({error})") from error
+            raise ServingError(f"inference_server_url={url!r}: it is not an address ({error})") from error
         weakref.finalize(self, self._http.close)
 
     def health(self, *, retry: bool = False) -> dict[str, Any]:
@@ -231,7 +231,7 @@ async def upload_adapter_weights(
 def warn_of_mismatch(found: int, expected: int, url: str) -> None:
     """Log a warning about another version on the server."""
     if found != expected:
-        told = "%s says policy version %d, %d was expected; the local version goes on to count"
+        told = "%s reports policy version %d, expected was %d; the local version counts"
         log.warning(told, url, found, expected)
 
 

@@ -563,7 +563,7 @@ def as_entries(source: Any) -> Sequence[Any]:
         return [source[index] for index in range(len(source))]  # a map-style dataset of PyTorch
     if not hasattr(source, "__len__") or not hasattr(source, "__iter__"):
         raise DataError(
-            f"dataset={shown(source)}: a {type(source).__name__} is no list of rows; "
+            f"dataset={shown(source)}: a {type(source).__name__} is not a list of rows; "
             "pass a list of dicts, a Dataset, or a path (of a stream, a finite part: list(stream.take(1000)))"
         )
     return source  # type: ignore[no-any-return]

@@ -276,7 +276,7 @@ def _read_lines(path: Path) -> Iterable[tuple[int, Any]]:
 
 def _question(entry: Any) -> Row:
     if not isinstance(entry, Mapping):
-        raise ValueError(f"{entry!r:.60} is no object with question, options and answer")
+        raise ValueError(f"{entry!r:.60} is not an object with question, options and answer")
     question, options = entry.get("question"), entry.get("options")
     if not isinstance(question, str) or not question.strip():
         raise ValueError("there is no question")

@@ -509,9 +509,9 @@ class GRPOTrainer:
         if self.phases.learning_rate_factor < phase.learning_rate_factor:
             recorder.event(
                 "learning_rate",
-                f"step {state.global_step}: too few completions of the last {ACCURACY_STEPS} steps were right (of the "
-                f"last one {sampled.accuracy:.0%}), so the learning rate is multiplied by "
-                f"{self.phases.learning_rate_factor:g} from now on",
+                f"step {state.global_step}: the accuracy of the last {ACCURACY_STEPS} steps is too low (last step "
+                f"{sampled.accuracy:.0%}), so the learning rate is now multiplied by "
+                f"{self.phases.learning_rate_factor:g}",
             )
         penalty = self.args.environment.invalid_action_penalty
         credit = episode_credit(rollout.groups, self.args)

@@ -288,7 +288,7 @@ class GRPOConfig(TrainingArguments):
             )
         if sampled is not None and sampled % size:
             raise ConfigError(
-                f"generation_batch_size={sampled}: is no multiple of per_device_train_batch_size={size}; change one"
+                f"generation_batch_size={sampled}: is not a multiple of per_device_train_batch_size={size}; change one"
             )
         steps = steps if sampled is None else sampled // size
         self.steps_per_generation = steps or self.gradient_accumulation_steps

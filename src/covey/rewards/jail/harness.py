@@ -422,8 +422,8 @@ class _Handle:
     """Something that stayed in the jail; equal to nothing."""
 
     def __repr__(self) -> str:
-        return "an object that is no plain value"
+        return "an object that is not a plain value"
 
 
 def _no_handle(value: Any) -> int:
-    raise JailError(f"an argument of type {type(value).__name__} is no plain value")
+    raise JailError(f"an argument of type {type(value).__name__} is not a plain value")
