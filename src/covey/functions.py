@@ -272,7 +272,7 @@ def _read_options(kind: str, name: str, listed: str) -> dict[str, Any]:
     for item in filter(None, listed.split(",")):
         option, equals, value = item.partition("=")
         if not equals:
-            raise ConfigError(f"{kind}={name!r}: {item!r} is no option; write name:option=value,option=value")
+            raise ConfigError(f"{kind}={name!r}: {item!r} is not an option; write name:option=value,option=value")
         options[option.strip()] = _read_value(value.strip())
     return options
 

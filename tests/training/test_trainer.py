@@ -391,9 +391,9 @@ def test_held_out_rows_that_are_trained_on_are_said_and_settings_read_otherwise_
     names = {"eval_reward": reward, "reward": reward, "eval_accuracy": "eval/accuracy", "x": "eval/x"}
     assert {name: GRPOConfig(metric_for_best_model=name).metric_for_best_model for name in names} == names
     for name in ("eval_loss", "loss", "eval/kl", "eval/seconds", "eval/completions/clipped_ratio"):
-        raises(ConfigError, "of which more is better", GRPOConfig, metric_for_best_model=name)
+        raises(ConfigError, "where higher is better", GRPOConfig, metric_for_best_model=name)
     for dtype in ("bfloat16", "float16"):
-        with pytest.raises(ConfigError, match="use_peft=False: weights that are trained in half precision"):
+        with pytest.raises(ConfigError, match="use_peft=False: half precision"):
             GRPOConfig(dtype=dtype, use_peft=False)
 
 

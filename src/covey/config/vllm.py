@@ -25,41 +25,41 @@ def vllm_problems(config: Any) -> Iterator[str]:
     servers = "for vLLM behind URLs set server.inference_server_url=URL, server.inference_server_kind=vllm and"
     if config.algorithm.keep_sampling_mask:
         yield (
-            "algorithm.keep_sampling_mask=True: vLLM does not tell which tokens could be drawn; set it to false, "
+            "algorithm.keep_sampling_mask=True: vLLM does not report which tokens could be sampled; set it to false, "
             f"{instead}"
         )
     elif not logprobs_mode(config):
         other = next(value for value in _temperatures(config) if value != 1)
         yield (
-            f"sampling.temperature={other:g} with top_k, top_p or min_p: vLLM tells log-probabilities either before "
-            "the temperature or after tokens were cut, and training needs them between the two; set the temperature to "
-            f"1, cut nothing, {instead}"
+            f"sampling.temperature={other:g} with top_k, top_p or min_p: vLLM cannot return log-probabilities after "
+            "the temperature and before the cut, which training needs; set the temperature to 1, remove the cut, "
+            f"{instead}"
         )
     if config.environment.world is not None and config.environment.action_format == "choice":
         yield (
-            "environment.action_format='choice': vLLM does not choose among sequences of tokens; set it to text or "
+            "environment.action_format='choice': vLLM cannot be restricted to a list of actions; set it to text or "
             f"tags, {instead}"
         )
     if config.sampling.sampler_dtype not in ("model", config.model.dtype):
         yield (
-            f"sampling.sampler_dtype={config.sampling.sampler_dtype!r}: vLLM samples in the model's own number format; "
-            f"set it to model, {instead}"
+            f"sampling.sampler_dtype={config.sampling.sampler_dtype!r}: vLLM samples in the model's number format; set "
+            f"it to model, {instead}"
         )
     if config.model.quantization != "none" and config.vllm.llm_argument("enable_lora", False):
         yield (
             f"{words} with model.quantization={config.model.quantization!r} and vllm.llm_arguments.enable_lora: vLLM "
-            "would sample from the base as it is in its files; leave enable_lora out"
+            "would sample from the base model without quantization; remove enable_lora"
         )
     if config.server.upload_adapters_to_server:
-        yield f"{words} and server.inference_server_url: either the server samples or vLLM here; set one"
+        yield f"{words} and server.inference_server_url: both would sample; remove one"
     if chosen.samplers:
-        yield f"{words} and distributed.samplers={chosen.samplers}: the actors sample; set sampling.engine to covey"
+        yield f"{words} and distributed.samplers={chosen.samplers}: both would sample; set sampling.engine to covey"
     elif chosen.learners > 1:
         yield f"{words} and distributed.learners={chosen.learners}: {servers} sampling.engine=covey"
     if config.schedule.max_staleness > 0:
         yield (
-            f"{words} and schedule.max_staleness={config.schedule.max_staleness}: vLLM sleeps while the policy learns; "
-            f"set max_staleness to 0; {servers} sampling.engine=covey"
+            f"{words} and schedule.max_staleness={config.schedule.max_staleness}: vLLM sleeps during the update; set "
+            f"max_staleness to 0; {servers} sampling.engine=covey"
         )
 
 

@@ -179,7 +179,7 @@ class Scorer:
             for name in spec.required:
                 if name not in present and name not in _PROVIDED:
                     raise ConfigError(
-                        f"reward function {spec.name!r} needs the argument {name!r}, which is no column of "
+                        f"reward function {spec.name!r} needs the argument {name!r}, which is not a column of "
                         f"the dataset (columns: {', '.join(sorted(present)) or 'none'}); rename one of the "
                         "two, or give the argument a default value"
                     )

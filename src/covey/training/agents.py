@@ -46,7 +46,7 @@ def world_data(config: GRPOConfig, world: World, others: Sequence[Any] = ()) -> 
         raise DataError(f"{said}: it has no training tasks")
     for task in (*train, *held_out):
         if not isinstance(task, Mapping):
-            raise DataError(f"{said}: its task {task!r:.80} is no dictionary; tasks are like {{'uid': '7', ...}}")
+            raise DataError(f"{said}: its task {task!r:.80} is not a dictionary; tasks are like {{'uid': '7', ...}}")
     both = {str(task.get("uid")) for task in train} & {str(task.get("uid")) for task in held_out if "uid" in task}
     if both:
         raise DataError(

@@ -217,8 +217,8 @@ def load_data(
         )
     if seen:
         log.warning(
-            "%d of the %d held-out rows (data.eval_dataset) are training rows too: what is measured on them is no "
-            "held-out result; take them out of one of the two",
+            "%d of the %d held-out rows (data.eval_dataset) are training rows too, so their accuracy is not a held-out "
+            "result; remove them from one of the two",
             seen,
             len(held_out),
         )

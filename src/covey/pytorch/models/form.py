@@ -276,7 +276,7 @@ def _norm_form(name: str, norm: Any) -> NormForm:
     made = functional_call(norm, {"weight": torch.zeros_like(weight)}, torch.ones_like(weight))
     offset = round(float(made.float().mean()))
     if eps is None or offset not in (0, 1):
-        raise ModelError(f"{name} is no RMS norm that is known here")
+        raise ModelError(f"{name} is not a known RMS norm")
     return NormForm(name, float(eps), float(offset))
 
 
