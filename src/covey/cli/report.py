@@ -35,7 +35,7 @@ from covey.observe.run_folder import RunFolder, table_name
 from covey.watch.tables import PLACE, TableReader
 
 if TYPE_CHECKING:
-    from covey.training.evaluate import Question
+    from covey.training.questions import Question
 
 _MOST_CONFIG = 1 << 20
 _MOST_ROWS, _READ, _RANKED, _SAMPLED = 60, 200, 10, 3
@@ -121,7 +121,7 @@ def _compare(
     seeds: bool,
     as_json: bool,
 ) -> None:
-    from covey.training.evaluate import questions_of
+    from covey.training.questions import questions_of
 
     folders = [RunFolder.read(run) for run in runs]
     places = [folder.path.resolve() for folder in folders]

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
+from covey.algorithms import Estimator, find_estimator
 from covey.algorithms.down_sampling import DownSampling, find_down_sampling, read_down_sampling
 from covey.algorithms.losses import default_epsilon, find_loss, function_name, loss_name
 from covey.algorithms.mismatch import Correction, read_correction
@@ -173,6 +174,11 @@ class AlgorithmConfig(Section, frozen=True):
             **own,
             **self.loss_parameters,
         )
+
+    @property
+    def estimator(self) -> Estimator:
+        """Of the advantages. Raises `ConfigError`: there is none of that name, or it takes other parameters."""
+        return find_estimator(self.adv_estimator, self.adv_parameters)
 
     @property
     def correction(self) -> Correction | None:

@@ -94,7 +94,8 @@ class Plan:
 
 def measure(trainer: GRPOTrainer, seen: list[Group] | None = None) -> Plan:
     """Take two steps with a trainer that has not trained yet. Throw it away afterwards: its weights have moved."""
-    began, loaded = time.perf_counter(), _peak()
+    began, _ = time.perf_counter(), (trainer.engine, trainer.learner)  # which are held from here on
+    loaded = _peak()
     forget_peak()
     held, sampled_peak = _peak(), 0
     state, args, phase = trainer.state, trainer.args, trainer.phases.at(Elapsed())
