@@ -21,7 +21,7 @@ from covey.observe.observers import Observers
 from covey.observe.run_folder import RunFolder
 from covey.observe.trackers import make_observers
 from covey.processes import memory_metrics
-from covey.rollout.learning import Learner, Sampler, TrainedPolicy
+from covey.rollout.learning import Learner, TrainedPolicy
 from covey.rollout.scoring import Logged
 from covey.training.checkpoint import (
     changed_settings,
@@ -39,9 +39,9 @@ from covey.training.checkpoint import (
     source_hashes,
 )
 from covey.training.evaluate import NOTHING_JUDGED, Evaluation, no_answer_ratio, rollout_metrics, with_logged
-from covey.training.prefetch import Sampled
+from covey.training.prefetch import Sampled, Source
 from covey.training.questions import QuestionHistory
-from covey.training.schedule import ACCURACY_STEPS, Callbacks, PhasePlan, ResolvedPhase, TrainerState
+from covey.training.schedule import ACCURACY_STEPS, Callbacks, PhasePlan, ResolvedPhase
 from covey.training.setup import Data, RunLength, require_measured
 from covey.training.step import episode_credit
 from covey.training.tables import Ledger, StepFacts, completion_rows, pack_step
@@ -56,11 +56,10 @@ _PLACE = re.compile(r" at \S+:\d+, in ")
 _MOST_FAILURES = 20
 
 
-class Run(Protocol):
+class Run(Source, Protocol):
     """What a run is written from and a checkpoint is restored into: a `GRPOTrainer`, which describes these."""
 
     args: GRPOConfig
-    state: TrainerState
     policy: TrainedPolicy
     phases: PhasePlan
     questions: QuestionHistory
@@ -73,12 +72,7 @@ class Run(Protocol):
     eval_prompts: list[Prompt]
 
     @property
-    def engine(self) -> Sampler: ...
-
-    @property
     def learner(self) -> Learner: ...
-
-    def publish(self) -> None: ...
 
 
 class Recorder:

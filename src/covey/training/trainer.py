@@ -217,6 +217,7 @@ class GRPOTrainer:
     @cached_property
     def learner(self) -> Learner:
         """The policy's gradients and optimiser."""
+        _ = self.engine  # which has the weights of before anything is learned
         return self._backend.make_learner(self.args, self.policy)
 
     @cached_property

@@ -32,7 +32,6 @@ from covey.pytorch.attention.tree_parts import Gradients
 
 if TYPE_CHECKING:
     from covey.pytorch.attention import tree_flex
-    from covey.pytorch.attention.tree_flex import Kernel
 else:  # with a compiler, for which a CPU has no use
     (tree_flex,) = later("covey.pytorch.attention", "tree_flex")
 
@@ -61,7 +60,7 @@ def rule_of(module: nn.Module, query: Tensor, scaling: float | None, asked: Mapp
     return Rule(scale, asked.get("sliding_window"), asked.get("softcap"))
 
 
-def kernel_for(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Kernel | None:
+def kernel_for(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tree_flex.Kernel | None:
     """What takes a pack at once with these queries, keys and values; None = part by part, as always on a CPU."""
     if q.device.type not in DEVICES:
         return None
