@@ -101,7 +101,7 @@ class GRPOTrainer:
     Attributes:
         state: counters and `log_history`.
         policy: the model that is trained.
-        engine: the sampler.
+        engine: the sampler; this, `collect` and `learner` may be made when they are first asked for.
         collect: samples and scores groups with it.
         world: what agents act in, None for single answers.
         estimator: of the advantages.
