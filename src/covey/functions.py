@@ -41,6 +41,26 @@ def when_used(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     return get
 
 
+def later(package: str, names: str) -> list[Any]:
+    """Modules of a package, each imported when something of it is first asked for.
+
+    Example:
+        >>> if TYPE_CHECKING:
+        ...     from covey.pytorch import learner, logprobs
+        ... else:
+        ...     learner, logprobs = later("covey.pytorch", "learner logprobs")
+    """
+    return [_Later(f"{package}.{name}") for name in names.split()]
+
+
+class _Later:
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._module), name)
+
+
 def load_function(name: str) -> Callable[..., Any]:
     """Import the function or verifier that `name` names; see `load_object`.
 

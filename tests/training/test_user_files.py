@@ -19,7 +19,7 @@ from covey.observe.run_folder import RunFolder
 from covey.recipes.house.house import House
 from covey.tasks import get_task
 from covey.training import setup
-from covey.training.evaluate import QuestionHistory
+from covey.training.questions import QuestionHistory
 
 MAZE = '''
 from covey.environments import Environment, Observation, World

@@ -36,7 +36,7 @@ from covey.watch.run import WatchedRun, labels
 from covey.watch.tables import PLACE, TableReader
 
 if TYPE_CHECKING:
-    from covey.training.evaluate import Question
+    from covey.training.questions import Question
 
 _MOST_CONFIG = 1 << 20
 _MOST_ROWS, _READ, _RANKED, _SAMPLED = 60, 200, 10, 3
@@ -119,7 +119,7 @@ def _compare(
     seeds: bool,
     as_json: bool,
 ) -> None:
-    from covey.training.evaluate import questions_of
+    from covey.training.questions import questions_of
 
     watched = [WatchedRun(run, reader) for run in runs]
     folders = [run.folder for run in watched]

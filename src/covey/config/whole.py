@@ -20,7 +20,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from covey.algorithms.down_sampling import read_down_sampling
-from covey.algorithms.estimators import ADVANTAGE_ESTIMATORS, find_estimator, small_step
+from covey.algorithms.estimators import ADVANTAGE_ESTIMATORS, small_step
 from covey.config.algorithm import AlgorithmConfig
 from covey.config.data import DataConfig
 from covey.config.distributed import DistributedConfig
@@ -313,7 +313,7 @@ def _across_sections(config: GRPOConfig) -> Iterator[str]:
             "to true"
         )
     if algorithm.adv_estimator in ADVANTAGE_ESTIMATORS:  # somebody's own is looked at when the run is put together
-        estimator = find_estimator(algorithm.adv_estimator, algorithm.adv_parameters)
+        estimator = algorithm.estimator
         yield from filter(None, [estimator.group_problem(config.group_sizes)])
         if algorithm.adv_parameters:
             estimator(small_step(conversing=True))

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import jax
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from covey.algorithms import Estimator, Objective, find_estimator
+from covey.algorithms import Estimator, Objective
 from covey.algorithms.arrays import unknown_name
 from covey.config import old_names
 from covey.config.algorithm import AlgorithmConfig
@@ -135,7 +135,7 @@ class GRPOConfig(BaseModel, extra="forbid", frozen=True, strict=True):
     @property
     def estimator(self) -> Estimator:
         """The advantage estimator."""
-        return find_estimator(self.algorithm.adv_estimator, self.algorithm.adv_parameters)
+        return self.algorithm.estimator
 
 
 def _of(section: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:

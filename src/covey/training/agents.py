@@ -11,11 +11,10 @@ from covey.config.whole import GRPOConfig
 from covey.environments.base import World
 from covey.errors import ConfigError, DataError, naming
 from covey.rollout.agents import Player
-from covey.rollout.batching import has_text
 from covey.rollout.collect import AgentCollector
 from covey.rollout.conversation import ConversationTemplate
 from covey.rollout.learning import Sampler, TrainedPolicy
-from covey.rollout.scoring import Scorer
+from covey.rollout.scoring import Scorer, has_text
 from covey.training import setup
 from covey.types import Prompt
 

@@ -22,8 +22,9 @@ from covey.algorithms.arrays import masked
 from covey.config.run import RunConfig
 from covey.errors import RunFolderError
 from covey.files import explained, open_regular
-from covey.rollout.batching import HasAnswer, segment_of_token
+from covey.rollout.batching import segment_of_token
 from covey.rollout.learning import entropy_weights, loss_weights, rows_with_gradient
+from covey.rollout.scoring import HasAnswer
 from covey.training.update import Pass
 from covey.types import Batch, BoolArray, Episode, FinishReason, Group, Prompt, Support, Trajectory, Turn
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,43 +31,34 @@ from covey.config.whole import GRPOConfig
 from covey.distributed.start import make_sampler, scale_scoring
 from covey.errors import CoveyError, DataError
 from covey.files import checked_path, explained
-from covey.functions import names_file
-from covey.processes import memory_metrics
-from covey.rollout.collect import (
-    AnswerCollector,
-    Collector,
-    Rollout,
-    collect_informative_groups,
-    grow_groups,
-    table_order,
-    with_greedy_rewards,
-)
-from covey.rollout.learning import Sampler
+from covey.functions import later, names_file
 from covey.signals import ended, held
 from covey.tasks.dataset import load_rows
 from covey.training import setup
 from covey.training.asking import COMPLETION_STREAM, answers, described
-from covey.training.evaluate import (
-    Evaluation,
-    QuestionHistory,
-    correct_completions,
-    evaluate,
-    no_answer_ratio,
-    rollout_metrics,
-    with_logged,
-)
-from covey.training.prefetch import PrefetchedSamples, Sampled, Samples
-from covey.training.schedule import ACCURACY_STEPS, Callbacks, Elapsed, ResolvedPhase, TrainerState, check_callbacks
+from covey.training.questions import QuestionHistory
+from covey.training.schedule import Callbacks, Elapsed, ResolvedPhase, TrainerState, check_callbacks
 from covey.training.setup import best_metric, require_memory
-from covey.training.step import episode_credit, scorer, step_batch, step_loss, step_update
-from covey.training.tables import Ledger, StepFacts, completion_rows, make_ledger, pack_step
-from covey.training.update import Update
 from covey.types import Batch, Group, Progress, Prompt
 
-if TYPE_CHECKING:  # loaded where they are needed: most runs have no world, and many trainers are never trained
+if TYPE_CHECKING:
     from covey.environments.base import World
+    from covey.rollout import collect as collecting
+    from covey.rollout.collect import Collector, Rollout
+    from covey.rollout.learning import Learner, Sampler
     from covey.tasks.base import Task
+    from covey.training import agents, prefetch, step, tables
+    from covey.training import evaluate as judging
+    from covey.training import recorder as recording
+    from covey.training.evaluate import Evaluation
+    from covey.training.prefetch import Sampled, Samples
     from covey.training.recorder import Recorder
+    from covey.training.update import Update
+else:  # worlds, which most runs do not have, and the parts of a step: many trainers are never trained
+    (collecting,) = later("covey.rollout", "collect")
+    agents, judging, prefetch, recording, step, tables = later(
+        "covey.training", "agents evaluate prefetch recorder step tables"
+    )
 
 TRAINING_STREAM = 0
 """Second entry of every training request's random stream; see `evaluate.EVALUATION_STREAM`."""
@@ -111,7 +102,7 @@ class GRPOTrainer:
     Attributes:
         state: counters and `log_history`.
         policy: the model that is trained.
-        engine: the sampler.
+        engine: the sampler; this, `collect` and `learner` may be made when they are first asked for.
         collect: samples groups with it and scores them.
         world: the agents' world, None for single answers.
         estimator: the advantage estimator.
@@ -165,15 +156,16 @@ class GRPOTrainer:
         self.args = args
         self.estimator = setup.check_estimator(args, world)
         require_memory(args)
-        backend = setup.default_backend() if backend is None else backend
+        waits = setup.may_wait(args) and not any(
+            thing is not None for thing in (model, peft_config, world, backend, sampler, collector)
+        )
+        self._backend = backend = setup.default_backend() if backend is None else backend
         backend.check(args)
         if args.model.adapter is not None:
             read_adapter_folder(args.model.adapter)  # what is not there is missed before the model is loaded
         if world is None:
             self.data = setup.load_data(args, task, *sources, correctness)
         else:
-            from covey.training import agents
-
             self.data = agents.world_data(args, world, (*sources, correctness))
         own = type(world or task).__module__.startswith(("covey.", "builtins"))
         own = own or names_file(args.environment.world or args.data.task)
@@ -189,35 +181,52 @@ class GRPOTrainer:
         self.policy = backend.make_policy(args, model, processing_class, peft_config)
         if ref_model is not None:
             self.policy.reference.hold(ref_model)
-        engine = make_sampler(args, backend, self.policy)
-        self.engine = engine if sampler is None else sampler(self, engine)
+        if not waits:
+            engine = make_sampler(args, backend, self.policy)
+            self.engine = engine if sampler is None else sampler(self, engine)
         if world is None:
             scale_scoring(args, self.data.scorer, named=named)
         self.prompts = self._tokenize(self.data.train)
         self.eval_prompts = self._tokenize(self.data.held_out)
-        self._longest_prompt = max(len(prompt.token_ids) for prompt in [*self.prompts, *self.eval_prompts])
-        self.learner = backend.make_learner(args, self.policy)
-        backend.expect(args, self.engine, self.learner, [*self.prompts, *self.eval_prompts])
         self.state = TrainerState(max_steps=self.length.total_steps or -1)
-        self.publish()
+        if not waits:
+            self.learner = backend.make_learner(args, self.policy)
+            backend.expect(args, self.engine, self.learner, [*self.prompts, *self.eval_prompts])
+            self.publish()
         self.questions = QuestionHistory([prompt.uid for prompt in self.prompts], self.estimator.group_relative)
         self._order = setup.make_order(args, len(self.prompts), self.questions.weights)
         self.decode = setup.decoder(self.policy)
-        # Single answers scored by reward functions, or episodes played in a world.
-        self.collect: Collector
         if collector is not None:
             self.collect = collector(self)
-        elif world is None:
-            self.collect = AnswerCollector(self.engine, self.data.scorer, self.decode)
-        else:
+        elif world is not None:
             self.collect = agents.make_collector(args, world, self.policy, self.engine, self.data, self.decode)
         self._callbacks = Callbacks(callbacks or (), args, self.state)
         self._recorder: Recorder | None = None
         self._samples: Samples | None = None
-        self._ledger: Ledger | None = None
+        self._ledger: tables.Ledger | None = None
 
     def __repr__(self) -> str:
         return described(self)
+
+    # ------------------------------------------------------------------ made when they are first asked for
+
+    @cached_property
+    def engine(self) -> Sampler:
+        """What samples, with the policy's present weights."""
+        engine = make_sampler(self.args, self._backend, self.policy)
+        engine.publish(self.policy.weights(self.state.policy_version))
+        return engine
+
+    @cached_property
+    def learner(self) -> Learner:
+        """The policy's gradients and optimiser."""
+        _ = self.engine  # which has the weights of before anything is learned
+        return self._backend.make_learner(self.args, self.policy)
+
+    @cached_property
+    def collect(self) -> Collector:
+        """Single answers, scored by reward functions; where it plays episodes the constructor sets it."""
+        return collecting.AnswerCollector(self.engine, self.data.scorer, self.decode)
 
     # ------------------------------------------------------------------ the algorithm
 
@@ -259,9 +268,9 @@ class GRPOTrainer:
         schedule = self.args.schedule
         samples: Samples
         if schedule.max_staleness > 0:
-            samples = PrefetchedSamples(self, schedule.max_staleness, drop=schedule.stale_groups == "drop")
+            samples = prefetch.PrefetchedSamples(self, schedule.max_staleness, drop=schedule.stale_groups == "drop")
         else:
-            samples = Samples(self, partial(recorder.progress, "sampling"))
+            samples = prefetch.Samples(self, partial(recorder.progress, "sampling"))
         self._samples = samples
         try:
             yield samples
@@ -302,23 +311,25 @@ class GRPOTrainer:
                 with self.data.scorer.without_metrics():
                     return sample([prompts[n] for n in groups], num_generations=each, streams=again)
 
-            return grow_groups(first, more, args.sampling.max_generations, self.estimator.teaches)
+            return collecting.grow_groups(first, more, args.sampling.max_generations, self.estimator.teaches)
 
         wanted = args.data.prompts_per_step
         if args.algorithm.dynamic_sampling:
             tries = args.algorithm.dynamic_sampling
-            rollout = collect_informative_groups(collect, wanted, tries, self.estimator.teaches)
+            rollout = collecting.collect_informative_groups(collect, wanted, tries, self.estimator.teaches)
         else:
             rollout = collect(wanted)
-        correct = correct_completions(rollout.whole, self.data.is_correct)
-        logged = self.data.scorer.take_logged().reordered(table_order(rollout.groups))
+        correct = judging.correct_completions(rollout.whole, self.data.is_correct)
+        logged = self.data.scorer.take_logged().reordered(collecting.table_order(rollout.groups))
         if self.estimator.greedy_baseline:
             greedy = setup.sampling_settings(args, self.policy, 0.0)
             _, streams = self._next_prompts(start, len(rollout.groups))
-            rollout = with_greedy_rewards(rollout, self.collect, greedy, streams=streams, policy_version=version)
+            rollout = collecting.with_greedy_rewards(
+                rollout, self.collect, greedy, streams=streams, policy_version=version
+            )
             self.data.scorer.take_logged()  # of completions that nothing is trained on
         self._prepare_worlds(phase, position)
-        return Sampled(rollout, phase, position, correct, logged)
+        return prefetch.Sampled(rollout, phase, position, correct, logged)
 
     def _next_prompts(self, position: int, count: int) -> tuple[list[Prompt], list[tuple[int, ...]]]:
         """The prompts from a position on, and the random streams of their completions."""
@@ -334,21 +345,21 @@ class GRPOTrainer:
 
     def make_batch(self, groups: Sequence[Group], phase: ResolvedPhase) -> Batch:
         """The groups as a batch with advantages and masks, for the settings of the phase."""
-        return step_batch(
+        return step.step_batch(
             groups,
             self.args,
             reward_weights=self.data.scorer.weights.tolist(),
             has_answer=self.data.has_answer,
-            score=scorer(self.learner, phase.temperature),
+            score=step.scorer(self.learner, phase.temperature),
         )
 
     def learn(self, batch: Batch, phase: ResolvedPhase) -> Update:
         """Update the policy on a batch, in all optimiser steps of one step, at the scheduled learning rates."""
         args, state = self.args, self.state
-        self._ledger = make_ledger(
+        self._ledger = tables.make_ledger(
             args.run, state.global_step + 1, batch, args.algorithm.objective(), self.policy.tokenizer.decode
         )
-        return step_update(self.learner, batch, args, phase, self.length, state, self._ledger)
+        return step.step_update(self.learner, batch, args, phase, self.length, state, self._ledger)
 
     def _publish(self, done: Update, publish: Callable[[], None]) -> None:
         """A new version for each optimiser step; the sampler, whose memory the update had, takes the last one."""
@@ -365,14 +376,14 @@ class GRPOTrainer:
     def close(self) -> None:
         """Stop processes and threads of the trainer; a later call starts them again."""
         self.collect.close()
-        self.engine.close()
+        if "engine" in vars(self):
+            self.engine.close()
 
     def _tokenize(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt]:
         if self.world is not None:
-            from covey.training import agents
-
             return agents.task_prompts(rows)
-        return setup.tokenize(self.args, rows, self.data, self.policy, self.engine.context_length)
+        holder = vars(self).get("engine", self.policy)  # an engine that is not made yet will have the policy's
+        return setup.tokenize(self.args, rows, self.data, self.policy, holder.context_length)
 
     # ------------------------------------------------------------------ one part at a time, by grpo-architecture.md
 
@@ -393,13 +404,13 @@ class GRPOTrainer:
         """Take one step, as `train` does, on `rows` (see `rollout`). It returns the metrics and writes no files."""
         began, phase, state = time.perf_counter(), self.next_phase(), self.state
         rollout = self.rollout(rows)
-        correct = correct_completions(rollout.whole, self.data.is_correct)
+        correct = judging.correct_completions(rollout.whole, self.data.is_correct)
         position = state.data_position + (len(rollout.groups) if rows is None else 0)
-        sampled = Sampled(rollout, phase, position, correct, self.data.scorer.take_logged())
+        sampled = prefetch.Sampled(rollout, phase, position, correct, self.data.scorer.take_logged())
         done = self.learn(self.make_batch(rollout.groups, phase), phase)
         self._publish(done, self.publish)
         self._count(sampled, time.perf_counter() - began)
-        found = rollout_metrics(rollout, self.estimator, self.args.algorithm.scaling["correction"])
+        found = judging.rollout_metrics(rollout, self.estimator, self.args.algorithm.scaling["correction"])
         return {**found, **done.metrics, **({} if sampled.accuracy is None else {"accuracy": sampled.accuracy})}
 
     def rollout(self, rows: Sequence[Mapping[str, Any]] | None = None) -> Rollout:
@@ -460,7 +471,7 @@ class GRPOTrainer:
         token is masked.
         """
         phase = self.next_phase()
-        return step_loss(self.learner, self.make_batch(rollout.groups, phase), self.args, phase, self.state)
+        return step.step_loss(self.learner, self.make_batch(rollout.groups, phase), self.args, phase, self.state)
 
     # ------------------------------------------------------------------ counting, reporting
 
@@ -491,41 +502,7 @@ class GRPOTrainer:
         self.questions.add(sampled.answers)
 
     def _report(self, recorder: Recorder, sampled: Sampled, done: Update, phase: ResolvedPhase, seconds: float) -> None:
-        state, rollout = self.state, sampled.rollout
-        metrics: dict[str, Any] = {
-            "epoch": state.epoch,
-            "num_tokens": state.num_tokens,
-            "policy_version": min(episode.policy_version for episode in done.batch.episodes),
-            "phase": phase.index,
-            **rollout_metrics(rollout, self.estimator, self.args.algorithm.scaling["correction"]),
-            **done.metrics,
-            **memory_metrics(),
-            "step_time": seconds,
-        }
-        metrics["completions/no_answer_ratio"] = no_answer_ratio(rollout.counted, self.data.has_answer)
-        if sampled.accuracy is not None:
-            metrics["accuracy"] = sampled.accuracy
-        metrics = with_logged(metrics, sampled.logged.metrics)
-        if done.skipped:
-            recorder.event("skipped", f"step {state.global_step}: {done.skipped}")
-        if self.phases.learning_rate_factor < phase.learning_rate_factor:
-            recorder.event(
-                "learning_rate",
-                f"step {state.global_step}: the accuracy of the last {ACCURACY_STEPS} steps is too low (last step "
-                f"{sampled.accuracy:.0%}), so the learning rate is now multiplied by "
-                f"{self.phases.learning_rate_factor:g}",
-            )
-        penalty = self.args.environment.invalid_action_penalty
-        credit = episode_credit(rollout.groups, self.args)
-        rows = completion_rows(rollout.groups, done.batch, sampled.logged.columns, sampled.correct, penalty, credit)
-        recorder.step(metrics, rows, sampled.answers)
-        packed = None
-        if self.args.run.keep_batches:
-            numbers = (len(self.prompts), self._longest_prompt, len(rollout.discarded))
-            passes = (self.learner.tokens_per_micro_batch, type(self.learner).__name__)
-            begun = (state.global_step, self.args.to_dict(), phase.index, phase.learning_rate_factor)
-            packed = pack_step(StepFacts(*begun, *numbers, *passes), rollout.groups, self.data.has_answer)
-        recorder.tokens(None if self._ledger is None else self._ledger.rows, packed)
+        metrics = recorder.step(sampled, done, phase, seconds, self._ledger)
         self._callbacks("on_step_end")
         self._callbacks("on_log", logs=metrics)
 
@@ -550,7 +527,7 @@ class GRPOTrainer:
             self._samples.pause()
         if progress is None and self._recorder is not None:
             progress = partial(self._recorder.progress, "evaluating")
-        return evaluate(
+        return judging.evaluate(
             prompts,
             self.collect,
             setup.sampling_settings(self.args, self.policy, self.args.evaluation.eval_temperature),
@@ -593,9 +570,7 @@ class GRPOTrainer:
     @contextmanager
     def _recording(self, resume: bool | str | Path | None) -> Iterator[Recorder]:
         """The run folder is open inside; an error leaves a checkpoint of the last consistent moment behind."""
-        from covey.training.recorder import Recorder
-
-        recorder = Recorder(self, self._callbacks)
+        recorder = recording.Recorder(self, self._callbacks)
         self.data.scorer.trainer_state = self.state
         try:
             with recorder.running(resume):

@@ -9,7 +9,7 @@ The sampler's fast runner and the trainer's fused layers compute from this descr
         x = x + f N(O attention(q, k, v))
         [g | u] = G N(x)
         x = x + f N(D (act(g) * u))
-    logits = head(N(x))                 scaled and capped, see `covey.pytorch.logprobs.Head`
+    logits = head(N(x))                 scaled and capped, see `covey.pytorch.models.head.Head`
 
 What turns are pairs of a head's first R numbers, `(i, i + R / 2)` or, as in GLM, `(2 i, 2 i + 1)`. Each norm N may be
 absent, and may multiply by 1 + its weight. How a layer attends (heads, scale, sliding window, soft cap) is what its own

@@ -436,6 +436,13 @@ def transformer(model: PreTrainedModel) -> nn.Module:
     return model.base_model
 
 
+def context_length(model: nn.Module) -> int:
+    """Most tokens that a transformers model was built for; 2^31 where its config names no limit."""
+    config = cast(Any, model).config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return int(getattr(config, "max_position_embeddings", None) or 1 << 31)
+
+
 _SENSES = ("vision_config", "audio_config", "thinker_config", "vq_config")
 
 
