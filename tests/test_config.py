@@ -557,7 +557,7 @@ def test_an_entry_of_a_table_is_set_beside_the_others() -> None:
     ) as said:
         GRPOConfig(entropy_target=0.3)
     assert (said[0].filename, 'data.prompt_order="given"' in rendered("shuffle")[1]) == (__file__, True)
-    with pytest.warns(UserWarning, match=r"_cap=5\.0.*leave it out"):
+    with pytest.warns(UserWarning, match=r"_cap=5\.0.*remove it"):
         GRPOConfig(importance_sampling_correction="off", importance_sampling_cap=5.0)
 
 
