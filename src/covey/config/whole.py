@@ -24,7 +24,7 @@ from covey.algorithms.estimators import ADVANTAGE_ESTIMATORS, small_step
 from covey.config.algorithm import AlgorithmConfig
 from covey.config.data import DataConfig
 from covey.config.distributed import DistributedConfig
-from covey.config.effects import without_effect
+from covey.config.effects import vllm_problems, without_effect
 from covey.config.environment import EnvironmentConfig
 from covey.config.names import FIELDS, HINTS, MEANS, SECTIONS, canonical_names
 from covey.config.rewards import RewardConfig
@@ -34,7 +34,6 @@ from covey.config.section import Section, shown
 from covey.config.server import ServerConfig
 from covey.config.text import explain_error, is_unset, parse_overrides, unusable
 from covey.config.training import EvaluationConfig, OptimConfig, ScheduleConfig
-from covey.config.vllm import vllm_problems
 from covey.errors import ConfigError
 from covey.files import no_path
 from covey.functions import whole_path

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from covey.backend import adamw_options, adapter_options
-from covey.config.effects import uses_reference
-from covey.config.vllm import logprobs_mode
+from covey.config.effects import logprobs_mode, uses_reference
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError
 from covey.functions import later

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from covey.pytorch.models.head import Head, wide, wide_dtype
+from covey.pytorch.models.form import Head, wide, wide_dtype
 from covey.pytorch.products import product_into
 from covey.types import Support
 

@@ -28,8 +28,7 @@ from covey.pytorch.attention.probe import Expected, check_scores, find_obstacle
 from covey.pytorch.attention.tree_attention import LAYOUT_ARGUMENT
 from covey.pytorch.attention.tree_layout import TreeLayout, TreePath
 from covey.pytorch.fused import FusedDecoder
-from covey.pytorch.models.form import rope_by_length
-from covey.pytorch.models.head import Head
+from covey.pytorch.models.form import Head, rope_by_length
 from covey.pytorch.models.loading import LoadedModel, causal_lm, transformer
 from covey.pytorch.models.lora import dropout_obstacle, switch_dropout_off
 from covey.rollout.packing import Pack

@@ -22,7 +22,7 @@ from covey.adapters import check_fits
 from covey.errors import ModelError
 from covey.files import save_tokenizer
 from covey.functions import later
-from covey.pytorch.models.head import Head
+from covey.pytorch.models.form import Head
 from covey.pytorch.models.loading import context_length, load_model, says_quantised, trained_dtype
 from covey.pytorch.models.lora import attach, save_adapter
 from covey.pytorch.optimizers import HostMemory
