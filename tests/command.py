@@ -1,7 +1,5 @@
 """`covey ...`, called as a user would, in this process."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -12,8 +10,6 @@ from covey.cli import weights as cli_weights
 
 
 class Command:
-    """Runs `covey ...` in this process."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self._monkeypatch, self._capsys = monkeypatch, capsys
         for console in (cli.out, cli.err, cli_report.out, cli_weights.err):

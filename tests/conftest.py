@@ -1,7 +1,5 @@
 """A tiny run: a random two-layer Llama with a character tokenizer, saved as any user's model folder would be."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter
@@ -75,7 +73,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def recipe_folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
-    """A folder with a recipe, its data and its reward function."""
     folder = tmp_path_factory.mktemp("work")
     (folder / "rewards.py").write_text(REWARDS)
     rows = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four", "five", "six", "seven")]

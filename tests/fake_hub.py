@@ -1,17 +1,16 @@
 """As much of the Hugging Face hub as an upload needs, on loopback."""
 
-from __future__ import annotations
-
 import base64
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import huggingface_hub
 import pytest
+
+from fakes import loopback
 
 TOKEN = "hf_may_write"
 
@@ -66,8 +65,7 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
                     body += self.rfile.read(size)
                     self.rfile.readline()
                 self.rfile.readline()
-            path = self.path.split("?")[0]
-            self._send(*hub.answer(path, self.headers.get("Authorization") or "", body))
+            self._send(*hub.answer(self.path.split("?")[0], self.headers.get("Authorization") or "", body))
 
         def do_GET(self) -> None:
             name = "/".join(self.path.removeprefix("/api/models/").split("/")[:2])
@@ -82,19 +80,10 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
             self.end_headers()
             self.wfile.write(content)
 
-        def log_message(self, *arguments: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    hub = FakeHub(f"http://127.0.0.1:{server.server_port}")
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    try:
+    with loopback(Handler) as url:
+        hub = FakeHub(url)
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()

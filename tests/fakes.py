@@ -1,11 +1,13 @@
-"""Small stand-ins that several rooms' tests share."""
+"""Small stand-ins, and one check, that several rooms' tests share."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
+import pytest
 
 from covey.types import Completion, Episode, Message, Prompt
 
@@ -20,9 +22,7 @@ class FakeTokenizer:
     def __call__(self, text: str, **kwargs: Any) -> dict[str, list[int]]:
         return {"input_ids": [ord(character) for character in text]}
 
-    def apply_chat_template(
-        self, messages: list[Message], *, add_generation_prompt: bool, tokenize: bool, **kwargs: Any
-    ) -> Any:
+    def apply_chat_template(self, messages: Any, *, add_generation_prompt: bool, tokenize: bool, **kwargs: Any) -> Any:
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
         text += "<assistant>" if add_generation_prompt else ""
         text += "<think>" if kwargs.get("enable_thinking") else ""
@@ -44,6 +44,30 @@ def fake_episode(text: str, prompt: Prompt | None = None) -> Episode:
     ids = np.array([ord(character) for character in text], dtype=np.int64)
     completion = Completion(ids, np.zeros(len(ids), np.float32), "stop", 0)
     return Episode.from_completion(prompt or fake_prompt(), completion, text)
+
+
+@contextmanager
+def loopback(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The address of a server on this machine, which answers as the handler says and writes no log."""
+    handler.log_message = lambda *_: None  # type: ignore[method-assign,assignment]
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def raises(error: type[Exception], words: str | None, do: Callable[..., Any], *given: Any, **named: Any) -> None:
+    """`do(*given, **named)` is refused with this error, in which these words (a regular expression) are found."""
+    with pytest.raises(error, match=words):
+        do(*given, **named)
+
+
+def slow(*values: Any, **named: Any) -> Any:
+    """A case that is left to the slow tests."""
+    return pytest.param(*values, **named, marks=pytest.mark.slow)
 
 
 SMALL: dict[str, Any] = {

@@ -1,7 +1,5 @@
 """Whether this host lets a jail be built; tests that need one are skipped with the reason where it does not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache

@@ -3,8 +3,6 @@
 Nothing of `covey` is used, so that a formula that is wrong there is not wrong here too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,7 +65,6 @@ def reference_loss(sequences: Sequence[Completed], **options: Any) -> tuple[Tens
         factors = [1.0] * length
         old = s.old
         if get("correction") is not None:
-            assert s.trainer_old is not None
             differences = (s.trainer_old - s.old).tolist()
             if get("correction").startswith("sequence"):
                 differences = [sum(differences)] * length
@@ -90,8 +87,7 @@ def reference_loss(sequences: Sequence[Completed], **options: Any) -> tuple[Tens
                 ratio = torch.clamp(ratio, min=1e-8)
             surrogate = _surrogate(loss_type, ratio, s.logp[t], advantage, low, high, options)
             if selected[t]:
-                held = torch.abs(s.logp[t] - old[t])
-                surrogate = surrogate + held if loss_type == "kl_cov" else 0 * surrogate
+                surrogate = surrogate + torch.abs(s.logp[t] - old[t]) if loss_type == "kl_cov" else 0 * surrogate
             if loss_type != "vespo":
                 surrogate = surrogate * factors[t]
             kl = _kl(get("kl_estimator", "k3"), s.logp[t], s.ref[t], old[t])
@@ -157,10 +153,8 @@ def _surrogate(
 
 def _geometric_mean(advantages: list[float], log_ratios: Tensor, low: float, high: float) -> Tensor:
     """GMPO, arXiv 2507.20673: each token's ratio is held on the side to which its advantage pushes."""
-    held = [
-        torch.clamp(d, max=high) if a > 0 else torch.clamp(d, min=-low) if a < 0 else d
-        for a, d in zip(advantages, log_ratios, strict=True)
-    ]
+    pairs = zip(advantages, log_ratios, strict=True)
+    held = [torch.clamp(d, max=high) if a > 0 else torch.clamp(d, min=-low) if a < 0 else d for a, d in pairs]
     return torch.exp(torch.stack(held).mean())
 
 
@@ -206,8 +200,5 @@ def _kl(name: str, logp: Tensor, ref: Tensor, old: Tensor) -> Tensor:
     d = logp - ref
     k3 = torch.exp(-d) + d - 1
     moving = d * d / 2 - (d * d / 2).detach()
-    straight_through = {"k1+": d.detach() + moving, "k3+": k3.detach() + moving}
-    return {
-        **{"k1": d, "k2": d * d / 2, "k3": k3, "k3_unbiased": torch.exp(logp - old) * k3, "abs": d.abs()},
-        **straight_through,
-    }[name]
+    plain = {"k1": d, "k2": d * d / 2, "k3": k3, "k3_unbiased": torch.exp(logp - old) * k3, "abs": d.abs()}
+    return (plain | {"k1+": d.detach() + moving, "k3+": k3.detach() + moving})[name]

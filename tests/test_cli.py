@@ -1,7 +1,5 @@
 """The command line, called as a user would, on the tiny model: weights, `covey doctor`, narrow and ASCII consoles."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -50,13 +48,12 @@ def test_help_version_and_old_commands(covey: Command, monkeypatch: pytest.Monke
 def test_train_eval_sample_report(covey: Command, recipe_folder: Path, tmp_path: Path) -> None:
     run, picture = tmp_path / "run", tmp_path / "both.png"
     out = covey.done("train", recipe_folder, f"run.output_dir={run}", "schedule.max_steps=2", "eval_steps=0")
-    assert "before (step 0)" in out
-    assert "after (step 2)" in out
+    assert all(words in out for words in ("before (step 0)", "after (step 2)"))
     assert (run / "learning_curve.png").stat().st_size > 5_000
     status, _, err = covey("train", recipe_folder, f"run.output_dir={run}")
     assert (status, "covey resume" in err) == (2, True)
     for words, said in (
-        (("resume", run, "run.output_dir=elsewhere"), "a run goes on in its own folder"),
+        (("resume", run, "run.output_dir=elsewhere"), "a run continues in its own folder"),
         (("eval", run, "--rotations", "2"), "--rotations=2, --lead-in='': only multiple-choice tasks"),
         (("export", run, tmp_path / "out", "--private"), "--private: goes with --push-to-hub"),
         (("export", run, tmp_path / "out", "--adapter", "--dtype", "float16"), "--dtype=float16: of a whole model"),
@@ -64,8 +61,7 @@ def test_train_eval_sample_report(covey: Command, recipe_folder: Path, tmp_path:
         status, _, err = covey(*words)
         assert (status, said in err) == (2, True), err
     out = covey.done("eval", run, "--num", "2", "--show", "1")
-    assert "eval/reward" in out
-    assert "say one" in out
+    assert all(words in out for words in ("eval/reward", "say one"))
     found = json.loads(covey.done("eval", run, "--num", "2", "--json"))
     assert f"{found['metrics']['eval/reward']:.4g}" in out
     arguments = ("sample", run, "hello", "-n", "2", "--max-tokens", "5")
@@ -105,8 +101,7 @@ def test_what_a_run_advises_works_and_asks_as_in_training(
 
     monkeypatch.setattr(dataset, "build_prompts", noted)
     done = run_advice(covey, printed)
-    assert list(done) == ["try it", "use it elsewhere"]
-    assert "log-probability" in done["try it"]
+    assert (list(done), "log-probability" in done["try it"]) == (["try it", "use it elsewhere"], True)
     assert asked == [[*begin, {"role": "user", "content": "your prompt"}] if conversation else "your prompt"]
     assert (run / "export" / "model.safetensors").is_file()
     covey.done("sample", run / "export", "hello", "--max-tokens", "2", "--system", "Be kind.")
@@ -164,6 +159,10 @@ def test_config_prints_what_a_recipe_means_and_explains(covey: Command, recipe_f
         (("resume", "x" * 5000), "too long for a path"),
         (("config", "--only", "beta"), "--only='beta': goes with --explain"),
         (("eval", "{model}"), "--task"),
+        (
+            ("eval", "{model}", "--dataset", "missing.jsonl", "--baseline", "{model}"),
+            "compares right answers, and nothing says here which are right; give --task",
+        ),
         (("eval", "{model}", "--show", "-1"), "greater than or equal to 0"),
         (("sample", "{model}", "hi", "-n", "1000000000"), "-n 1000000000 x --max-tokens 128: needs at least"),
         (("sample", "{tmp}/nowhere", "hi"), "nowhere"),
@@ -179,8 +178,7 @@ def test_bad_input_is_one_message_without_traceback(
     if any("other" in argument for argument in arguments):
         Policy.load(tiny_model("llama", hidden_size=64), tiny_tokenizer(), lora_r=4).save_pretrained(tmp_path / "other")
     status, _, err = covey(*[argument.format(**values) for argument in arguments])
-    assert status == 2
-    assert message in err
+    assert (status, message in err) == (2, True)
     assert "Traceback" not in err
     assert len(err) < 2500
     assert not any((tmp_path / name).exists() for name in "abcd")  # nothing half-made is left behind
@@ -237,8 +235,7 @@ def test_which_weights_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert config.model.adapter == str(run.adapter)
     assert config.inference_server_url is None  # the server that trained it is not needed
     assert f"weights: {run.adapter} (step 7)" in capsys.readouterr().err
-    assert config_for(str(run.path), "another", None).model.adapter == "another"
-    assert capsys.readouterr().err == ""
+    assert (config_for(str(run.path), "another", None).model.adapter, capsys.readouterr().err) == ("another", "")
     only = a_run(tmp_path / "only", "best")
     assert config_for(str(only.path), None, None).model.adapter == str(only.best)
     assert "the best evaluation so far: step 4; the run has no adapter/ yet" in capsys.readouterr().err
@@ -279,9 +276,7 @@ def test_a_run_is_gone_on_with_and_looked_at_from_another_folder(
         covey.done(command[0], "../here/run", *command[1:])
 
 
-def test_a_model_is_known_by_its_files_and_not_by_its_place(
-    model_folder: Path, recipe_folder: Path, tmp_path: Path, covey: Command
-) -> None:
+def test_a_model_is_known_by_its_bits(model_folder: Path, recipe_folder: Path, tmp_path: Path, covey: Command) -> None:
     first, second, data, run = (tmp_path / name for name in ("first", "second", "rows.jsonl", "run"))
     shutil.copytree(model_folder, first)
     shutil.copy(recipe_folder / "train.jsonl", data)
@@ -319,8 +314,7 @@ def shows(covey: Command, status: int, *arguments: object) -> str:
 
 
 def test_a_run_is_judged_by_its_end(tmp_path: Path, covey: Command) -> None:
-    well = run_of(tmp_path / "well", [{}] * 12)
-    assert "12 steps, the last one 12\nnothing is wrong" in shows(covey, 0, well)
+    assert "12 steps, the last one 12\nno problems found" in shows(covey, 0, run_of(tmp_path / "well", [{}] * 12))
     ill = run_of(tmp_path / "ill", [{}] * 10 + [{"kl": 0.9}] * 10)
     shown = shows(covey, 1, ill)
     assert "kl_high, since step 11" in shown
@@ -331,8 +325,8 @@ def test_a_run_is_judged_by_its_end(tmp_path: Path, covey: Command) -> None:
     (one,) = json.loads(shows(covey, 1, ill, "--json"))["findings"]
     assert (one["code"], one["since"], one["until"], one["present"]) == ("kl_high", 11, 20, True)
     new = run_of(tmp_path / "new", [])
-    assert shows(covey, 0, new) == f"{new}: 0 steps; there is nothing to judge yet\n"
-    assert "as far as so few steps say" in covey("doctor", run_of(tmp_path / "three", [{}] * 3))[1]
+    assert shows(covey, 0, new) == f"{new}: 0 steps; nothing to check yet\n"
+    assert "in these few steps" in covey("doctor", run_of(tmp_path / "three", [{}] * 3))[1]
 
 
 ODD = [1e308, -1e308, 10**400, float("nan"), float("inf"), None, "text", True, [1], {}, 5e-324]
@@ -363,18 +357,15 @@ def test_what_is_no_target(tmp_path: Path, covey: Command, recipe_folder: Path) 
     assert "is neither the folder of a run" in covey("doctor", tmp_path / "none")[2]
     (tmp_path / "bad.toml").write_text("[[[")
     shows(covey, 2, tmp_path / "bad.toml")
-    run = run_of(tmp_path / "run", [{}] * 6)
-    assert "and settings go with a recipe" in covey("doctor", "--cluster", run)[2]
+    assert "and settings need a recipe" in covey("doctor", "--cluster", run_of(tmp_path / "run", [{}] * 6))[2]
     assert "nothing of this run is placed on a Ray cluster" in shows(covey, 2, "--cluster", recipe_folder)
     assert "nothing.py" in shows(covey, 2, recipe_folder, "rewards.functions=nothing.py:f")
 
 
 def test_a_recipe_is_tried(recipe_folder: Path, tmp_path: Path, covey: Command) -> None:
-    shown = shows(
-        covey, 1, recipe_folder, f"run.output_dir={tmp_path / 'run'}"
-    )  # a random model never ends its answers
+    shown = shows(covey, 1, recipe_folder, f"run.output_dir={tmp_path / 'run'}")  # random models never end an answer
     for words in (
-        *("data: 7 of 7 rows are prompts of", "3 held-out prompts", "completions_truncated\n"),
+        *("data: 7 prompts from 7 rows", "3 held-out prompts", "completions_truncated\n"),
         *("Raise sampling.max_completion_length", "peak memory of the process", "6 steps with 3 evaluations"),
     ):
         assert words in shown
@@ -385,8 +376,7 @@ def test_a_recipe_is_tried(recipe_folder: Path, tmp_path: Path, covey: Command) 
 def test_what_a_trial_finds(recipe_folder: Path, tmp_path: Path, covey: Command) -> None:
     (tmp_path / "zero.py").write_text("def zero(completions, **columns):\n    return [0.0] * len(completions)\n")
     shown = shows(covey, 1, recipe_folder, f"rewards.functions={tmp_path / 'zero.py'}:zero")
-    assert "reward_never_nonzero" in shown
-    assert "for every completion of the last 2 steps" in shown
+    assert all(words in shown for words in ("reward_never_nonzero", "for every completion of the last 2 steps"))
     limits = ("data.max_prompt_length=9", "data.long_prompts=drop")
     found = json.loads(shows(covey, 1, recipe_folder, *limits, "--json"))
     assert found["findings"][0]["code"] == "prompts_left_out"
@@ -417,8 +407,7 @@ def test_a_table_keeps_whole_words_where_they_fit() -> None:
         lines = printed(width, table)
         assert max(map(len, lines)) <= width
         words = " ".join(lines).replace("│", " ").split()
-        assert "completions/clipped_ratio" in words
-        assert words.count("0.200") == 3
+        assert ("completions/clipped_ratio" in words, words.count("0.200")) == (True, 3)
         assert "…" not in "".join(lines)
     narrow = Table("hardest", "visits", "question")
     narrow.add_row("a" * 64, "12", "b" * 40)

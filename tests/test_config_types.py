@@ -3,8 +3,6 @@
 COVEY_WRITE_DOCS=1 pytest tests/test_config_types.py      # writes it
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import os
@@ -25,6 +23,7 @@ from covey.config import GRPOConfig
 from covey.config.names import FIELDS, OPTIONS, SECTIONS, SYNONYMS
 from covey.config.old_names import PUBLISHED
 from covey.config.section import PathText, Section, Texts
+from fakes import slow
 
 SOURCE = Path(covey.__file__).parent
 FILE = SOURCE / "config" / "flat.pyi"
@@ -99,13 +98,9 @@ def stub() -> str:
             read = type_of(name, field, given=False)
             meaning = textwrap.indent(textwrap.fill(f'"""{field.description}"""', 110), 8 * " ")
             lines += ["    @property", f"    def {name}(self) -> {read}:", meaning]
-    own = [
-        each
-        for each in Section.__subclasses__()
-        if each is not GRPOConfig and any(re.search(rf"\b{each.__name__}\b", line) for line in lines)
-    ]
-    imports = sorted(f"from {each.__module__} import {each.__name__}" for each in own)
-    text = HEAD + "\n".join([*imports, "", *lines, ""])
+    named = [each for each in Section.__subclasses__() if each is not GRPOConfig]
+    own = [each for each in named if any(re.search(rf"\b{each.__name__}\b", line) for line in lines)]
+    text = HEAD + "\n".join([*sorted(f"from {each.__module__} import {each.__name__}" for each in own), "", *lines, ""])
     for how in (["check", "--fix", "--select", "I,D209"], ["format"]):
         command = [sys.executable, "-m", "ruff", *how, "--quiet", "--stdin-filename", FILE, "-"]
         text = subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
@@ -161,21 +156,14 @@ OTHERS = "torch.*,transformers.*,peft.*,numpy.*,covey.training.*,covey.pytorch.*
 
 @pytest.mark.parametrize(
     ("right", "wrong", "said", "skipped"),
-    [
-        pytest.param(RIGHT, WRONG, SAID, OTHERS, marks=pytest.mark.slow),
-        pytest.param(RIGHT_TRL, WRONG_TRL, SAID_TRL, "torch.*", marks=pytest.mark.slow),
-    ],
+    [slow(RIGHT, WRONG, SAID, OTHERS), slow(RIGHT_TRL, WRONG_TRL, SAID_TRL, "torch.*")],
     ids=["covey", "covey.trl"],
 )
-def test_mypy_finds_misspelt_names_and_wrong_types(
-    right: str, wrong: str, said: list[tuple[int, str]], skipped: str, tmp_path: Path
-) -> None:
+def test_mypy_finds_wrong_names_and_types(right: str, wrong: str, said: Any, skipped: str, tmp_path: Path) -> None:
     (tmp_path / "right.py").write_text(right)
     (tmp_path / "wrong.py").write_text(wrong)
-    settings = (
-        f"[mypy]\nfollow_imports = silent\nmypy_path = {SOURCE.parent}\n[mypy-{skipped}]\nfollow_imports = skip\n"
-    )
-    (tmp_path / "mypy.ini").write_text(settings)
+    ini = f"[mypy]\nfollow_imports = silent\nmypy_path = {SOURCE.parent}\n[mypy-{skipped}]\nfollow_imports = skip\n"
+    (tmp_path / "mypy.ini").write_text(ini)
     command = [sys.executable, "-m", "mypy", "--hide-error-codes", "right.py", "wrong.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     found = re.findall(r"^wrong\.py:(\d+): error: (.*)$", done.stdout, re.MULTILINE)

@@ -1,8 +1,4 @@
-"""What stands in `deploy/`, docs/scale.md and docs/configure.md: manifests of the right shape, scripts that run,
-settings that exist.
-"""
-
-from __future__ import annotations
+"""What stands in `deploy/`, docs/scale.md and docs/configure.md: manifests, scripts that run, settings that exist."""
 
 import os
 import re
@@ -69,16 +65,14 @@ RAY_JOB = closed(
 
 @pytest.fixture(scope="module")
 def documents() -> list[Any]:
-    yaml = pytest.importorskip("yaml")
-    return list(yaml.safe_load_all(MANIFEST.read_text()))
+    return list(pytest.importorskip("yaml").safe_load_all(MANIFEST.read_text()))
 
 
 def test_the_manifest_has_kuberays_shape(documents: list[Any]) -> None:
     recipe, job = documents
     assert (recipe["apiVersion"], recipe["kind"]) == ("v1", "ConfigMap")
     assert [error.message for error in Draft202012Validator(RAY_JOB).iter_errors(job)] == []
-    misspelt = job | {"spec": job["spec"] | {"entrypoints": ""}}
-    assert [*Draft202012Validator(RAY_JOB).iter_errors(misspelt)]
+    assert [*Draft202012Validator(RAY_JOB).iter_errors(job | {"spec": job["spec"] | {"entrypoints": ""}})]
 
 
 def test_the_manifest_agrees_with_itself(documents: list[Any]) -> None:
@@ -90,15 +84,13 @@ def test_the_manifest_agrees_with_itself(documents: list[Any]) -> None:
     assert pods[0]["containers"][0]["image"].endswith(f":{covey.__version__}")
     for pod in pods:
         assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
-        claimed = [v["configMap"]["name"] for v in pod["volumes"] if "configMap" in v]
-        assert claimed == [recipe["metadata"]["name"]]
+        assert [v["configMap"]["name"] for v in pod["volumes"] if "configMap" in v] == [recipe["metadata"]["name"]]
     config = GRPOConfig(**tomllib.loads(recipe["data"]["recipe.toml"]))
     assert config.distributed.samplers == workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"]
     assert f"ray=={cluster['rayVersion']}" in (ROOT / "constraints.txt").read_text().splitlines()
     # what starts it, as a shell reads it: the recipe is where the volume is mounted, and a second try goes on
     shell = shlex.split(job["spec"]["entrypoint"])
-    assert shell[:2] == ["sh", "-c"]
-    assert subprocess.run(["sh", "-n", "-c", shell[2]], timeout=30).returncode == 0
+    assert (shell[:2], subprocess.run(["sh", "-n", "-c", shell[2]], timeout=30).returncode) == (["sh", "-c"], 0)
     assert "covey train /recipe/recipe.toml run.output_dir=/covey/runs/first" in shell[2]
     assert "covey resume /covey/runs/first" in shell[2]
 
@@ -117,14 +109,8 @@ def slurm(tmp_path: Path) -> Callable[..., Any]:
     for name, body in FAKES.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    job = {
-        "JOB_ID": "4711",
-        "JOB_NODELIST": "one[1-2]",
-        "JOB_NUM_NODES": "1",
-        "GPUS_ON_NODE": "1",
-        "CPUS_PER_TASK": "1",
-    }
-    env = os.environ | {f"SLURM_{name}": value for name, value in job.items()}
+    job = {"JOB_ID": "4711", "JOB_NODELIST": "one[1-2]", "JOB_NUM_NODES": 1, "GPUS_ON_NODE": 1, "CPUS_PER_TASK": 1}
+    env = os.environ | {f"SLURM_{name}": str(value) for name, value in job.items()}
     env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FAKES": str(tmp_path), "PYTHON": sys.executable}
     options = {"env": env, "capture_output": True, "text": True, "timeout": 280, "cwd": tmp_path}
     return lambda *arguments: subprocess.run(["bash", SLURM, *arguments], **options)

@@ -1,12 +1,9 @@
-"""What stands in examples/: each notebook runs from a fresh kernel with a tiny model, and every cell can be run again;
-the script on one page runs.
-"""
-
-from __future__ import annotations
+"""What stands in examples/: each notebook runs from a fresh kernel with a tiny model, every cell twice; the script."""
 
 import importlib
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_models import tiny_model, tiny_tokenizer
@@ -65,13 +62,9 @@ class Vowels(Task):
 '''
 
 
-def test_the_algorithm_on_a_page(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two steps on a tiny model, and that it learns."""
+def test_the_algorithm_on_a_page(model: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(path.stem for path in EXAMPLES.glob("*.ipynb")) == ["first_steps", "gsm8k_from_trl"]
-    file = EXAMPLES / "grpo_from_scratch.py"
-    assert len(file.read_text().splitlines()) <= 300
+    assert len((EXAMPLES / "grpo_from_scratch.py").read_text().splitlines()) <= 300
     monkeypatch.syspath_prepend(EXAMPLES)
     example = importlib.import_module("grpo_from_scratch")
     (tmp_path / "vowels.py").write_text(TASK)

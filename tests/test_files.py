@@ -27,8 +27,7 @@ def test_write_atomically_replaces_the_content(tmp_path):
     files.write_atomically(path, b"second")
     assert path.read_bytes() == b"second"
     files.write_atomically(path, "a\ud800b")  # text that is no unicode does not stop it
-    assert path.read_text() == "a?b"
-    assert names_in(tmp_path) == ["a.txt"]
+    assert (path.read_text(), names_in(tmp_path)) == ("a?b", ["a.txt"])
 
 
 @pytest.mark.parametrize(
@@ -51,11 +50,8 @@ def test_a_failed_write_keeps_the_old_content_and_says_why(tmp_path, monkeypatch
         files.write_atomically(path, "new")
     message = str(caught.value)
     assert message.startswith(f"{path}: cannot write: ")
-    assert reason in message
-    assert fix in message
-    assert caught.value.errno == number
-    assert path.read_text() == "old"
-    assert names_in(tmp_path) == ["a.txt"]
+    assert all(words in message for words in (reason, fix))
+    assert (caught.value.errno, path.read_text(), names_in(tmp_path)) == (number, "old", ["a.txt"])
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
@@ -74,10 +70,8 @@ def test_published_folder_carries_the_hashes_of_its_files(tmp_path):
     manifest = json.loads((final / "COMPLETE").read_text())["files"]
     # sha256("abc"), FIPS 180-2 appendix B.1
     expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-    assert manifest["inner/b.bin"] == {"bytes": 3, "sha256": expected}
-    assert sorted(manifest) == ["a.txt", "inner/b.bin"]
-    assert files.folder_problem(final) == ""
-    assert names_in(tmp_path) == ["model"]
+    assert (manifest["inner/b.bin"], sorted(manifest)) == ({"bytes": 3, "sha256": expected}, ["a.txt", "inner/b.bin"])
+    assert (files.folder_problem(final), names_in(tmp_path)) == ("", ["model"])
 
 
 def test_damage_is_named(tmp_path):
@@ -110,8 +104,7 @@ def test_publishing_again_replaces_the_folder_and_a_block_that_raises_does_not(t
 
     with pytest.raises(ZeroDivisionError):
         fail_half_way()
-    assert (final / "a.txt").read_text() == "old"
-    assert names_in(tmp_path) == ["model"]
+    assert ((final / "a.txt").read_text(), names_in(tmp_path)) == ("old", ["model"])
 
 
 def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
@@ -126,8 +119,7 @@ def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "rename", fail_on_second)
     with pytest.raises(RunFolderError, match="input/output"):
         publish(final, "new")
-    assert len(calls) == 3
-    assert (final / "a.txt").read_text() == "old"
+    assert (len(calls), (final / "a.txt").read_text()) == (3, "old")
 
 
 def test_leftovers_are_cleared_and_an_interrupted_replacement_is_undone(tmp_path):
@@ -138,14 +130,11 @@ def test_leftovers_are_cleared_and_an_interrupted_replacement_is_undone(tmp_path
     (tmp_path / "kept.tmp-notes").write_text("not ours")
     assert files.is_leftover(tmp_path / "a.txt.tmp-123-0123abcd")
     assert not files.is_leftover(tmp_path / "kept.tmp-notes")
-    assert len(files.remove_leftovers(tmp_path)) == 3
-    assert names_in(tmp_path) == ["best", "kept.tmp-notes"]
-    assert (tmp_path / "best" / "keep").read_text() == "me"
-    assert files.remove_leftovers(tmp_path) == []
+    assert (len(files.remove_leftovers(tmp_path)), names_in(tmp_path)) == (3, ["best", "kept.tmp-notes"])
+    assert ((tmp_path / "best" / "keep").read_text(), files.remove_leftovers(tmp_path)) == ("me", [])
     (tmp_path / "best.tmp-123-0123abcd-replaced").mkdir()  # dropped where the new one is there
     files.remove_leftovers(tmp_path)
-    assert names_in(tmp_path) == ["best", "kept.tmp-notes"]
-    assert (tmp_path / "best" / "keep").read_text() == "me"
+    assert (names_in(tmp_path), (tmp_path / "best" / "keep").read_text()) == (["best", "kept.tmp-notes"], "me")
 
 
 def test_free_space_is_checked_with_both_numbers(tmp_path):

@@ -1,7 +1,5 @@
 """`covey mcp`, asked over stdio as an assistant would: a run is planned, started, followed, stopped and looked at."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -69,22 +67,18 @@ def test_a_run_from_plan_to_report(recipe_folder: Path, tmp_path: Path) -> None:
     settings = [f"run.output_dir={run}", "schedule.max_steps=1000"]
 
     async def story(tool: Assistant) -> None:
-        plan = await tool("plan", recipe=recipe, settings=settings)
-        assert "findings" in plan
-        assert await tool("start", recipe=recipe, settings=settings) == {
-            "run": str(run), "output": f"{run}.log", "max_steps": 1000
-        }  # fmt: skip
+        assert "findings" in (await tool("plan", recipe=recipe, settings=settings))
+        begun = await tool("start", recipe=recipe, settings=settings)
+        assert begun == {"run": str(run), "output": f"{run}.log", "max_steps": 1000}
         seen = await tool.until(run, lambda found: found.get("step", 0) >= 3)
-        assert seen["state"] == "running"
-        assert len(seen["metrics"]) == 2
+        assert (seen["state"], len(seen["metrics"])) == ("running", 2)
         assert "holds" in str(await tool("start", recipe=recipe, settings=settings))  # the folder is taken
         ended = await tool("stop", run=str(run))
         assert (ended["state"], ended["exit_status"]) == ("stopped", 130)
         assert "continue with" in "".join(event["message"] for event in ended["events"])
         assert (await tool("doctor", run=str(run)))["steps"] >= 3
         assert (await tool("report", runs=[str(run)]))["runs"] == ["run"]
-        other = f"run.output_dir={tmp_path / 'short'}"
-        await tool("start", recipe=recipe, settings=[other, "schedule.max_steps=1"])
+        await tool("start", recipe=recipe, settings=[f"run.output_dir={tmp_path / 'short'}", "schedule.max_steps=1"])
         ended = await tool.until(tmp_path / "short", lambda found: "exit_status" in found)
         assert (ended["state"], ended["exit_status"]) == ("finished", 0)
 

@@ -1,13 +1,8 @@
-"""Everything that reads what a model wrote gives an answer for every text: a wrong one, a malformed call, and no error.
-
-One corpus of hostile texts goes through all readers. That their work grows no faster than the text is in
-`tests/test_linear.py`.
-"""
-
-from __future__ import annotations
+"""Every reader of what a model wrote has an answer for every text, a wrong one at worst, and in linear time."""
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -26,14 +21,13 @@ from covey.observe.choices import Answered, choice_html, choice_report
 from covey.observe.completions import messages
 from covey.observe.console import visible
 from covey.recipes.arithmetic.arithmetic import CHOICES, Arithmetic, read_answer
-from covey.recipes.house.house import House
 from covey.rewards import exact_match, extract, format_reward, json_reward, numeric_match, prompt_text, tags_reward
 from covey.rewards.extract import MAX_JSON, completion_text, read_json
 from covey.rewards.jail.programs import extract_code, same_output
 from covey.rewards.judge import JudgeReward
 from covey.rewards.maths import MathReward
 from covey.rewards.option_letter import extract_choice
-from covey.rewards.text import json_text
+from covey.rewards.text import has_tags, json_text
 from covey.rollout.calls import AsyncRunner
 from covey.rollout.drawing import StopMatcher
 from covey.serving.requests import chat_text
@@ -43,6 +37,7 @@ from covey.trl import rewards
 from covey.trl.toolchat import UNREADABLE, ToolChat, calls_in, read_call
 from covey.trl.tools import Call, Calls, Order, tool_schema
 from covey.watch.tables import _turns
+from fakes import slow
 
 LEVELS = (1_000, 200_000)
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -102,15 +97,13 @@ def add(a: int) -> int:
 
 
 SCHEMAS = [tool_schema(add)]
+PARSED = {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json"}
 CALLED = {"name": "{content.name}", "arguments": "{content.arguments}"}
 HERMES = {
     "defaults": {"role": "assistant"},
     "fields": {
         "content": {"close_pattern": r"(?=<tool_call>)|$", "content": "text"},
-        "tool_calls": {
-            **{"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json"},
-            "transform": {"type": "function", "function": CALLED},
-        },
+        "tool_calls": PARSED | {"transform": {"type": "function", "function": CALLED}},
     },
 }
 TEMPLATE = (
@@ -147,6 +140,8 @@ class Characters:
         return parse_response(self.decode(ids), self.response_template, prefix=self.decode(prefix), tools=tools)
 
 
+FORMS, ACTIONS = ("tags", "text", "tool", "choice"), (None, ["go", "go north"])
+LARGER = {"answer": "4", "kind": "larger"}
 APPOINTMENTS = Path(__file__).parents[1] / "recipes/appointments/appointments.py"
 
 
@@ -164,26 +159,15 @@ def a_turn(chat: ToolChat, runner: AsyncRunner) -> Callable[[str], Any]:
     return read
 
 
-def a_house(text: str) -> Any:
-    world = House(num_train=1)
-    task = world.train_tasks(0)[0]
-    house = world.make()
-    house.reset(task, 0)
-    return house.step(text)
-
-
 def chat(text: str) -> Any:
     return chat_text(Characters(), [{"role": "user", "content": text}], {}, 1 << 30)
 
 
 def a_choice(text: str) -> tuple[Any, Any]:
-    row = {"question": text, "options": {"A": text}, "answer": "A"}
-    return [row], Answered(text, [text], [None], ["A"])
+    return [{"question": text, "options": {"A": text}, "answer": "A"}], Answered(text, [text], [None], ["A"])
 
 
 def scored(reward: Callable[..., Any], **columns: Any) -> Callable[[str], Any]:
-    """A reward of a text, as a string and as a message."""
-
     def score(text: str) -> Any:
         given = {name: [value, value] for name, value in columns.items()}
         completions: list[Any] = [text, [{"role": "assistant", "content": text}]]
@@ -198,8 +182,7 @@ def scored(reward: Callable[..., Any], **columns: Any) -> Callable[[str], Any]:
 @pytest.fixture(scope="module")
 def readers() -> Iterator[Mapping[str, Callable[[str], Any]]]:
     runner, options, sums = AsyncRunner(), {"A": "one", "B": "two"}, Arithmetic(num_train=1, num_eval=1)
-    judge = JudgeReward("http://judge", "m", retries=0)
-    reply = {"content": ""}
+    judge, reply = JudgeReward("http://judge", "m", retries=0), {"content": ""}
 
     def answer(request: httpx.Request) -> httpx.Response:
         json.loads(request.content)
@@ -218,11 +201,7 @@ def readers() -> Iterator[Mapping[str, Callable[[str], Any]]]:
         "a call": lambda text: read_call({"name": "add", "arguments": text}),
         "a turn with tools": a_turn(ToolChat(Characters(), [ord("|")], {}), runner),
         "a turn that transformers reads": a_turn(ToolChat(Characters(HERMES), [ord("|")], {}), runner),
-        "an action": lambda text: [
-            parse_action(text, form, actions)
-            for form in ("tags", "text", "tool", "choice")
-            for actions in (None, ["go", "go north"])
-        ],
+        "an action": lambda text: [parse_action(text, form, known) for form in FORMS for known in ACTIONS],
         "a number": extract.parse_number,
         "a reference": extract.as_number,
         "the last number": extract.last_number,
@@ -244,9 +223,7 @@ def readers() -> Iterator[Mapping[str, Callable[[str], Any]]]:
         "USMLE": lambda text: compute_reward({"answer": "A", "options": options}, text),
         "USMLE's reward": scored(USMLERewardModel(), answer="A", options=options),
         "arithmetic": lambda text: [read_answer(text, kind) for kind in ("sum", *CHOICES)],
-        "arithmetic's grader": lambda text: [
-            grade(text, {"answer": "4", "kind": "larger"}) for grade in (sums.is_correct, sums.has_answer)
-        ],
+        "arithmetic's grader": lambda text: [grade(text, LARGER) for grade in (sums.is_correct, sums.has_answer)],
         "GSM8K": lambda text: (GSM8K().is_correct(text, {"answer": "4"}), is_correct_answer(text, "4")),
         "GSM8K's reference": reference_answer,
         "a program": extract_code,
@@ -265,11 +242,10 @@ def readers() -> Iterator[Mapping[str, Callable[[str], Any]]]:
     runner.close()
 
 
-@pytest.mark.parametrize("longest", [100, pytest.param(4_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("longest", [100, slow(4_000)])
 def test_readers_in_processes_of_their_own(longest: int) -> None:
     texts = [*(text for text in TEXTS.values() if len(text) < longest), "4", '{"name": 1}']
-    fits = json_reward({"type": "object", "required": ["name"]})
-    assert set(fits(completions=texts, prompts=texts)) == {0.0, 1.0}
+    assert set(json_reward({"type": "object", "required": ["name"]})(completions=texts, prompts=texts)) == {0.0, 1.0}
     with contextlib.closing(MathReward(time_limit=1.0)) as equal:
         assert set(equal(completions=texts, prompts=texts, answer=["4"] * len(texts))) == {0.0, 1.0}
 
@@ -322,3 +298,51 @@ def test_a_character_that_never_ends_is_not_waited_for() -> None:
     assert not any(matcher.push(-1) for _ in range(1_000))
     assert decoded <= 30_000
     assert [matcher.push(ord(letter)) for letter in "a stop"] == [False] * 5 + [True]
+
+
+KNOWN, UNIQUE = ["go", "go to the red door"], json_reward({"type": "array", "uniqueItems": True})
+# fmt: off
+READERS: dict[str, Callable[[str], Any]] = {
+    "a choice, as printed": extract_answer_literal, "a USMLE answer": extract_answer,
+    "whether there is a choice": has_choice_letter, "repetition": is_repetitive, "a final number": extract.final_number,
+    "the last number": extract.last_number, "a number": extract.parse_number, "a box": extract.boxed_content,
+    "a program": extract_code, "an answer to the bundled task": lambda text: read_answer(text, (3, 5)),
+    "a number after =": lambda text: extract.final_number(text, ("=", "answer", "boxed", "####")),
+    "printed numbers": lambda text: same_output(text, text[:-1] + "0", 0.1),
+    "tags": lambda text: has_tags(text, ("think", "answer")),
+    "JSON": lambda text: UNIQUE([text]),
+    "an action in tags": lambda text: parse_action(text, "tags", KNOWN),
+    "an action as a line": lambda text: parse_action(text, "text", KNOWN),
+    "an action as a call": lambda text: parse_action(text, "tool", KNOWN),
+    "an action as it is": lambda text: parse_action(text, "choice", KNOWN),
+    "calls of tools": lambda text: calls_in(text, (), ended=True, bare=True),
+    "calls of tools in tags": lambda text: calls_in(f"<tool_call><function=f>{text}", (), ended=True, bare=True),
+}
+UNITS = [
+    "a", "_", "a_", "*", "`", " ", "\n", "\t", "\x0c", "(", ")", " )", "  ) ", "[", "{", "}", ":", ": ", ". ", ",",
+    "-", "−", "=", "%", "$", "@", "e", "0.", "1", "1,", "-1.", "1/2 ", "1 2\n", "B (", "A. ", "A or ", "A is the ",
+    "so, ", "not ", "is ", "if :", "x=", "x = ", "def ", "f(", "from a.", "larger ", "answer ", "answer is ",
+    "the best answer is ", "Therefore ", "option ", "####", "\\boxed{", "<think>", "</think>", "<action>",
+    "</action>", "<tool_call>", "</tool_call>", '<tool_call>{"name": "f"}</tool_call>', "<function=f>", "<parameter=",
+    "<parameter=a>", "</parameter>", "xA.", "```\n", "```python\n", "``` ", "~~~\n", "[[]],", '{"a":',
+]
+# fmt: on
+SURROUNDINGS = (("", ""), ("A", " x"), ("```python\n", "a"), ("[", "1]"))
+SIZE = 2_000
+SLOW = ("a USMLE answer", "a number after =", "a final number", "an answer to the bundled task", "JSON")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in READERS])
+def test_time_grows_no_faster_than_the_text(name: str) -> None:
+    def seconds(unit: str, size: int) -> float:
+        began = time.thread_time()
+        for before, after in SURROUNDINGS:
+            READERS[name](before + unit * (size // len(unit)) + after)
+        return time.thread_time() - began
+
+    for unit in UNITS:
+        short, long = seconds(unit, SIZE), seconds(unit, 12 * SIZE)
+        # a quadratic one takes 144 times as long; a pause of the machine does not come twice
+        if long > 20 * short + 0.1:
+            short, long = seconds(unit, SIZE), seconds(unit, 12 * SIZE)
+        assert long <= 20 * short + 0.1, f"{name}: {unit!r} repeated: {short:.3f} s, 12 times as long: {long:.3f} s"

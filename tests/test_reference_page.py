@@ -50,10 +50,8 @@ def settings() -> Iterator[str]:
         yield table(head, (setting(line) for line in found))
         if section == "schedule":
             yield "Fields of an entry of `phases`:"
-            yield table(
-                ("field", "meaning"),
-                ((code(name), of_field(field)) for name, field in PhaseConfig.model_fields.items()),
-            )
+            fields = PhaseConfig.model_fields.items()
+            yield table(("field", "meaning"), ((code(name), of_field(field)) for name, field in fields))
 
 
 def of_field(field: Any) -> str:
@@ -63,9 +61,8 @@ def of_field(field: Any) -> str:
 def setting(line: FieldHelp) -> Iterator[str]:
     yield f'<a id="{line.section}.{line.name}"></a>{code(line.name)}'
     yield code(line.default)
-    yield plain(f"{line.meaning} Type: {line.type}.") + (
-        f" Other names: {', '.join(map(code, line.also))}." if line.also else ""
-    )
+    others = f" Other names: {', '.join(map(code, line.also))}." if line.also else ""
+    yield plain(f"{line.meaning} Type: {line.type}.") + others
 
 
 def commands() -> Iterator[str]:

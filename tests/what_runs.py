@@ -12,8 +12,6 @@ BASE is a commit; left out, where `origin/main` was left, else the last commit o
 every room has changed.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import defaultdict

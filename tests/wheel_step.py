@@ -3,8 +3,6 @@
 Everything but the model is the installed package's; it fails where the wheel lacks a file or a dependency.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

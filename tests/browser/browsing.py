@@ -1,7 +1,5 @@
 """A browser that looks at `covey watch`, and what it is shown."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading
@@ -35,7 +33,6 @@ def chromium() -> str | None:
 
 @contextmanager
 def serving(*folders: Path) -> Iterator[str]:
-    """The address at which these runs are shown."""
     listening = listen("127.0.0.1", 0)
     listening.listen(16)
     server = uvicorn_server(create_app([WatchedRun(each, READER) for each in folders], TOKEN), ConnectionLimits())
@@ -80,7 +77,6 @@ class Visit:
             time.sleep(0.02)
 
     def shown(self) -> list[str]:
-        """The views that the page offers."""
         return [str(name) for name in self.page.locator("nav button:visible").all_inner_texts()]
 
     def views(self) -> Iterator[str]:
@@ -92,7 +88,6 @@ class Visit:
             yield view
 
     def first(self, selector: str) -> Any:
-        """Wait for the first element of a kind."""
         found = self.page.locator(selector).first
         found.wait_for()
         return found
@@ -123,10 +118,9 @@ class Visit:
         """What axe-core finds wrong with the page as it is, by these rules or all."""
         self.page.evaluate(_AXE.read_text())
         options = {"resultTypes": ["violations"]} | ({} if rules is None else {"runOnly": rules})
-        found = self.page.evaluate("options => axe.run(document, options)", options)
         return [
             f"{each['id']}: {node['html'][:200]} {node.get('failureSummary', '')[:300]}"
-            for each in found["violations"]
+            for each in self.page.evaluate("options => axe.run(document, options)", options)["violations"]
             for node in each["nodes"][:3]
         ]
 

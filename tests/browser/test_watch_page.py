@@ -3,8 +3,6 @@
 Skipped where there is no Chromium or no Playwright. `COVEY_SCREENSHOTS=docs/images` writes the pictures of the docs.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -79,15 +77,8 @@ def learning_run(folder: Path, model_folder: Path) -> Path:
     names = [f"{one} {other}" for one in WORDS for other in WORDS]
     rows = [{"prompt": [{"role": "user", "content": f"say {name}"}]} for name in names]
     data = {"reward_funcs": [few_letters, has_a], "train_dataset": rows[:24], "eval_dataset": rows[24:]}
-    longer = {
-        "learning_rate": 4e-3,
-        "max_steps": 40,
-        "eval_steps": 5,
-        "num_generations": 8,
-        "prompts_per_step": 4,
-        "ledger": "off",
-    }
-    return train(folder, model_folder, data, correctness="has_a", **longer)
+    longer = {"learning_rate": 4e-3, "max_steps": 40, "eval_steps": 5, "num_generations": 8, "prompts_per_step": 4}
+    return train(folder, model_folder, data, correctness="has_a", ledger="off", **longer)
 
 
 @pytest.fixture(scope="module")
@@ -148,11 +139,8 @@ def test_every_view_shows_a_run(short_run: Path, model_folder: Path, visit: Any)
     page.until("document.querySelectorAll('nav button:not([hidden])').length === 7")
     assert page.shown() == [view for view in VIEWS if view != "Agents"]
     summary = page.page.get_by_role("region", name="Summary of letters").inner_text()
-    first, last = (
-        row
-        for row in RunFolder.read(short_run).read_metrics()
-        if row.get("eval/accuracy") is not None and row["step"] in (0, 24)
-    )
+    rows = RunFolder.read(short_run).read_metrics()
+    first, last = (row for row in rows if row.get("eval/accuracy") is not None and row["step"] in (0, 24))
     assert f"{100 * first['eval/accuracy']:g} % → {100 * last['eval/accuracy']:g} %" in summary
     assert f"95 % interval {_short(last['eval/accuracy_low'])} to {_short(last['eval/accuracy_high'])} %" in summary
     assert "step 24 of 24" in summary
@@ -226,9 +214,8 @@ def _made_up(folder: Path, config: str, **metrics: float) -> Path:
 
 def test_two_runs_side_by_side(visit: Any, tmp_path: Path) -> None:
     """One without an evaluation, whose metrics come first; lists in settings; zeros; marks at the same step."""
-    plain = _made_up(
-        tmp_path / "a", '[run]\nrun_name = "baseline"\n\n[sampling]\nstop_strings = [\n    "x]",\n    "y",\n]\n'
-    )
+    lists = '[run]\nrun_name = "baseline"\n\n[sampling]\nstop_strings = [\n    "x]",\n    "y",\n]\n'
+    plain = _made_up(tmp_path / "a", lists)
     judged = {"eval/accuracy": 0.5, "eval/accuracy_low": 0.4, "eval/accuracy_high": 0.6, "eval/seconds": 80.0}
     epochs = "[sampling]\nstop_strings = []\n\n[schedule]\nmax_steps = -1\nnum_train_epochs = 3.0\n"
     page = visit(plain, _made_up(tmp_path / "b", epochs, **judged), first=".card canvas")
@@ -243,8 +230,7 @@ def test_two_runs_side_by_side(visit: Any, tmp_path: Path) -> None:
     assert page.page.locator(".card h2").first.inner_text() == "Held-out accuracy"
     page.until("document.querySelector('#strip').textContent.split('The reward was 0').length === 3")
     first, second = page.page.locator(".strip").all_inner_texts()
-    assert "baseline" in first
-    assert "no held-out evaluation" in first
+    assert all(words in first for words in ("baseline", "no held-out evaluation"))
     for words in ("10 % → 50 %", "improved", "95 % interval 40 to 60 %", "step 8 of 12", "about 7 min"):
         assert words in second
     assert page.shown() == ["Curves", "Machine", "Doctor", "Settings"]
@@ -255,8 +241,7 @@ def test_two_runs_side_by_side(visit: Any, tmp_path: Path) -> None:
     assert any(len(text) > 8 for text in texts["Entropy of the policy"])
     assert all(left >= 0 for card in texts.values() for _, _, left in card.values())  # no text is cut off
     assert {"100 %", "120 %", "150 %", "200 %"} & set(texts["Completions cut off at the length limit"]) == {"100 %"}
-    places = [tuple(texts["Held-out accuracy"][str(mark)]) for mark in range(1, 5)]
-    assert len(set(places)) == 4
+    assert len({tuple(texts["Held-out accuracy"][str(mark)]) for mark in range(1, 5)}) == 4
     page.go("Settings")
     row = page.page.locator("tr", has_text="sampling.stop_strings").locator("td").all_inner_texts()
     assert row == ["sampling.stop_strings", '["x]", "y"]', "[]"]
@@ -292,8 +277,7 @@ def test_agents_episodes_are_compared_turn_by_turn(agents_run: Path, visit: Any)
     assert page.count(".episodes thead th") == 1 + len(plays)
     assert page.count(".episodes tbody tr") == max(map(len, plays))
     told = page.first(".episodes tbody td").inner_text()
-    assert plays[0][0]["said"].strip() in told
-    assert plays[0][0]["seen"].split("\n")[0] in told
+    assert all(words in told for words in (plays[0][0]["said"].strip(), plays[0][0]["seen"].split("\n")[0]))
     assert re.search(r"advantage \S+ = episode \S+, turn \S+", told)
     if SCREENSHOTS:  # a group that did not do the same
         before = RunFolder.read(agents_run).read_completions(2)
@@ -306,8 +290,7 @@ def test_agents_episodes_are_compared_turn_by_turn(agents_run: Path, visit: Any)
     page.settle()
     page.page.locator(".episodes tbody button", has_text="tokens").first.click()
     page.first(".tokens span")
-    written = "".join(page.page.locator(".tokens span").all_inner_texts())
-    assert plays[0][0]["said"].strip()[:4] in written
+    assert plays[0][0]["said"].strip()[:4] in "".join(page.page.locator(".tokens span").all_inner_texts())
     page.go("Completions")
     page.page.get_by_role("button", name="turn by turn").first.click()
     page.page.locator(".episodes").wait_for()
@@ -354,8 +337,7 @@ def test_the_page_follows_a_run_that_trains(recipe_folder: Path, visit: Any, tmp
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
-            until = time.monotonic() + WAIT / 1000
-            metrics = tmp_path / "live" / "metrics.jsonl"
+            until, metrics = time.monotonic() + WAIT / 1000, tmp_path / "live" / "metrics.jsonl"
             while not (metrics.exists() and b'"loss"' in metrics.read_bytes()) and time.monotonic() < until:
                 assert process.poll() is None
                 time.sleep(0.1)
@@ -439,20 +421,18 @@ def test_a_long_run_opens_quickly_and_can_be_searched(visit: Any, tmp_path: Path
 
 
 def hostile_run(folder: Path) -> Path:
-    texts = [HOSTILE, "x" * 1_000_000, "\u202e" * 50 + "right to left", "\t\r\x07\x08" * 20, "", HOSTILE * 200]
     rows = [
         {"group": 0, "uid": HOSTILE, "prompt": json.dumps([{"role": "<b>", "content": HOSTILE}]), "completion": text,
          "reward": float("nan"), "masked_by": HOSTILE, "verdict/<i>": HOSTILE, HOSTILE[:-1]: HOSTILE,
          "play": json.dumps([{"seen": text, "said": HOSTILE, "action": HOSTILE, "reward": 1e308, "valid": 1}]),
          "turns": 1, "no_actions": 0, "ended": HOSTILE[:20]}
-        for text in texts
+        for text in [HOSTILE, "x" * 1_000_000, "\u202e" * 50 + "right to left", "\t\r\x07\x08" * 20, "", HOSTILE * 200]
     ]  # fmt: skip
     with RunFolder.create(folder) as run:
         run.write_completions(1, rows)
         run.write_evaluation(1, rows)
-        run.append_metrics(
-            1, {"reward": 0.5, "rewards/<img src=x>/mean": 1.0, "loss": 1e308, "step_time": 1, "agent/x": 1}
-        )
+        odd = {"rewards/<img src=x>/mean": 1.0, "loss": 1e308, "step_time": 1, "agent/x": 1}
+        run.append_metrics(1, {"reward": 0.5} | odd)
         run.append_answers(1, {HOSTILE[:-1]: [1, 2]})
         run.append_event("diagnosis", HOSTILE)
         run.append_event(HOSTILE, HOSTILE)
@@ -489,8 +469,7 @@ def test_a_file_to_send_needs_nobody(short_run: Path, agents_run: Path, visit: A
     for view in page.views():
         assert page.count("main .failed") == 0, view
     page.go("Completions", ".one")
-    whole = page.count(".one")
-    judged = 0
+    whole, judged = page.count(".one"), 0
     for which in ("right", "wrong"):
         page.choose("show", which)
         page.settle()
@@ -520,8 +499,7 @@ def test_screen_readers_find_their_way(short_run: Path, agents_run: Path, visit:
 
 
 def test_the_keyboard_is_enough(short_run: Path, visit: Any) -> None:
-    page = visit(short_run, first=".card canvas")
-    focused = "document.activeElement.textContent"
+    page, focused = visit(short_run, first=".card canvas"), "document.activeElement.textContent"
     page.until("[...document.querySelectorAll('nav button:not([hidden])')].some(tab => tab.textContent === 'Tokens')")
     page.settle()
     for _ in range(12):

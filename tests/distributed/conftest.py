@@ -1,7 +1,5 @@
 """Runs with several units in each step, and a Ray cluster."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

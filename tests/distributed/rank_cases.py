@@ -4,8 +4,6 @@ Run by torchrun, as `rank_cases.py FOLDER KIND:CASE ...`: cases one after the ot
 Rank 0 writes what came out of each.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -70,8 +68,7 @@ def updates(case: str, ranks: Ranks) -> dict[str, Any]:
         follow(ranks, learner)
         return {}
     leading = LeadingLearner(learner, ranks)
-    algorithm = AlgorithmConfig(**{"beta": 0.0, **CASES[case]})
-    metrics = []
+    algorithm, metrics = AlgorithmConfig(**{"beta": 0.0, **CASES[case]}), []
     for step in range(3):
         batch = make_batch(step, agents=case == "agents", groups=12 if case in ("memory", "a fault") else 3)
         try:

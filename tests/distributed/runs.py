@@ -1,7 +1,5 @@
 """Runs of the command in processes of their own, and what they leave behind, to be compared."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -37,10 +35,8 @@ def data() -> dict[str, Any]:
 
 
 def without_times(run: str | Path, without: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    return [
-        {name: value for name, value in record.items() if not name.startswith(VOLATILE + without)}
-        for record in RunFolder.read(run).read_metrics()
-    ]
+    records, volatile = RunFolder.read(run).read_metrics(), VOLATILE + without
+    return [{name: value for name, value in record.items() if not name.startswith(volatile)} for record in records]
 
 
 def learned(run: str | Path, *, without: tuple[str, ...] = (), weights: str = "") -> tuple[list[str], bytes]:

@@ -1,7 +1,5 @@
 """Three updates in shards beside the same in one process; see rank_cases.py."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any
@@ -49,10 +47,8 @@ def build(settings: dict[str, Any], algorithm: dict[str, Any]) -> Policy:
     options = {"family": "llama", "tied": True, "use_peft": False} | settings
     options.pop("budget", None)
     model = tiny_model(options.pop("family"), tie_word_embeddings=options.pop("tied"))
-    options |= {
-        "reference_update": AlgorithmConfig(**algorithm).reference_update,
-        "needs_reference": "beta" in algorithm,
-    }
+    update_of = AlgorithmConfig(**algorithm).reference_update
+    options |= {"reference_update": update_of, "needs_reference": "beta" in algorithm}
     decay = algorithm.get("reference_ema_decay", 0.99)
     policy = Policy.load(model, tiny_tokenizer(), lora_r=4, seed=3, reference_ema_decay=decay, **options)
     with torch.no_grad():
@@ -167,10 +163,8 @@ def compare(case: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
 
 
 def same(mine: dict[str, dict[str, Tensor]], theirs: dict[str, dict[str, Tensor]]) -> bool:
-    return all(
-        group.keys() == theirs[name].keys() and all(torch.equal(group[n], theirs[name][n]) for n in group)
-        for name, group in mine.items()
-    )
+    pairs = [(group, theirs[name]) for name, group in mine.items()]
+    return all(one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one) for one, other in pairs)
 
 
 def gradients(policy: ShardedPolicy) -> dict[str, Tensor]:
@@ -183,8 +177,7 @@ ShardedPolicy.gradients = gradients  # type: ignore[attr-defined]
 def wrapped_wrongly(case: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
     """The transformer is the root, and the head, which is tied, stays outside: the loss is right."""
     policy = build({"fused_layers": False}, {})
-    expected = Probe.of(policy, 1.0)
-    mesh = ranks.mesh("cpu", ranks.world)
+    expected, mesh = Probe.of(policy, 1.0), ranks.mesh("cpu", ranks.world)
     inner: Any = policy.held.transformer
     for layer in [*inner.layers, inner]:
         fully_shard(layer, mesh=mesh)

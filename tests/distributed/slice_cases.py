@@ -1,7 +1,5 @@
 """Models of which each rank reads its slices, beside the same models read whole; see rank_cases.py."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from pathlib import Path
@@ -24,8 +22,7 @@ from covey.pytorch.engine.merge import EffectiveWeights
 from covey.training.launch import RanksBackend
 from covey.types import Request, SamplingSettings
 
-TWO = ["q_proj", "up_proj"]
-MOVING = {"reference_update_steps": 100, "reference_ema_decay": 0.99}
+TWO, MOVING = ["q_proj", "up_proj"], {"reference_update_steps": 100, "reference_ema_decay": 0.99}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     # options of the model, settings of the run, size of its files
     "tied, all weights": ({}, {"use_peft": False}, "20KB"),
@@ -45,8 +42,7 @@ def write_models(folder: Path) -> None:
     """One model for each case, as its user would have it; one is damaged, the files of another have another form."""
     for case, (options, _, size) in CASES.items():
         options = {"name": "llama", "num_layers": 3} | options
-        model = tiny_model(options.pop("name"), **options)
-        model.save_pretrained(folder / case, max_shard_size=size)
+        tiny_model(options.pop("name"), **options).save_pretrained(folder / case, max_shard_size=size)
         tiny_tokenizer().save_pretrained(folder / case)
     shutil.copytree(folder / "tied, all weights", folder / "damaged")
     change(folder / "damaged", lambda tensors: tensors[min(tensors)].view(-1)[-1:].fill_(float("nan")))

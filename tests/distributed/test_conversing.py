@@ -1,7 +1,5 @@
 """Agents on a fleet and on ranks: who samples, who dies, and how fast worlds are change nothing that is said."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +21,7 @@ from covey.pytorch.backend import BACKEND
 from covey.rollout.learning import TrainedPolicy
 from covey.training.launch import RanksBackend
 from covey.types import Completion, Progress, Request, SamplingSettings
+from fakes import slow
 
 WORLD = {"world": "house:rooms=2,num_train=6,num_eval=3", "max_conversation_tokens": 600}
 WORLD |= {"max_completion_length": 16, "eval_on_start": False}
@@ -103,17 +102,11 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asked]:
     return made
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        CHOICE,
-        pytest.param({"action_format": "tags", "stop_strings": ("e",)}, marks=pytest.mark.slow),
-        pytest.param(STEPS, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+TAGS = {"action_format": "tags", "stop_strings": ("e",)}
+
+
+@pytest.mark.parametrize("how", [CHOICE, slow(TAGS), slow(STEPS)], ids=str)
 def test_agents_play_as_in_one_process(play: Any, fleet: Any, how: dict[str, Any]) -> None:
-    """Without a death, and with three."""
     here, asked = play("here", **how), fleet()
     assert_alike(here, play("there", samplers=3, **how))
     assert {len(members) for members in asked.values()} == {1}  # a conversation stays where it is
@@ -131,15 +124,9 @@ def numbers(trainer: GRPOTrainer | Path) -> Any:
     return learned(folder, without=("agent/waiting_share", "eval/agent/waiting_share"))
 
 
-@pytest.mark.parametrize(
-    "how",
-    [CHOICE, STEPS, {"action_format": "tags", "parallel_episodes": 3}],
-    ids=str,
-)
+@pytest.mark.parametrize("how", [CHOICE, STEPS, {"action_format": "tags", "parallel_episodes": 3}], ids=str)
 @pytest.mark.slow
-def test_the_speed_of_worlds_and_who_samples_change_nothing(
-    play: Any, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_speed_and_who_samples_change_nothing(play: Any, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     first = play("first", ranks=True, **how)
     assert_alike(play("here", **how), first)
     wait, luck, held = EnvironmentPool.wait, random.Random(5), list[Any]()
@@ -156,8 +143,7 @@ def test_the_speed_of_worlds_and_who_samples_change_nothing(
     monkeypatch.setattr(EnvironmentPool, "wait", one_at_a_time)
     monkeypatch.setattr(in_turns, "run_shared", backwards)
     again = play("again", ranks=True, **how)
-    assert numbers(again) == numbers(first)
-    assert said(again) == said(first)
+    assert (numbers(again), said(again)) == (numbers(first), said(first))
 
 
 @pytest.mark.slow

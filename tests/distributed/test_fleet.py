@@ -1,9 +1,4 @@
-"""The fleet's result is one member's, whatever its members do.
-
-They go wrong in all the ways that members can, and their clock waits for nobody.
-"""
-
-from __future__ import annotations
+"""The fleet's result is one member's, whatever its members do; their clock waits for nobody."""
 
 import hashlib
 from collections.abc import Sequence
@@ -80,8 +75,6 @@ class Clock:
 
 @dataclass
 class World:
-    """Where the members of a fleet live."""
-
     faults: list[str] = field(default_factory=list)  # what is met by units, loads and starts, as they are begun
     clock: Clock = field(default_factory=Clock)
     stopped: list[str] = field(default_factory=list)  # members
@@ -110,7 +103,6 @@ class World:
         return self.answer(1.0, member)
 
     def run_out(self) -> None:
-        """What is still to happen happens."""
         while self.clock.agenda:
             self.clock.agenda.pop(0)[2]()
 
@@ -195,13 +187,9 @@ def assert_right(fleet: Fleet, asked: Sequence[Request], version: int = 1, size:
 def test_units_are_whole_groups_in_order() -> None:
     asked = requests(5, 3)
     assert [r for unit in make_units(asked, 6) for r in unit] == asked
-    for some, size, expected in [
-        (asked, 6, [6, 6, 3]),
-        (asked, 1, [3] * 5),
-        (asked, 4, [6, 6, 3]),  # groups are never cut
-        ([], 4, []),
-        (requests(10, 1), 4, [4, 4, 2]),
-    ]:
+    threes = [6, 6, 3]  # groups are never cut
+    sizes = [(asked, 6, threes), (asked, 1, [3] * 5), (asked, 4, threes), ([], 4, []), (requests(10, 1), 4, [4, 4, 2])]
+    for some, size, expected in sizes:
         assert [len(unit) for unit in make_units(some, size)] == expected
 
 
@@ -246,8 +234,7 @@ def test_units_are_shared_out_and_progress_is_told() -> None:
     world, fleet = ready(3)
     progress: list[tuple[int, int]] = []
     fleet(requests(12), SETTINGS, policy_version=1, progress=lambda done, total: progress.append((done, total)))
-    assert {name for name, _ in world.begun} == {"m1", "m2", "m3"}
-    assert progress[-1] == (24, 24)
+    assert ({name for name, _ in world.begun}, progress[-1]) == ({"m1", "m2", "m3"}, (24, 24))
     assert [done for done, _ in progress] == sorted(done for done, _ in progress)
 
 
@@ -258,8 +245,7 @@ def test_a_death_is_told_and_counted() -> None:
     metrics = fleet.take_metrics()
     assert metrics["samplers/reissued_units"] == metrics["samplers/restarts"] == 1
     assert metrics["time/samplers_waiting"] > 0
-    assert fleet.take_metrics()["samplers/restarts"] == 0
-    assert world.stopped == ["m1"]
+    assert (fleet.take_metrics()["samplers/restarts"], world.stopped) == (0, ["m1"])
     first, second = fleet.members()
     assert (first["failed"], first["left"], second["failed"], second["version"]) == (1, False, 0, 1)
     assert first["units"] + second["units"] == 4
@@ -331,7 +317,6 @@ def test_a_member_that_cannot_start_ends_the_start() -> None:
 def test_weights_are_copied_before_the_update_changes_them() -> None:
     fleet, published = World().fleet(1), weights(1)
     fleet.publish(published)
-    assert fleet._held is not None
     held = next(iter(fleet._held.weights.adapter.tensors.values()))  # type: ignore[union-attr]
     next(iter(published.adapter.tensors.values()))[:] = 99.0  # type: ignore[union-attr]
     assert (held == 1.0).all()

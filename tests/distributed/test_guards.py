@@ -1,7 +1,5 @@
 """Which machines may work together, what is refused before anything is asked of a cluster, and a head that is lost."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -21,6 +19,7 @@ from covey.distributed import guards
 from covey.distributed.guards import Facts, Head, Node
 from covey.distributed.ranks import Ranks, await_all, check_ranks, whereabouts
 from covey.errors import ClusterLostError, ConfigError, ModelError
+from fakes import raises
 
 H100 = Facts(gpus=("H100",) * 8, driver="560", model="a")
 
@@ -46,8 +45,7 @@ def test_a_model_is_known_by_its_config_index_and_weights(model_folder: Path, tm
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name in (str(tmp_path / "none"), "pkg:no_such_package", str(tmp_path / "x.gguf"), str(tmp_path / "empty")):
-        with pytest.raises(OSError, match=r"there is no such|no package|holds no model"):
-            guards.model_hash(name)
+        raises(OSError, r"there is no such|no package|holds no model", guards.model_hash, name)
         assert guards.facts_here(name)["model_problem"].startswith("FileNotFoundError")
     assert guards.model_hash("somebody/that-nobody-has") == ("", 0)  # the hub is not asked
 
@@ -57,15 +55,11 @@ def test_mixtures_are_refused_unless_the_run_allows_them() -> None:
     assert guards.mixtures(Facts(), {"b": H100, "c": H100}, gpus=True) == []  # this machine only trains, or only leads
     assert guards.mixtures(H100, {"b": Facts()}, gpus=False) == []
     found = guards.mixtures(H100, {"b": replace(H100, gpus=("A100",), driver="550", threads=2)}, gpus=True)
-    assert found == [
-        "b has A100, this machine has H100",
-        "b has the GPU driver 550, this machine has 560",
-        "b has 2 threads, this machine has 0",
-    ]
+    more = ("A100, this machine has H100", "the GPU driver 550, this machine has 560", "2 threads, this machine has 0")
+    assert found == [f"b has {each}" for each in more]
     with pytest.raises(ConfigError, match=r"b has A100, this machine has H100; .*run\.allow_mixture=true"):
         guards.check_mixture(found, allowed=False)
-    assert len(guards.check_mixture(found, allowed=True)) == 3
-    assert guards.check_mixture([], allowed=False) == []
+    assert (len(guards.check_mixture(found, allowed=True)), guards.check_mixture([], allowed=False)) == (3, [])
 
 
 def test_gpus_are_those_that_the_driver_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,8 +77,7 @@ def test_gpus_are_those_that_the_driver_tells(tmp_path: Path, monkeypatch: pytes
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
-    began = time.monotonic()
-    failed = together([0, 2], 4, 1.0)
+    began, failed = time.monotonic(), together([0, 2], 4, 1.0)
     words = r"rank 1, 3 of 4 did not come; rank 0 on .*, rank 2 on .* did"
     assert [type(error) for error in failed] == [RuntimeError] * 2
     assert re.search(words, str(failed[0]))
@@ -110,8 +103,6 @@ def test_where_this_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Two(Ranks):
-    """Two ranks, the other one as told."""
-
     def __init__(self, versions: dict[str, str], facts: dict[str, Any], *, lost: int = 0) -> None:
         super().__init__()
         self.world, self._other, self._lost = 2, (versions, facts), lost
@@ -124,33 +115,25 @@ class Two(Ranks):
         total += 2 - self._lost
 
 
-@pytest.mark.parametrize(
-    ("versions", "facts", "message"),
-    [
+def test_ranks_that_differ_are_refused(settings: Any) -> None:
+    for versions, facts, message in (
         ({"covey": "0.0.1"}, {}, r"rank 1 on other-.* has covey 0\.0\.1, rank 0 has .*: install the same versions"),
         ({"transformers": ""}, {}, "lacks transformers, rank 0 has"),
         ({"torch": "2.12.0"}, {}, r"has torch 2\.12\.0, rank 0 has 2.*run\.allow_mixture=true"),
         ({}, {"threads": 7}, "rank 1 on other-.* has 7 threads, rank 0 has 1.*allow_mixture"),
         ({}, {"model": "0" * 64}, "on rank 1 on .* it is another one than here"),
-    ],
-)
-def test_ranks_that_differ_are_refused(
-    settings: dict[str, Any], versions: dict[str, str], facts: dict[str, Any], message: str
-) -> None:
-    config = GRPOConfig(**settings)
-    with pytest.raises(ConfigError, match=message):
-        check_ranks(Two(versions, facts), config)
-    if "allow_mixture" in message:
-        assert len(check_ranks(Two(versions, facts), config.replace(allow_mixture=True))) == 1
+    ):
+        config = GRPOConfig(**settings)
+        raises(ConfigError, message, check_ranks, Two(versions, facts), config)
+        if "allow_mixture" in message:
+            assert len(check_ranks(Two(versions, facts), config.replace(allow_mixture=True))) == 1
 
 
 def test_ranks_that_are_alike_add_up(settings: dict[str, Any]) -> None:
     assert check_ranks(Two({}, {}), GRPOConfig(**settings)) == []
-    with pytest.raises(ModelError, match="sum of 1 MB is wrong on"):
-        check_ranks(Two({}, {}, lost=1), GRPOConfig(**settings))
+    raises(ModelError, "sum of 1 MB is wrong on", check_ranks, Two({}, {}, lost=1), GRPOConfig(**settings))
     found = guards.installed(["torch", "no-such-package"])
-    assert found["no-such-package"] == ""
-    assert (found["torch"][:2], found["python"][:2]) == ("2.", "3.")
+    assert (found["no-such-package"], found["torch"][:2], found["python"][:2]) == ("", "2.", "3.")
 
 
 def node(name: str, cpus: float, gpus: float, memory: float = float("inf")) -> Node:
@@ -176,9 +159,8 @@ def test_what_will_do() -> None:
     assert found == ["node b has torch 2.12.1, this process has 2.13.0"]
 
 
-@pytest.mark.parametrize(
-    ("check", "arguments", "words"),
-    [
+def test_what_does_not_do_is_refused() -> None:
+    for check, arguments, words in (
         ("room", (NODES, 4, 1, 1), r"samplers=4: each takes 1 CPU and 1 GPU.* room for 3: a \(8 CPUs, 2 GPUs\)"),
         ("room", ([], 1, 1, 0), "has room for 0"),
         ("learners", (NODES, "a", (4, 1, 1), (0, 1, 1)), r"learners=4: 4 CPUs and 4 .* room for 3 learners: a \(8 "),
@@ -191,11 +173,9 @@ def test_what_will_do() -> None:
         ("models", ("m", H100, {"b": replace(H100, model_problem="OSError: no")}), r"read on b \(OSError: no\)"),
         ("versions", ("b", OWN | {"python": "3.12.1"}, OWN, "this"), r"b has python 3\.12\.1, this has .*: install"),
         ("versions", ("b", {"python": "3.11.9"}, OWN, "this"), "b lacks torch"),
-    ],
-)
-def test_what_does_not_do_is_refused(check: str, arguments: tuple[Any, ...], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        getattr(guards, f"check_{check}")(*arguments)
+    ):
+        with pytest.raises(ConfigError, match=words):
+            getattr(guards, f"check_{check}")(*arguments)
 
 
 def test_gpus_are_used_where_there_are_any() -> None:
@@ -226,5 +206,4 @@ def test_a_head_is_lost_when_it_has_been_silent_for_long(monkeypatch: pytest.Mon
         head.check()
     assert caught.value.exit_status == 75
     assert head.lost
-    with pytest.raises(ClusterLostError):
-        head.check()
+    raises(ClusterLostError, None, head.check)

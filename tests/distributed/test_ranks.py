@@ -4,8 +4,6 @@ The fixture `found` is one start of torchrun that is looked at in many ways: few
 of them, on three ranks and on two machines too, among the slow ones.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -33,6 +31,7 @@ from covey.pytorch.models.slices import ModelFiles, NotSlicedError, replace_para
 from covey.training import launch
 from covey.training.checkpoint import list_checkpoints, load_checkpoint
 from covey.training.launch import RanksBackend
+from fakes import raises
 
 SCRIPT = Path(__file__).parent / "rank_cases.py"
 PAIR = ("tied, all weights", "untied, LoRA")
@@ -129,11 +128,9 @@ def test_what_a_rank_has_written_is_checked(found: Found, tmp_path: Path) -> Non
     _, other, *_ = sorted((folder / "shards").iterdir())
     content = other.read_bytes()
     other.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match="has changed since it was written"):
-        load_checkpoint(folder)
+    raises(CheckpointError, "has changed since it was written", load_checkpoint, folder)
     other.unlink()
-    with pytest.raises(CheckpointError, match="is missing"):
-        load_checkpoint(folder)
+    raises(CheckpointError, "is missing", load_checkpoint, folder)
 
 
 @pytest.mark.slow
@@ -154,8 +151,7 @@ def test_a_checkpoint_keeps_its_bits_on_two_one_three_and_two_ranks(tmp_path: Pa
 
 @pytest.mark.slow
 def test_all_end_when_memory_runs_out_on_one(tmp_path: Path) -> None:
-    started = time.monotonic()
-    process = torchrun(2, SCRIPT, tmp_path, "fail:0")
+    started, process = time.monotonic(), torchrun(2, SCRIPT, tmp_path, "fail:0")
     printed = finished(process)
     assert process.returncode != 0
     assert time.monotonic() - started < 250  # not by the deadline of 300 s
@@ -168,9 +164,8 @@ def test_all_end_when_memory_runs_out_on_one(tmp_path: Path) -> None:
         assert said in printed, printed[-3000:]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_what_is_not_served_is_named(settings: dict[str, Any]) -> None:
+    for changes, message in (
         ({"max_staleness": 1}, "nothing is sampled ahead"),
         ({"autocast": "bfloat16"}, r"optim\.autocast='bfloat16': is not served"),
         ({"offload": True}, r"optim\.offload=True: is not served"),
@@ -178,16 +173,19 @@ def test_all_end_when_memory_runs_out_on_one(tmp_path: Path) -> None:
         ({"quantization": "nf4"}, r"model\.quantization='nf4': is not served"),
         ({"lora_dropout": 0.1}, r"model\.lora_dropout=0\.1: is not served"),
         ({"beta": 0.1, "kl_estimator": "exact", "use_peft": False}, r"algorithm\.kl_estimator='exact': is not served"),
-    ],
-)
-def test_what_is_not_served_is_named(settings: dict[str, Any], changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        RanksBackend(Ranks()).check(GRPOConfig(**(settings | changes), learner_kind="sharded"))
+    ):
+        config = GRPOConfig(**(settings | changes), learner_kind="sharded")
+        raises(ConfigError, message, RanksBackend(Ranks()).check, config)
 
 
-@pytest.mark.parametrize(
-    ("world", "local_world", "memory", "over"),
-    [
+def test_auto_shards_what_would_fill_the_memory(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    config, cpu = GRPOConfig(**settings, use_peft=False, beta=0.04), torch.device("cpu")
+    model = RanksBackend(Ranks()).make_policy(config).model
+    needed = training_bytes(model, keeps_copy=True)
+    numbers = sum(p.numel() for p in model.parameters())
+    assert needed == numbers * (4 * (1 + 3 + 1) + 8)  # weights, gradients, moments, reference; the sum
+    sharded, replicated = (config.replace(learner_kind=kind) for kind in ("sharded", "replicated"))
+    for world, local_world, memory, over in (
         (2, 2, 1.1, 1),  # memory of a rank, in parts of what the training state needs in four fifths of it
         (2, 2, 0.9, 2),
         (4, 2, 0.9, 2),  # two ranks hold it together, each machine has a copy
@@ -195,22 +193,15 @@ def test_what_is_not_served_is_named(settings: dict[str, Any], changes: dict[str
         (4, 2, 0.49, 4),  # nor does a machine hold it
         (4, 1, 0.9, 4),
         (3, 2, 0.9, 3),  # two on one machine and one on another
-    ],
-)
-def test_auto_shards_what_would_fill_the_memory(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, world: int, local_world: int, memory: float, over: int
-) -> None:
-    config, cpu = GRPOConfig(**settings, use_peft=False, beta=0.04), torch.device("cpu")
-    model = RanksBackend(Ranks()).make_policy(config).model
-    needed = training_bytes(model, keeps_copy=True)
-    numbers = sum(p.numel() for p in model.parameters())
-    assert needed == numbers * (4 * (1 + 3 + 1) + 8)  # weights, gradients, moments, reference; the sum
-    monkeypatch.setattr(sharded_learner, "total_memory", lambda: int(memory * local_world * needed / 0.8))
-    ranks: Any = SimpleNamespace(world=world, local_world=local_world, gather=lambda own: [own] * world)
-    assert parts(config, needed, cpu, ranks) == over
-    assert parts(config.replace(learner_kind="sharded"), needed, cpu, ranks) == (over if over > 1 else local_world)
-    assert parts(config.replace(learner_kind="replicated"), needed, cpu, ranks) == 1
-    assert parts(config.replace(learner_kind="sharded"), needed, cpu, Ranks()) == 1
+    ):
+        held = int(memory * local_world * needed / 0.8)
+        monkeypatch.setattr(sharded_learner, "total_memory", lambda held=held: held)
+        ranks: Any = SimpleNamespace(
+            world=world, local_world=local_world, gather=lambda own, world=world: [own] * world
+        )
+        found = [parts(each, needed, cpu, ranks) for each in (config, sharded, replicated)]
+        assert found == [over, over if over > 1 else local_world, 1], (world, local_world, memory)
+        assert parts(sharded, needed, cpu, Ranks()) == 1
 
 
 def test_slices_have_the_bits_of_whole_models(found: Found) -> None:
@@ -274,21 +265,17 @@ def test_tied_parameters_stay_tied() -> None:
 )
 def test_files_of_another_form_are_read_whole(folder: Path, edit: Any, message: str) -> None:
     slice_cases.change(folder, lambda tensors: tensors.update(edit(name := max(tensors), tensors.pop(name))))
-    with pytest.raises(NotSlicedError, match=message):
-        find(folder)
+    raises(NotSlicedError, message, find, folder)
 
 
 def test_files_that_are_missing_or_damaged_are_left_to_whole_loading(folder: Path, tmp_path: Path) -> None:
     index = folder / "model.safetensors.index.json"
     for damage in ("{", '{"weight_map": {"a": "nowhere.safetensors"}}', '{"weight_map": 1}'):
         index.write_text(damage)
-        with pytest.raises(NotSlicedError):
-            find(folder)
+        raises(NotSlicedError, None, find, folder)
     index.unlink()
-    with pytest.raises(NotSlicedError, match="no safetensors files"):
-        find(folder)
-    with pytest.raises(ModelError, match="there is no such file or folder"):
-        find(tmp_path / "no where")
+    raises(NotSlicedError, "no safetensors files", find, folder)
+    raises(ModelError, "there is no such file or folder", find, tmp_path / "no where")
 
 
 SHARDED = {"distributed.learner_kind": "sharded"}
@@ -367,9 +354,7 @@ def test_killed_at_each_moment_of_a_checkpoint(recipe_folder: Path, one: Path, t
 
 
 @pytest.mark.slow
-def test_packs_are_halved_for_the_rest_of_the_run_when_memory_runs_out(
-    recipe_folder: Path, one: Path, tmp_path: Path
-) -> None:
+def test_packs_are_halved_for_good_when_memory_runs_out(recipe_folder: Path, one: Path, tmp_path: Path) -> None:
     more: dict[str, Any] = SHARDED | {"optim.tokens_per_micro_batch": 256, "environment": {"FAULT": "memory 1 70"}}
     printed = ended_well(train(2, recipe_folder, tmp_path / "run", "--max-restarts", "2", **more))
     assert_near(one, tmp_path / "run")
@@ -430,21 +415,15 @@ def test_a_script_started_by_torchrun_is_told_how_to_train_on_several(model_fold
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("world", "learners", "message"),
-    [
+def test_learners_and_torchrun_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    for world, learners, message in (
         ("1", 2, r"distributed\.learners=2: torchrun has started 1"),
         ("2", 1, "MASTER_ADDR='': torchrun sets them"),
         ("one", 1, "WORLD_SIZE='one'"),
-    ],
-)
-def test_learners_and_torchrun_must_agree(
-    world: str, learners: int, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", world)
-    with pytest.raises(ConfigError, match=message):
-        launch.run(GRPOConfig(learners=learners))
+    ):
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", world)
+        raises(ConfigError, message, launch.run, GRPOConfig(learners=learners))
 
 
 def test_it_is_refused_before_ranks_are_started(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,5 +434,4 @@ def test_it_is_refused_before_ranks_are_started(settings: dict[str, Any], monkey
 
 def test_an_optimiser_of_ones_own_is_refused(settings: dict[str, Any]) -> None:
     trainer = GRPOTrainer(args=GRPOConfig(**settings), backend=RanksBackend(Ranks()), **DATA)
-    with pytest.raises(ConfigError, match="in one process only"):
-        trainer.learner.use_optimizer(None)
+    raises(ConfigError, "in one process only", trainer.learner.use_optimizer, None)

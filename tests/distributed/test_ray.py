@@ -114,8 +114,7 @@ def test_a_node_that_is_lost(on_ray: Make, cluster: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(RayMember, "begin", begin_)
     try:
         trainer = on_ray("lost", 3)
-        assert trained(trainer, without=COUNTED) == alone
-        assert len(events(trainer.args.run.output_dir, "sampler")) == 1
+        assert (trained(trainer, without=COUNTED), len(events(trainer.args.run.output_dir, "sampler"))) == (alone, 1)
     finally:
         for _ in lost:
             cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
@@ -199,9 +198,7 @@ def test_workers_score_as_this_process(on_ray: Make) -> None:
     assert all(record["seen"] == 1.0 for record in steps)
 
 
-def test_workers_beside_samplers_and_rewards_by_name(
-    on_ray: Make, recipe_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reward_workers_and_rewards_by_name(on_ray: Make, recipe_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers import the user's file themselves."""
     monkeypatch.chdir(recipe_folder)
     named = {"functions": ("rewards.py:few_vowels",), "dataset": str(recipe_folder / "train.jsonl"), "max_steps": 2}

@@ -79,9 +79,7 @@ def test_ray_starts_what_torchrun_starts(command: list[object], tmp_path: Path, 
 
 
 @pytest.mark.parametrize("lost", ["rank 0", "rank 1", "a node"])
-def test_what_is_lost_is_started_again(
-    command: list[object], tmp_path: Path, cluster: Any, unbroken: Runs, lost: str
-) -> None:
+def test_what_is_lost_is_started_again(command: Any, tmp_path: Path, cluster: Any, unbroken: Runs, lost: str) -> None:
     process = started([*command, *LONG])
     try:
         await_checkpoint(process, tmp_path / "run", 6)
@@ -108,9 +106,7 @@ def test_actors_sample_ahead_for_several_learners(command: list[object], tmp_pat
 
 
 @pytest.mark.parametrize("adapter", ["true", "false"])
-def test_actors_are_given_what_learners_hold_in_parts(
-    command: list[object], recipe_folder: Path, tmp_path: Path, adapter: str
-) -> None:
+def test_actors_are_given_what_learners_hold(command: Any, recipe_folder: Path, tmp_path: Path, adapter: str) -> None:
     settings = ["distributed.samplers=1", f"model.use_peft={adapter}", "distributed.learner_kind=sharded"]
     run_to_its_end([*command, *settings])
     run_to_its_end([*command[:5], f"run.output_dir={tmp_path / '1'}", "distributed.samplers=0", settings[1]])

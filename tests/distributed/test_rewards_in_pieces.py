@@ -1,7 +1,5 @@
 """Scoring by pieces gives what scoring in one call gives. (In Ray actors: test_ray.py.)"""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from functools import partial
@@ -23,6 +21,7 @@ from covey.functions import USER_FILES, load_function
 from covey.observe.doctor import diagnose
 from covey.rollout.scoring import Asked, Scorer
 from covey.types import Episode, Prompt
+from fakes import raises
 
 
 def by_row(completions: list[str], answer: list[str | None], **columns: Any) -> list[float | None]:
@@ -129,9 +128,7 @@ def test_an_error_names_the_sample_of_the_step() -> None:
 
 
 @pytest.mark.parametrize("changes", [pytest.param({"max_staleness": 1}, marks=pytest.mark.slow), {}], ids=str)
-def test_a_run_by_pieces_is_the_run_in_one_call(
-    by_units: dict[str, Any], changes: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_run_by_pieces_is_the_run_in_one_call(by_units: Any, changes: dict[str, Any], tmp_path: Path) -> None:
     runs = []
     for name, workers in (("whole", None), ("pieces", 0)):
         args = GRPOConfig(**(by_units | changes | {"reward_workers": workers, "output_dir": str(tmp_path / name)}))
@@ -158,13 +155,10 @@ def test_files_must_be_there_and_the_same(tmp_path: Path, monkeypatch: pytest.Mo
         (function,) = sent.make()
         assert function(["a"]) == [1.0]
         path.write_text(text.replace("1.0", "2.0"))
-        with pytest.raises(ConfigError, match=r"mine.py: on .* it is another file; copy it to every machine"):
-            sent.make()
+        raises(ConfigError, r"mine.py: on .* it is another file; copy it to every machine", sent.make)
         path.unlink()
-        with pytest.raises(ConfigError, match=r"mine.py: on .* there is no such file; copy it"):
-            sent.make()
-        with pytest.raises(ConfigError, match="no such task"):
-            replace(sent, hashes={}, config=GRPOConfig(task="riddle")).make()
+        raises(ConfigError, r"mine.py: on .* there is no such file; copy it", sent.make)
+        raises(ConfigError, "no such task", replace(sent, hashes={}, config=GRPOConfig(task="riddle")).make)
     finally:
         USER_FILES.pop(next(name for name, file in USER_FILES.items() if file == str(path)))
 

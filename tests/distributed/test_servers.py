@@ -3,8 +3,6 @@
 Servers batch as they like and remember prompts, so log-probabilities differ in the last digits with who was asked what.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

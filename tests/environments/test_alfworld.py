@@ -1,7 +1,5 @@
 """ALFWorld's games: read from both kinds of folders, and played as TextWorld plays them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random
@@ -15,6 +13,7 @@ from worlds import answers, begun
 
 from covey.environments import EnvironmentPool, Observation, Outcome, World, get_world
 from covey.errors import ConfigError, DataError
+from fakes import raises
 
 pytest.importorskip("alfworld", reason="pip install 'covey[alfworld]'; see make test-worlds")
 TYPE = "pick_and_place_simple"
@@ -106,8 +105,7 @@ def test_plays_as_textworld_does() -> None:
     draw = random.Random(7)
     for turn, (said, commands, won) in enumerate(theirs):
         assert game.do(PLAN[turn] if turn < len(PLAN) else draw.choice(list(game.commands))) == said
-        assert list(game.commands) == commands
-        assert game.won == won
+        assert (list(game.commands), game.won) == (commands, won)
     assert [won for _, _, won in theirs[: len(PLAN)]] == [False] * (len(PLAN) - 1) + [True]
 
 
@@ -118,8 +116,7 @@ def test_the_planner_solves_it_in_a_process_of_its_own(folder: Path) -> None:
             (seen,) = begun(pool, task)
             assert seen.text.endswith(f"Your task is to: {GOAL}.")
             for action in PLAN:
-                assert pool.expert_action(0) == action
-                assert action in seen.actions
+                assert (pool.expert_action(0), action in seen.actions) == (action, True)
                 pool.step(0, action)
                 outcome = answers(pool, 1)[0]
                 seen = outcome.observation
@@ -138,12 +135,10 @@ def test_what_is_not_possible_changes_nothing(folder: Path) -> None:
 
 def test_tasks(folder: Path) -> None:
     two = [_world(folder, num_train=2).train_tasks(1) for _ in range(2)]
-    assert two[0] == two[1]
-    assert len(two[0]) == 2
+    assert (two[0], len(two[0])) == (two[1], 2)
     assert {task["type"] for task in _world(folder).train_tasks(0)} == {TYPE, "look_at_obj_in_light"}
     (look,) = _world(folder, types="look_at_obj_in_light").train_tasks(0)
-    assert look["uid"] == "look"
-    assert _world(folder).eval_tasks()[0]["goal"] == GOAL
+    assert (look["uid"], _world(folder).eval_tasks()[0]["goal"]) == ("look", GOAL)
     assert _world(folder, goals="human").eval_tasks()[0]["goal"] == "File the book"
 
 
@@ -171,15 +166,12 @@ def test_mistakes(folder: Path, tmp_path: Path) -> None:
         ({"num_train": 0}, "num_train=0"),
         ({"goals": "animal"}, "must be template or human"),
     ):
-        with pytest.raises(ConfigError, match=message):
-            _world(folder, **options)
-    with pytest.raises(DataError, match=r"neither train\.jsonl\.gz nor a folder train"):
-        _world(tmp_path / "nowhere").train_tasks(0)
+        raises(ConfigError, message, _world, folder, **options)
+    raises(DataError, r"neither train\.jsonl\.gz nor a folder train", _world(tmp_path / "nowhere").train_tasks, 0)
     with pytest.raises(DataError, match="no games of pick_heat_then_place_in_recep"):
         _world(folder, types="pick_heat_then_place_in_recep").train_tasks(0)
     (folder / "train.jsonl.gz").write_bytes(b"no gzip")
-    with pytest.raises(DataError, match="not one ALFWorld game in each line"):
-        _world(folder).train_tasks(0)
+    raises(DataError, "not one ALFWorld game in each line", _world(folder).train_tasks, 0)
 
 
 def test_a_broken_game_costs_its_own_episode(folder: Path) -> None:

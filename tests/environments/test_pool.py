@@ -1,7 +1,5 @@
 """Environments in processes of their own: trouble costs one episode and nothing else."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -18,6 +16,7 @@ from worlds import NoRoom, Together, Trouble, Unimportable, Waiting, answers, as
 from covey.environments import EnvironmentPool, Observation, Outcome
 from covey.errors import ConfigError, EpisodeError
 from covey.recipes.house.house import House
+from fakes import raises
 
 
 @pytest.fixture
@@ -61,8 +60,7 @@ def test_a_house_is_played() -> None:
             house.step(0, str(house.expert_action(0)))
             outcome = answers(house, 1)[0]
             rewards.append(outcome.reward)
-        assert rewards == [0.0, 0.0, 1.0]
-        assert (outcome.done, outcome.success) == (True, True)
+        assert (rewards, outcome.done, outcome.success) == ([0.0, 0.0, 1.0], True, True)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +104,7 @@ def test_a_slow_world_does_not_hold_up_the_others(pool: EnvironmentPool) -> None
     began = time.monotonic()
     assert [place for place, _ in pool.wait()] == [1]
     assert time.monotonic() - began < 0.25
-    assert pool.wait(0.0) == []
-    assert [place for place, _ in pool.wait()] == [0]
+    assert (pool.wait(0.0), [place for place, _ in pool.wait()]) == ([], [0])
     assert pool.wait() == []  # nothing is open
 
 
@@ -116,8 +113,7 @@ def test_worlds_that_cannot_be_made_sent_or_imported(monkeypatch: pytest.MonkeyP
         assert "ImportError: no such game engine" in str(begun(pool, {})[0])
     world = House()
     world.system_prompt = lambda: "x"  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="House cannot be sent to another process"):
-        EnvironmentPool(world, places=1)
+    raises(ConfigError, "House cannot be sent to another process", EnvironmentPool, world, places=1)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path).name != "environments"])
     with EnvironmentPool(Trouble(), places=1) as pool, pytest.raises(ConfigError, match="No module named 'worlds'"):
         begun(pool, {})
@@ -125,8 +121,7 @@ def test_worlds_that_cannot_be_made_sent_or_imported(monkeypatch: pytest.MonkeyP
 
 def test_one_question_at_a_time_which_can_be_forgotten(pool: EnvironmentPool) -> None:
     ask(pool, {"reset": "hang"}, {})
-    with pytest.raises(ValueError, match="place 0 has not answered yet"):
-        pool.step(0, "x")
+    raises(ValueError, "place 0 has not answered yet", pool.step, 0, "x")
     answers(pool, 1)
     pool.cancel(0)
     pool.cancel(1)  # nothing is open there
@@ -145,8 +140,7 @@ def test_resets_wait_for_their_turn_and_not_on_their_time() -> None:
         began = time.monotonic()
         ask(pool, *[{"reset": "slow"}] * 5, {"uid": object()}, {})
         pool.cancel(6)
-        with pytest.raises(ValueError, match="place 4 has not answered yet"):
-            pool.reset(4, {"uid": "t"}, 0)
+        raises(ValueError, "place 4 has not answered yet", pool.reset, 4, {"uid": "t"}, 0)
         found = answers(pool, 6)
         assert time.monotonic() - began > 1.0  # three times 0.4 s: more than two at once would be quicker
         assert all(isinstance(found[place], Observation) for place in range(5))
@@ -173,8 +167,7 @@ def test_environments_give_back_what_they_hold(tmp_path: Path) -> None:
     """In order at the end; what one leaves behind is ended, also where it was killed or ended itself."""
     log = tmp_path / "log"
     with EnvironmentPool(Trouble(), places=4, step_seconds=0.5) as pool:
-        seen = begun(pool, *[{"child": str(log)}] * 4)
-        children = [int(one.text.split(" with ")[1].split()[0]) for one in seen]
+        children = [int(one.text.split(" with ")[1].split()[0]) for one in begun(pool, *[{"child": str(log)}] * 4)]
         assert all(map(exists, children))
         pool.step(0, "hang")
         pool.step(1, "exit")
@@ -204,8 +197,7 @@ def test_processes_that_end_between_episodes_cost_none(pool: EnvironmentPool) ->
         os.kill(process_of(seen), signal.SIGKILL)
         assert gone(process_of(seen))
         if uid == "c":
-            with pytest.raises(EpisodeError, match="could not be asked for expert_action"):
-                pool.expert_action(0)
+            raises(EpisodeError, "could not be asked for expert_action", pool.expert_action, 0)
         (seen,) = begun(pool, {"uid": uid})
         assert f"episode 1 of {uid}" in seen.text
     assert pool.wait() == []

@@ -1,7 +1,5 @@
 """Worlds: adapters for other interfaces, worlds by name, and from what a model says to what it does."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +12,7 @@ from covey.environments.adapters import Gymnasium, GymnasiumEnvironment, OpenEnv
 from covey.environments.base import checked_reset, checked_step
 from covey.errors import ConfigError, EpisodeError
 from covey.recipes.house.house import House, HouseEnvironment
+from fakes import raises
 
 TASK = {"rooms": ["attic", "garden"], "thing": "key", "place": "garden", "uid": "x"}
 
@@ -38,8 +37,7 @@ def test_the_house_shows_one_room_at_a_time() -> None:
 
 
 def test_an_expert_needs_three_actions_everywhere() -> None:
-    world = House(rooms=5)
-    for task in world.eval_tasks()[:20]:
+    for task in House(rooms=5).eval_tasks()[:20]:
         house = HouseEnvironment()
         house.reset(task, 0)
         assert [house.step(house.expert_action())[2] for _ in range(3)] == [False, False, True]
@@ -63,8 +61,7 @@ def test_worlds_by_name() -> None:
         ("house:room=3", "has no option 'room'; did you mean 'rooms'"),
         ("house:rooms=1", "rooms=1"),
     ):
-        with pytest.raises(ConfigError, match=message):
-            get_world(name)
+        raises(ConfigError, message, get_world, name)
     register_world("mine", House)
     assert isinstance(get_world("mine"), House)
 
@@ -92,8 +89,7 @@ def test_gymnasium() -> None:
     env.close()
     world = Gymnasium("Corridor-v0", num_train=5, num_eval=3)
     assert {t["seed"] for t in world.train_tasks(0)}.isdisjoint(t["seed"] for t in world.eval_tasks())
-    with pytest.raises(ConfigError, match="env=FrozenLake"):
-        Gymnasium()
+    raises(ConfigError, "env=FrozenLake", Gymnasium)
 
 
 def test_openenv() -> None:
@@ -114,19 +110,16 @@ def test_openenv() -> None:
         return SimpleNamespace(text=text.removeprefix("say "))
 
     env = OpenEnvEnvironment(Client(), act=act)
-    assert env.reset({}, 0).text == "hello"
-    assert env.step("shout") == (Observation("hello"), 0.0, False, {"valid": False})
+    assert (env.reset({}, 0).text, env.step("shout")) == ("hello", (Observation("hello"), 0.0, False, {"valid": False}))
     assert env.step("say hi") == (Observation("echo hi"), 0.5, True, {"n": 1})
     env.close()
-    with pytest.raises(ConfigError, match="give factory=file"):
-        OpenEnv()
+    raises(ConfigError, "give factory=file", OpenEnv)
 
 
 def test_what_is_an_observation_and_an_outcome() -> None:
     wrong: Any = (None, 3, b"x", Observation(3), Observation("x", "abc"), Observation("x", (1,)))  # type: ignore[arg-type]
     for returned in wrong:
-        with pytest.raises(EpisodeError, match="reset returned"):
-            checked_reset(returned)
+        raises(EpisodeError, "reset returned", checked_reset, returned)
     seen = Observation("a", ("x", "y"))
     assert checked_reset(("text", {"info": 1})) == Observation("text")
     outcome = checked_step(("b", 1, True, {"k": 2}), "x", seen)
@@ -134,8 +127,7 @@ def test_what_is_an_observation_and_an_outcome() -> None:
     assert not checked_step(("b", 0.0, True, {}), "z", seen).valid
     assert not checked_step(("b", 0.0, True, {}), "x", seen).success
     for reward in (float("nan"), float("inf"), "1", True, None):
-        with pytest.raises(EpisodeError, match="finite number"):
-            checked_step(("b", reward, False, {}), "x", seen)
+        raises(EpisodeError, "finite number", checked_step, ("b", reward, False, {}), "x", seen)
 
 
 def test_a_real_gymnasium_environment_in_a_process_of_its_own() -> None:
@@ -155,9 +147,8 @@ def test_a_real_gymnasium_environment_in_a_process_of_its_own() -> None:
 ACTIONS = ("go", "go north", "go to the red door", "take key", "look")
 
 
-@pytest.mark.parametrize(
-    ("text", "format", "action"),
-    [
+def test_formats() -> None:
+    for text, format, action in (
         ("<action>go north</action>", "tags", "go north"),
         ("I think. <action>look</action> no: <ACTION> take key </ACTION>", "tags", "take key"),
         ("go north", "tags", None),
@@ -181,10 +172,8 @@ ACTIONS = ("go", "go north", "go to the red door", "take key", "look")
         ('{"arguments": 3}', "tool", None),
         ("[" * 100_000, "tool", None),
         ("go", "choice", "go"),
-    ],
-)
-def test_formats(text: str, format: str, action: str | None) -> None:
-    assert parse_action(text, format, ACTIONS) == action  # type: ignore[arg-type]
+    ):
+        assert parse_action(text, format, ACTIONS) == action, text[:80]  # type: ignore[arg-type]
 
 
 def test_without_a_list_anything_may_be_tried_and_with_one_the_longest_name_is_meant() -> None:

@@ -1,7 +1,5 @@
 """Worlds that misbehave, or whose processes end, in a module that other processes import; and how they are asked."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tempfile

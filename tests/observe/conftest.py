@@ -1,7 +1,5 @@
 """Runs that the tests of this room look at."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,4 @@
-"""Who watches a run: the fan-out, the run folder, the screen; and trackers, by stand-ins for the real ones: what they
-are told, how much of it, and what they cannot do to a run.
-"""
-
-from __future__ import annotations
+"""Who watches a run: the run folder, the screen; and trackers: what they are told, and what they cannot do to a run."""
 
 import io
 import json
@@ -26,6 +22,7 @@ from covey.errors import ConfigError, RunFolderError
 from covey.observe import BaseObserver, ConsoleProgress, Observers, RunFolder, RunFolderWriter, make_observers
 from covey.observe.console import format_number, visible
 from covey.observe.trackers import MLflowTracker, Sender, _Tracker, bounded_table, bounded_text, is_due
+from fakes import raises
 
 HELD_OUT = {"eval/accuracy": 0.25, "eval/accuracy_low": 0.1, "eval/accuracy_high": 0.5}
 ROWS = [{"group": 0, "sample": n, "prompt": "p", "completion": "c" * 2000, "reward": 1.0} for n in range(5)]
@@ -72,8 +69,7 @@ def test_a_run_that_cannot_be_written_ends(run: RunFolder, monkeypatch: pytest.M
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
-        with pytest.raises(RunFolderError, match=r"the disk is full; free some space"):
-            observers.on_step(2, {})
+        raises(RunFolderError, r"the disk is full; free some space", observers.on_step, 2, {})
     assert [record["step"] for record in run.read_metrics()] == [1]
 
 
@@ -82,16 +78,10 @@ def test_the_run_folder_gets_everything_but_completions_that_are_not_wanted(run:
     assert run.completion_steps() == []
     run.truncate_after(-1)
     tell_a_run(make_observers("none", run, console=False))
-    assert run.read_metrics() == [
-        {"step": 0, **HELD_OUT},
-        {"step": 1, "reward": 0.1, "kl": None, "note": "text"},
-        {"step": 2, "reward": 0.2, "kl": None, "note": "text"},
-    ]
+    rest = {"kl": None, "note": "text"}
+    assert run.read_metrics() == [{"step": 0, **HELD_OUT}, *({"step": n, "reward": n / 10, **rest} for n in (1, 2))]
     assert run.read_completions(2) == ROWS
     assert [event["message"] for event in run.read_events()] == 2 * ["started", "all is well", "finished"]
-
-
-# ---------------------------------------------------------------------- the screen
 
 
 def test_plain_console_prints_a_line_every_few_steps() -> None:
@@ -140,15 +130,13 @@ def test_a_notebook_has_one_output_that_changes(monkeypatch: pytest.MonkeyPatch)
     now[0] += 1
     progress.on_progress("sampling", 5, 8)
     outputs = [each.args[0]["text/plain"] for each in handle.update.call_args_list]
-    assert [output.splitlines()[-1] for output in outputs[:3]] == [
-        f"step {step}/3  reward 0.{step}00  left 0 s" for step in (1, 2, 3)
-    ]
+    shows = [f"step {step}/3  reward 0.{step}00  left 0 s" for step in (1, 2, 3)]
+    assert [output.splitlines()[-1] for output in outputs[:3]] == shows
     evaluation = "evaluation at step 3: accuracy 0.250 (95 %: 0.100 to 0.500)"
     before = f"demo: 3 steps\n{evaluation}\nstep 3/3  reward 0.300  left 0 s"
     assert outputs[3:] == [before, f"{before}  sampling 5/8"]
     progress.on_run_end("finished")
-    last = handle.update.call_args.args[0]["text/plain"].splitlines()
-    assert last == [*before.splitlines(), "finished after 4 s"]
+    assert handle.update.call_args.args[0]["text/plain"].splitlines() == [*before.splitlines(), "finished after 4 s"]
     assert (shown.call_count, text.getvalue()) == (1, "")
 
 
@@ -168,14 +156,10 @@ def test_untrusted_text_is_made_harmless_and_numbers_short() -> None:
     assert [format_number(value) for value in numbers] == list(numbers.values())
 
 
-# ---------------------------------------------------------------------- trackers
-
-
 @pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard", "mlflow"])
 def test_a_missing_tracker_says_what_to_install(run: RunFolder, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(sys.modules, {"tensorboard": "torch.utils.tensorboard"}.get(name, name), None)
-    with pytest.raises(ConfigError, match=rf"pip install covey\[{name}\].* run.report_to"):
-        make_observers(name, run, console=False)
+    raises(ConfigError, rf"pip install covey\[{name}\].* run.report_to", make_observers, name, run, console=False)
 
 
 def test_unknown_trackers_are_refused(run: RunFolder) -> None:
@@ -184,8 +168,7 @@ def test_unknown_trackers_are_refused(run: RunFolder) -> None:
         (["zzz"], run, "tensorboard, wandb, trackio, mlflow or 'none'"),
         ("wandb", None, "needs a run folder"),
     ):
-        with pytest.raises(ConfigError, match=words):
-            make_observers(names, folder, console=False)
+        raises(ConfigError, words, make_observers, names, folder, console=False)
 
 
 @pytest.fixture
@@ -267,12 +250,8 @@ def test_mlflow(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     assert events == "step 0 run: started\nstep 2 diagnosis: all is well\nstep 2 run: finished\n"
     assert first[-1] == call.set_terminated("r1", "FINISHED")
     assert call.update_run("r1", status="RUNNING") in client.mock_calls
-    resumed = call.log_text("r1", "step 2 run: resumed at step 2\n", "events/from_step_000002.txt")
-    assert resumed in client.mock_calls
+    assert call.log_text("r1", "step 2 run: resumed at step 2\n", "events/from_step_000002.txt") in client.mock_calls
     assert client.mock_calls[-1] == call.set_terminated("r1", "KILLED")
-
-
-# ---------------------------------------------------------------------- what a tracker cannot do
 
 
 def no_network(*_: Any, **__: Any) -> None:
@@ -295,9 +274,7 @@ def test_a_tracker_that_fails_is_one_warning(
     assert caplog.text.count("is switched off") == 1
 
 
-def test_a_tracker_that_hangs_does_not_hold_the_run(
-    run: RunFolder, wandb: Mock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_hangs_does_not_hold_a_run(run: RunFolder, wandb: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
     release, started = threading.Event(), time.monotonic()
     monkeypatch.setattr(wandb, "init", lambda **_: release.wait(60))
     monkeypatch.setattr(_Tracker, "patience", 0.2)
@@ -308,16 +285,13 @@ def test_a_tracker_that_hangs_does_not_hold_the_run(
     assert "did not finish within 0.2 s" in said
 
 
-def test_a_run_trains_on_without_its_tracker(
-    wandb: Mock, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_trains_on_without_its_tracker(wandb: Mock, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def length(completions: list[str], **_: Any) -> list[float]:
         return [float(len(text)) for text in completions]
 
     monkeypatch.setattr(wandb, "log", no_network)
     args = GRPOConfig(**settings | {"num_generations": 2, "report_to": "wandb", "report_completions": 2})
-    rows = [{"prompt": "say one"}, {"prompt": "say two"}]
-    GRPOTrainer(reward_funcs=[length], args=args, train_dataset=rows).train()
+    GRPOTrainer(reward_funcs=[length], args=args, train_dataset=[{"prompt": "say one"}, {"prompt": "say two"}]).train()
     run = RunFolder.read(settings["output_dir"])
     assert (run.is_finished(), len(told_by_observers(run))) == (True, 1)
 
@@ -332,15 +306,11 @@ def test_too_many_waiting_calls_are_an_error() -> None:
         for _ in range(5):
             sender.submit(done.append, 1)
 
-    with pytest.raises(TimeoutError, match="2 calls wait for slow, which takes none"):
-        more()
+    raises(TimeoutError, "2 calls wait for slow, which takes none", more)
     release.set()
     sender.close()
     assert len(done) in (1, 2)  # whether the first call had begun by then
     assert not any(thread.name == "covey-slow" for thread in threading.enumerate())
-
-
-# ---------------------------------------------------------------------- how much
 
 
 def test_long_runs_send_rarely_and_tables_are_bounded() -> None:
@@ -349,14 +319,12 @@ def test_long_runs_send_rarely_and_tables_are_bounded() -> None:
     assert sum(map(is_due, range(1, 1_000_001))) < 750
     rows = [{"reward": float(n), "completion": "x" * 5000, "other": [n], "bad": "\ud800\0"} for n in range(1000)]
     columns, table = bounded_table(rows, 3)
-    assert columns == ["completion", "reward", "other", "bad"]
-    assert table[2] == ["x" * 1000 + " [...]", 2.0, "[2]", "??"]
+    assert (columns, table[2]) == (["completion", "reward", "other", "bad"], ["x" * 1000 + " [...]", 2.0, "[2]", "??"])
     assert (len(table), len(bounded_table(rows, 1000)[1])) == (3, 200)
     columns, table = bounded_table([{f"column {n}": "y" * 5000 for n in range(100)}] * 200, 200)
     assert len(columns) == 30
     assert len(json.dumps(table)) < 260_000
-    assert bounded_table([], 5) == ([], [])
-    assert bounded_text("abc", 2) == "ab [...]"
+    assert (bounded_table([], 5), bounded_text("abc", 2)) == (([], []), "ab [...]")
 
 
 def test_events_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

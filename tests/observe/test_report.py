@@ -1,8 +1,4 @@
-"""`covey report`: curves; what differs between runs, what they reached, the paired test on the same questions; and what
-of completions is found, reaches the terminal, and is held in memory.
-"""
-
-from __future__ import annotations
+"""`covey report`: curves, runs side by side, the paired test; and which completions reach the terminal."""
 
 import json
 import logging
@@ -33,6 +29,7 @@ from covey.observe.comparison import Answer, Answers, ComparedRun, accuracy_of, 
 from covey.observe.completions import Wanted, grouped, messages, read_table
 from covey.observe.records import write_table
 from covey.observe.run_folder import RunFolder
+from fakes import raises
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31m\u202egnp\u2066\u200f\r\x00 [bold]b[/bold] :smile: \ud800 tab\tend"
 
@@ -72,8 +69,7 @@ def test_curves_by_hand():
     assert curve.sparkline([(1, 1.0), (2, 3.0), (3, 9.0), (4, 9.0)], 2) == "▁█"  # means 2 and 9
     assert (curve.sparkline([(1, 5.0)]), curve.sparkline([])) == ("▁", "")
     seeds = [[(1, 0.0), (2, 1.0)], [(1, 1.0), (2, 2.0), (3, 9.0)], []]
-    assert curve.mean_and_range(seeds) == [(1, 0.5, 0.0, 1.0), (2, 1.5, 1.0, 2.0)]
-    assert curve.mean_and_range([]) == []
+    assert (curve.mean_and_range(seeds), curve.mean_and_range([])) == ([(1, 0.5, 0.0, 1.0), (2, 1.5, 1.0, 2.0)], [])
 
 
 def test_a_run_is_drawn_into_its_folder(tmp_path):
@@ -94,8 +90,7 @@ def test_only_what_was_recorded_is_drawn(tmp_path):
     assert coloured(partial)[1] > 0 == coloured(empty)[1]
     runs = {"covey $1": [records(0), records(1), records(2)], "_base": [records(3)], "nothing": [[]]}
     assert coloured(draw_comparison(runs, tmp_path / "all.png", title="three seeds"))[1] > 2000
-    with pytest.raises(RunFolderError, match="cannot write"):
-        draw_learning_curve(records(), tmp_path / "missing" / "a.png")
+    raises(RunFolderError, "cannot write", draw_learning_curve, records(), tmp_path / "missing" / "a.png")
 
 
 def run_of(label, *, seed, **changes):
@@ -111,10 +106,8 @@ def test_only_runs_that_differ_in_their_seed_are_seeds():
     assert group_seeds([fast[0], slow[0], fast[1], slow[1]]) == grouped
     with pytest.raises(ConfigError, match=r"d and a are no seeds of one experiment: optim\.learning_rate is 1e-05 and"):
         group_seeds([fast[0], slow[1]])
-    with pytest.raises(ConfigError, match=r"a and a do not differ in run\.seed"):
-        group_seeds([fast[0], fast[0]])
-    with pytest.raises(ConfigError, match="a is the only run; name another"):
-        group_seeds(fast[:1])
+    raises(ConfigError, r"a and a do not differ in run\.seed", group_seeds, [fast[0], fast[0]])
+    raises(ConfigError, "a is the only run; name another", group_seeds, fast[:1])
 
 
 def test_the_band_of_seeds_holds_every_logged_value(tmp_path, monkeypatch):
@@ -124,9 +117,6 @@ def test_the_band_of_seeds_holds_every_logged_value(tmp_path, monkeypatch):
     seeds = [[{"step": step, "reward": float((step + seed) % 2)} for step in range(3)] for seed in (0, 1)]
     draw_comparison({"a": seeds}, tmp_path / "a.png")
     assert seen == [((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))]
-
-
-# ---------------------------------------------------------------------- runs side by side
 
 
 def steps(count: int) -> list[dict[str, Any]]:
@@ -140,8 +130,6 @@ def test_settings_and_names_that_differ() -> None:
     two = ComparedRun("b", [], {"optim.learning_rate": 2e-5, "run.output_dir": "b", "run.seed": 1, "data.task": None})
     assert comparison.differing_settings([one, two]) == {"optim.learning_rate": [1e-5, 2e-5]}
     assert comparison.differing_settings([one, ComparedRun("c", [], {})])["run.seed"] == [1, None]
-    same = [Path("a/x"), Path("b/x")]  # each has a name of its own
-    assert (report.run_labels([*same[:1], Path("b/y")]), report.run_labels(same)) == (["x", "y"], ["a/x", "b/x"])
 
 
 def test_metrics_at_an_equal_step_worked_by_hand() -> None:
@@ -165,8 +153,7 @@ def asked(uid: str, right: bool | None, text: str | None = None, **others: Any) 
 def table(path: Path, *rows: dict[str, Any], **options: Any) -> Answers:
     write_table(path, rows)
     told = comparison.answers_of(read_table(path), **options)
-    by_uid = {uid: Answer(*answer) for uid, answer in told.pop("by_uid").items()}
-    return Answers(5, path, by_uid=by_uid, **told)
+    return Answers(5, path, by_uid={uid: Answer(*answer) for uid, answer in told.pop("by_uid").items()}, **told)
 
 
 def test_pairs_worked_by_hand(tmp_path: Path) -> None:
@@ -185,13 +172,11 @@ def test_pairs_worked_by_hand(tmp_path: Path) -> None:
     found = pair(before, after)
     assert (found.gained, found.lost) == (["q2", "q3", "q4", "q5"], ["q0"])
     assert (found.only_before, found.only_after, found.other_text) == (1, 2, 1)
-    assert found.difference is not None
     assert (found.difference.total, found.difference.difference) == (10, pytest.approx(0.3))
     assert found.difference.p_value == 2 * (1 + 5) / 2**5  # one or fewer heads of five, both sides
     # u = 5/12, d = 2/12; 3/12 +- 1.959964 sqrt((7/12 - 9/144) / 12)
     half = 1.959964 * ((7 / 12 - 9 / 144) / 12) ** 0.5
-    ends = (found.difference.low, found.difference.high)
-    assert ends == pytest.approx((0.25 - half, 0.25 + half), abs=1e-6)
+    assert (found.difference.low, found.difference.high) == pytest.approx((0.25 - half, 0.25 + half), abs=1e-6)
     assert (accuracy_of(before) or {})["count"] == 4
 
 
@@ -200,19 +185,14 @@ def test_rewards_and_several_answers(tmp_path: Path) -> None:
     better = table(tmp_path / "b", *(asked(f"q{n}", None, reward=n / 10 + 0.5) for n in range(10)))
     assert (scores.judged, accuracy_of(scores)) == (False, None)
     found = pair(scores, better)
-    assert found.difference is not None
     assert (found.difference.difference, len(found.gained)) == (pytest.approx(0.5), 10)
     judged = table(tmp_path / "c", asked("q0", True), asked("q0", False), asked("q1", True), asked("q1", True))
     assert judged.by_uid["q0"].score == 0.5
     assert accuracy_of(judged) == {"share": 0.75, "low": None, "high": None, "of": 2}
-    with pytest.raises(DataError, match=r"only one of them says which answers are right"):
-        pair(scores, judged)
+    raises(DataError, r"only one of them says which answers are right", pair, scores, judged)
     assert table(tmp_path / "c", asked("q0", True), rewards=True).judged is False
     strangers = pair(table(tmp_path / "a", asked("x", True)), table(tmp_path / "b", asked("y", True)))
     assert (strangers.difference, strangers.only_before, strangers.only_after) == (None, 1, 1)
-
-
-# ---------------------------------------------------------------------- the command
 
 
 def test_real_runs(trained: list[Path], covey: Command, tmp_path: Path) -> None:
@@ -245,15 +225,14 @@ def test_a_copied_run_of_another_version(trained: list[Path], covey: Command, tm
     with RunFolder.create(tmp_path / "old") as writer:
         text = (trained[0] / "config.toml").read_text()
         settings, text = tomllib.loads(text), text.replace("[optim]", '[optim]\nold_setting = "[red]x"')
+        text = text.replace("[run]", '[run]\nrun_name = "before"')  # the name that the page shows too
         writer.write_config(text.replace(f"epsilon = {settings['algorithm']['epsilon']}\n", ""))
         for line in RunFolder.read(trained[0]).read_metrics():
             writer.append_metrics(line.pop("step"), line)
     file = tmp_path / "compared.json"
     status, out, err = covey("report", trained[0], tmp_path / "old", "-o", file)
-    assert (status, err) == (0, "")
-    assert json.loads(file.read_text())["settings"] == {"optim.old_setting": [None, "[red]x"]}
-    assert "[red]x" in out
-    assert "no table of an evaluation in old: answers are not compared" in out
+    assert (status, err, json.loads(file.read_text())["settings"]) == (0, "", {"optim.old_setting": [None, "[red]x"]})
+    assert all(words in out for words in ("[red]x", "no table of an evaluation in before: answers are not compared"))
 
 
 def test_other_questions_are_said(covey: Command, tmp_path: Path) -> None:
@@ -262,8 +241,7 @@ def test_other_questions_are_said(covey: Command, tmp_path: Path) -> None:
             writer.append_metrics(0, {"eval/accuracy": 1.0})
             writer.write_evaluation(0, [asked(str(number), True, text) for number, text in enumerate(texts)])
     status, out, err = covey("report", *(tmp_path / name for name in "xyz"))
-    assert (status, err) == (0, "")
-    assert "are equal" not in out
+    assert (status, err, "are equal" not in out) == (0, "", True)
     for sentence in (
         "x has no config.toml, so its settings are not compared",
         "y against x on 1 questions that both were asked: +0.0 points",
@@ -272,9 +250,6 @@ def test_other_questions_are_said(covey: Command, tmp_path: Path) -> None:
         "2 comparisons: each p is of its own test",
     ):
         assert sentence in out
-
-
-# ---------------------------------------------------------------------- completions
 
 
 def row(group: int, sample: int, reward: float | None, **others: Any) -> dict[str, Any]:
@@ -287,10 +262,8 @@ def row(group: int, sample: int, reward: float | None, **others: Any) -> dict[st
 def run(written: Any) -> Path:
     """Two steps and an evaluation of two groups of two: the first of a step is tied, the second is not."""
     late = {"finish_reason": "length", "masked_by": "truncated"}
-    tables = [
-        [row(0, 0, 1.0), row(0, 1, 1.0), row(1, 0, 0.0, **late), row(1, 1, step + 1.0, verdict="half right")]
-        for step in (1, 2)
-    ]
+    ties, wrong = (row(0, 0, 1.0), row(0, 1, 1.0)), row(1, 0, 0.0, **late)
+    tables = [[*ties, wrong, row(1, 1, step + 1.0, verdict="half right")] for step in (1, 2)]
     return written(*tables, at_2=[row(0, 0, 0.0), row(1, 0, 1.0)]).path
 
 
@@ -316,23 +289,21 @@ def test_damaged_and_vanished_tables(run: Path, covey: Command, caplog: pytest.L
     with caplog.at_level(logging.WARNING, logger="covey.observe"):
         status, out, _ = covey("report", run, "--step", "all")
     assert (status, out.count("say 0 0")) == (0, 1)
-    assert caplog.text.count("step_000001.parquet is no readable Parquet file") == 1
+    assert caplog.text.count("step_000001.parquet is not a readable Parquet file") == 1
     whole.unlink()
-    assert "step_000001.parquet is no readable Parquet file" in covey("report", run, "--step", "all")[2]
+    assert "step_000001.parquet is not a readable Parquet file" in covey("report", run, "--step", "all")[2]
     os.mkfifo(whole)
-    assert "no regular file" in covey("report", run, "--step", "2")[2]
+    assert "not a regular file" in covey("report", run, "--step", "2")[2]
 
 
 def test_tables_that_no_run_writes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "t.parquet"
     pq.write_table(pa.table({"reward": [[1.0]]}), path)
-    with pytest.raises(RunFolderError, match="'reward' holds lists"):
-        read_table(path)
+    raises(RunFolderError, "'reward' holds lists", read_table, path)
     pq.write_table(pa.table({"other": ["x", "y"]}), path)
     assert read_table(path) == [{"other": "x"}, {"other": "y"}]
     monkeypatch.setattr(completions, "MOST_ROWS", 1)
-    with pytest.raises(RunFolderError, match="more than the 1,"):
-        read_table(path)
+    raises(RunFolderError, "more than the 1,", read_table, path)
 
 
 def test_a_listing(run: Path, covey: Command) -> None:
@@ -371,8 +342,7 @@ def test_steps_evaluations_and_lines(run: Path, covey: Command, tmp_path: Path) 
     with RunFolder.open(run) as writer:
         writer.write_completions(3, [row(0, 0, None), row(0, 1, float("nan")), row(0, 2, -7.0)])
     every = asked("--worst", "--step", "all")
-    assert places(every)[:2] == [(3, 2), (1, 2)]
-    assert (places(every)[-1], len(every)) == ((2, 3), 9)
+    assert (places(every)[:2], places(every)[-1], len(every)) == ([(3, 2), (1, 2)], (2, 3), 9)
 
 
 def test_what_cannot_be_told_is_one_message(trained: list[Path], run: Path, covey: Command, tmp_path: Path) -> None:
@@ -385,11 +355,12 @@ def test_what_cannot_be_told_is_one_message(trained: list[Path], run: Path, cove
         ((tmp_path,), "holds no run"),
         ((*trained, "--eval", "soon"), "--eval='soon': no step"),
         ((*trained, "--eval", "2"), "the run has no table of it; there are 0, 4"),
-        ((*trained, "-o", tmp_path / "a.html"), "a page is --html FILE"),
+        ((*trained, "-o", tmp_path / "a.html"), "for a page use --html FILE"),
         ((trained[0], "--worst", "-o", tmp_path / "a.png"), "with completions only .jsonl is written"),
         ((*trained, "--worst"), "completions of one run are read; give one run"),
         ((run, "--step", "7"), "--step=7: the run has no table of it; there are 1, 2"),
         ((run, "--step", "x"), "--step='x': no step; give a number"),
+        ((run, "--step", "2:1"), "--step=2:1: the range ends before it begins; write 1:2"),
         ((run, "--step", "²"), "no step; give a number"),
         ((run, "--step", "1", "--eval", "2"), "--step, --eval: a completion is of one of them"),
         ((run, "--question", "nowhere"), "no such completion in 2 tables"),
@@ -401,8 +372,7 @@ def test_what_cannot_be_told_is_one_message(trained: list[Path], run: Path, cove
 
 def test_hostile_text_never_reaches_the_terminal(written: Any, tmp_path: Path, covey: Command) -> None:
     names = ("uid", "kind", "prompt", "completion", "finish_reason", "masked_by", "error", "note", "x\x1b[0m")
-    bad = dict.fromkeys(names, HOSTILE)
-    chat = json.dumps([{"role": HOSTILE, "content": HOSTILE}])
+    bad, chat = dict.fromkeys(names, HOSTILE), json.dumps([{"role": HOSTILE, "content": HOSTILE}])
     first = [row(0, 0, 1.0) | bad, row(1, 0, 1.0) | bad | {"prompt": chat, "turns": 1}]
     run = written(first, [row(0, 0, 1.0, completion="y" * 1_500_000)]).path
     with RunFolder.open(run) as writer:
@@ -449,8 +419,7 @@ def in_terminal(run: Path, pager: str) -> str:
 
 def test_a_terminal_gets_the_users_pager(run: Path) -> None:
     shown = in_terminal(run, "sed s/say/PAGED/")
-    assert "PAGED 0 0" in shown
-    assert "\x1b[1m" in shown
+    assert all(words in shown for words in ("PAGED 0 0", "\x1b[1m"))
     assert in_terminal(run, "true") == ""  # one that is left at once ends the command without an error
 
 

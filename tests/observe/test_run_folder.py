@@ -20,6 +20,7 @@ from covey.errors import RunFolderError
 from covey.observe import RunFolder
 from covey.observe.card import model_card
 from covey.observe.records import JsonLines, plain, read_json_lines
+from fakes import raises
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
 
@@ -42,20 +43,15 @@ def test_create_refuses_another_run_and_says_how_to_go_on(tmp_path):
         run.append_metrics(1, {})
         run_id = run.run_id
     for begin in (RunFolder.check_new, RunFolder.create):
-        with pytest.raises(RunFolderError, match=f"steps: 1.*covey resume {tmp_path / 'a'}`, .*overwrite=true"):
-            begin(tmp_path / "a")
+        raises(RunFolderError, f"steps: 1.*covey resume {tmp_path / 'a'}`, .*overwrite=true", begin, tmp_path / "a")
     with RunFolder.create(tmp_path / "a", resume=True) as run:
         assert run.run_id == run_id
 
 
-@pytest.mark.parametrize(
-    ("path", "words"),
-    [(".", r"is not empty \(it holds thesis.tex\)"), ("thesis.tex/a", "a part of the path is a file")],
-)
-def test_create_refuses_a_folder_of_other_things(tmp_path, path, words):
+def test_create_refuses_a_folder_of_other_things(tmp_path):
     (tmp_path / "thesis.tex").write_text("do not touch")
-    with pytest.raises(RunFolderError, match=words):
-        RunFolder.create(tmp_path / path)
+    for path, why in ((".", r"is not empty \(it holds thesis.tex\)"), ("thesis.tex/a", "a part of the path is a file")):
+        raises(RunFolderError, why, RunFolder.create, tmp_path / path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
@@ -70,8 +66,7 @@ def test_what_a_start_that_was_killed_leaves_is_fine(tmp_path):
     with RunFolder.create(tmp_path) as run:  # killed before its config was written: begun anew
         assert run.run_id != first_id
         run.append_metrics(1, {})
-    with pytest.raises(RunFolderError, match="another run"):
-        RunFolder.create(tmp_path)
+    raises(RunFolderError, "another run", RunFolder.create, tmp_path)
 
 
 def test_a_run_without_a_finished_step_is_replaced_and_any_other_where_asked_to(tmp_path):
@@ -98,20 +93,17 @@ def test_a_run_without_a_finished_step_is_replaced_and_any_other_where_asked_to(
             assert (run.read_metrics(), run.read_events(), run.evaluation_steps()) == ([], [], [])
             assert not run.config_path.exists()
             assert not any(run.checkpoints.iterdir())
-            with pytest.raises(RunFolderError, match="already open for writing"):
-                RunFolder.check_new(tmp_path, overwrite=True)
+            raises(RunFolderError, "already open for writing", RunFolder.check_new, tmp_path, overwrite=True)
             fill(run, step)
     assert len(ids) == 3
     present = {path.name for path in tmp_path.iterdir()}
     assert present - {"thesis.tex"} >= {"memory.json", "config_until_000002.toml", "versions.json"}
-    with pytest.raises(RunFolderError, match="finished steps: 3"):
-        begin()
+    raises(RunFolderError, "finished steps: 3", begin)
     run.metrics_path.write_text("")  # lost, but what was learned is there
     (tmp_path / "completions" / "eval_000003.parquet").unlink()
     (tmp_path / "checkpoints" / "step_000003").rmdir()
     run.best.mkdir()
-    with pytest.raises(RunFolderError, match="finished steps: 0"):
-        begin()
+    raises(RunFolderError, "finished steps: 0", begin)
     begin(overwrite=True).close()
     assert "thesis.tex" in {path.name for path in tmp_path.iterdir()}
 
@@ -119,19 +111,16 @@ def test_a_run_without_a_finished_step_is_replaced_and_any_other_where_asked_to(
 def test_checking_changes_nothing(tmp_path):
     RunFolder.check_new(tmp_path / "a" / "b")
     for begin in (RunFolder.check_new, RunFolder.create):
-        with pytest.raises(RunFolderError, match="the run needs about 1000000"):
-            begin(tmp_path / "a", needed_bytes=10**15)
+        raises(RunFolderError, "the run needs about 1000000", begin, tmp_path / "a", needed_bytes=10**15)
     for open_folder in (RunFolder.open, RunFolder.read):
-        with pytest.raises(RunFolderError, match="holds no run"):
-            open_folder(tmp_path)
+        raises(RunFolderError, "holds no run", open_folder, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_without_permission_is_explained(tmp_path):
     tmp_path.chmod(0o555)
-    with pytest.raises(RunFolderError, match="permission denied"):
-        RunFolder.create(tmp_path)
+    raises(RunFolderError, "permission denied", RunFolder.create, tmp_path)
 
 
 def test_metrics_come_back_with_null_for_what_is_no_number(tmp_path):
@@ -156,8 +145,7 @@ def test_completions_come_back(tmp_path):
          "rewards": {"exact": 0, "format": None}, "truncated": True},
     ]  # fmt: skip
     with RunFolder.create(tmp_path) as run:
-        path = run.write_completions(12, rows)
-        assert path == run.completions / "step_000012.parquet"
+        assert run.write_completions(12, rows) == run.completions / "step_000012.parquet"
         first, second = run.read_completions(12)
         assert run.completion_steps() == [12]
         assert run.write_completions(13, []) is None
@@ -180,26 +168,21 @@ def test_a_torn_last_line_is_dropped_on_open_and_not_read(tmp_path):
         assert [record["reward"] for record in run.read_metrics()] == [0.5, 0.6]
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
+def test_a_damaged_line_in_the_middle_is_named(tmp_path):
+    for line, words in (
         ("[]", "no JSON object"),
         ('{"step": 1' + "0" * 30 + "}", "none of this file's"),  # numbers that no float has
         ('{"step": 2, "reward": 1' + "0" * 400 + "}", "none of this file's"),
-    ],
-)
-def test_a_damaged_line_in_the_middle_is_named(tmp_path, line, words):
-    with RunFolder.create(tmp_path / "run") as run:
-        run.metrics_path.write_text('{"step": 1}\n' + line + '\n{"step": 3}\n')
-    with pytest.raises(RunFolderError, match=rf"metrics\.jsonl: line 2 is {words}"):
-        RunFolder.read(tmp_path / "run").read_metrics()
+    ):
+        with RunFolder.create(tmp_path / str(len(line))) as run:
+            run.metrics_path.write_text('{"step": 1}\n' + line + '\n{"step": 3}\n')
+        raises(RunFolderError, rf"metrics\.jsonl: line 2 is {words}", RunFolder.read(run.path).read_metrics)
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
     lines = JsonLines(tmp_path / "a.jsonl")
     lines.append({"step": 1})
-    write = os.write
-    calls = []
+    write, calls = os.write, []
 
     def short_write_then_full(handle, data):
         calls.append(len(data))
@@ -209,18 +192,14 @@ def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", short_write_then_full)
-        with pytest.raises(RunFolderError, match="the disk is full"):
-            lines.append({"step": 2})
-    assert len(calls) == 2
-    assert (tmp_path / "a.jsonl").read_text() == '{"step": 1}\n'
+        raises(RunFolderError, "the disk is full", lines.append, {"step": 2})
+    assert (len(calls), (tmp_path / "a.jsonl").read_text()) == (2, '{"step": 1}\n')
     lines.append({"step": 3})
     lines.close()
     assert [record["step"] for record in read_json_lines(tmp_path / "a.jsonl")] == [1, 3]
 
 
 def test_truncate_after_forgets_later_steps(tmp_path):
-    """A replayed run writes the same bytes."""
-
     def run_steps(run, *numbers):
         for step in numbers:
             run.append_metrics(step, {"reward": 1 / (3 * step)})
@@ -235,8 +214,7 @@ def test_truncate_after_forgets_later_steps(tmp_path):
         run.truncate_after(3)
         assert run.metrics_path.read_bytes() == short
         assert run.completion_steps() == run.evaluation_steps() == [1, 2, 3]
-        assert run.read_evaluation(3) == [{"correct": True}]
-        assert run_steps(run, 4, 5) == whole
+        assert (run.read_evaluation(3), run_steps(run, 4, 5)) == ([{"correct": True}], whole)
         assert [record["step"] for record in run.read_metrics()] == [1, 2, 3, 3, 4, 5, 5]
 
 
@@ -248,16 +226,14 @@ def test_events_and_the_log_tell_of_a_resume_with_other_versions(tmp_path):
     with RunFolder.open(tmp_path) as run:
         first, second = run.read_events()
         assert (first["kind"], first["message"]) == ("doctor", "all rewards are 0 \ud800")
-        assert "torch 0.4 -> " in second["message"]
-        assert run.versions()["torch"] == "0.4"
+        assert ("torch 0.4 -> " in second["message"], run.versions()["torch"]) == (True, "0.4")
 
 
 def test_damaged_versions_are_a_clear_error(tmp_path):
     RunFolder.create(tmp_path).close()
     for text in ("", "[]", "\x00", "{}"):
         (tmp_path / "versions.json").write_text(text)
-        with pytest.raises(RunFolderError, match=r"versions\.json is damaged"):
-            RunFolder.open(tmp_path)
+        raises(RunFolderError, r"versions\.json is damaged", RunFolder.open, tmp_path)
     (tmp_path / "versions.json").write_text('{"run_id": "0123456789ab"}')
     RunFolder.open(tmp_path).close()  # the failed opens gave the lock back
 
@@ -279,11 +255,9 @@ time.sleep(60)
 """
     command = [sys.executable, "-c", script, str(tmp_path / "other")]
     writer = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
-    assert writer.stdout is not None
     orphan = int(writer.stdout.readline())
     try:
-        with pytest.raises(RunFolderError, match=f"being written by process {writer.pid} on "):
-            RunFolder.open(tmp_path / "other")
+        raises(RunFolderError, f"being written by process {writer.pid} on ", RunFolder.open, tmp_path / "other")
         writer.send_signal(signal.SIGKILL)
         writer.wait()
         os.kill(orphan, 0)
@@ -304,8 +278,7 @@ def test_without_file_locks_the_process_id_decides(tmp_path, monkeypatch):
     RunFolder.create(tmp_path).close()
     lock = tmp_path / "run.lock"
     lock.write_text(json.dumps({"pid": os.getppid(), "host": socket.gethostname()}))
-    with pytest.raises(RunFolderError, match=f"process {os.getppid()}"):
-        RunFolder.open(tmp_path)
+    raises(RunFolderError, f"process {os.getppid()}", RunFolder.open, tmp_path)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     for stale in (json.dumps({"pid": ended.pid, "host": socket.gethostname()}), "garbage", ""):

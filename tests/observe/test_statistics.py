@@ -1,7 +1,5 @@
 """Statistics of evaluations, and the multiple-choice report made of them, on numbers that can be checked by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import permutations
@@ -14,6 +12,7 @@ from hypothesis import strategies as st
 
 from covey.observe import choices, mcnemar_exact, paired_difference, wilson_interval
 from covey.observe.choices import Answered, choice_html, choice_report, letter_prior
+from fakes import raises
 
 
 def test_wilson_worked_by_hand():
@@ -22,10 +21,8 @@ def test_wilson_worked_by_hand():
     assert wilson_interval(8, 10) == pytest.approx((0.490162, 0.943318), abs=1e-6)
     # 0 of n: high = z² / (n + z²)
     assert wilson_interval(0, 10) == (0.0, pytest.approx(3.841459 / 13.841459))
-    assert wilson_interval(10, 10) == (pytest.approx(10 / 13.841459), 1.0)
-    assert wilson_interval(0, 0) == (0.0, 1.0)
-    with pytest.raises(ValueError, match="correct=3"):
-        wilson_interval(3, 2)
+    assert (wilson_interval(10, 10), wilson_interval(0, 0)) == ((pytest.approx(10 / 13.841459), 1.0), (0.0, 1.0))
+    raises(ValueError, "correct=3", wilson_interval, 3, 2)
 
 
 @settings(deadline=None)
@@ -57,8 +54,7 @@ def test_the_paired_interval_covers(up, down):
     """By brute force: the probability, over all outcomes of 40 problems that are gained with `up` and lost with `down`,
     that the interval holds the true difference.
     """
-    total = 40
-    covered = 0.0
+    total, covered = 40, 0.0
     for gained in range(total + 1):
         for lost in range(total + 1 - gained):
             same = total - gained - lost
@@ -75,21 +71,18 @@ def test_paired_right_and_wrong():
     before = [0, 0, 0, 0, 1, 1, 1, 1, 0, 1] * 2
     after = [1, 1, 1, 0, 1, 1, 1, 0, 0, 1] * 2  # 6 up, 2 down of 20
     result = paired_difference(before, after)
-    assert (result.gained, result.lost, result.total) == (6, 2, 20)
-    assert result.difference == pytest.approx(0.2)
+    assert (result.gained, result.lost, result.total, result.difference) == (6, 2, 20, pytest.approx(0.2))
     assert result.p_value == 2 * (1 + 8 + 28) / 256
     # Bonett and Price: 7/22 and 3/22, difference 4/22, se sqrt((10/22 - (4/22)²) / 22) = 0.138414
     for some, others in (([1], [1, 0]), ([], [])):
-        with pytest.raises(ValueError, match="one value for each problem"):
-            paired_difference(some, others)
+        raises(ValueError, "one value for each problem", paired_difference, some, others)
     half = 1.959964 * 0.138414
     assert (result.low, result.high) == pytest.approx((4 / 22 - half, 4 / 22 + half), abs=1e-5)
 
 
 def test_paired_scores_by_bootstrap():
     random = np.random.default_rng(0)
-    before = random.normal(0.0, 1.0, 100)
-    shift = random.normal(0.5, 0.5, 100)
+    before, shift = random.normal(0.0, 1.0, 100), random.normal(0.5, 0.5, 100)
     result = paired_difference(before, before + shift)
     mean, half = shift.mean(), 1.96 * shift.std() / 10
     assert result.difference == pytest.approx(mean)
@@ -100,17 +93,13 @@ def test_paired_scores_by_bootstrap():
     assert (same.difference, same.low, same.high, same.p_value) == (0, 0, 0, 1.0)
 
 
-# ---------------------------------------------------------------------- the multiple-choice report
-
 LETTERS = ["A", "B", "C", "D"]
 
 
 def rows(answers: str, words: int = 3) -> list[dict]:
     options = {letter: f"option {letter}" for letter in LETTERS}
-    return [
-        {"question": " ".join(["word"] * (words + i)), "options": options, "answer": letter, "uid": f"q{i}"}
-        for i, letter in enumerate(answers)
-    ]
+    asked = [" ".join(["word"] * (words + i)) for i in range(len(answers))]
+    return [{"question": q, "options": options, "answer": answers[i], "uid": f"q{i}"} for i, q in enumerate(asked)]
 
 
 def answered(chosen: str, **changes) -> Answered:
@@ -134,10 +123,8 @@ def test_accuracy_failures_and_the_letter_prior() -> None:
 
 def test_own_prior_is_the_mean_over_all_ways_to_deal_the_letters() -> None:
     questions, chosen = rows("ABCA"), "AAB-"
-    dealt = [
-        np.mean([letter == row["answer"] for letter, row in zip(order, questions, strict=True)])
-        for order in permutations(chosen)
-    ]
+    pairs = [zip(order, questions, strict=True) for order in permutations(chosen)]
+    dealt = [np.mean([letter == row["answer"] for letter, row in dealing]) for dealing in pairs]
     assert letter_prior(questions, answered(chosen))["own_prior"] == pytest.approx(np.mean(dealt))
 
 
@@ -146,8 +133,7 @@ def test_paired_with_a_baseline() -> None:
     pair = report["against_baseline"]
     assert (pair["gained"], pair["lost"], pair["difference"], pair["p_value"]) == (2, 0, 0.5, 0.5)
     assert report["answered_against_baseline"]["difference"] == 0.0
-    with pytest.raises(ValueError, match="4 answers of model to 2 questions"):
-        choice_report(rows("AA"), answered("AAAA"))
+    raises(ValueError, "4 answers of model to 2 questions", choice_report, rows("AA"), answered("AAAA"))
 
 
 def test_rotation_tells_readers_of_options_from_lovers_of_letters() -> None:
@@ -164,8 +150,7 @@ def test_likelihood_by_hand() -> None:
     # confidences 0.8 (right) and 0.6 (wrong)
     assert found["expected_calibration_error"] == pytest.approx((0.2 + 0.6) / 2)
     first, second = 0.2**2 + 0.1**2 + 2 * 0.05**2, 0.6**2 + 0.8**2 + 2 * 0.1**2
-    assert found["brier"] == pytest.approx((first + second) / 2)
-    assert [b["questions"] for b in found["bins"]] == [1, 1]
+    assert (found["brier"], [b["questions"] for b in found["bins"]]) == (pytest.approx((first + second) / 2), [1, 1])
     some = rows("AB")  # with fewer options
     some[1] = some[1] | {"options": {"A": "x", "B": "y"}}
     probabilities = np.array([[0.4, 0.3, 0.2, 0.1], [0.2, 0.6, np.nan, np.nan]])
@@ -176,8 +161,7 @@ def test_likelihood_by_hand() -> None:
 def test_by_length_and_topic() -> None:
     some = rows("A" * 40)
     right = np.arange(40) < 20  # the short half
-    parts = choices.accuracy_by_length(some, right)
-    told = [(part["from"], part["to"], part["share"]) for part in parts]
+    told = [(part["from"], part["to"], part["share"]) for part in choices.accuracy_by_length(some, right)]
     assert told == [(3, 12, 1.0), (13, 22, 1.0), (23, 32, 0.0), (33, 42, 0.0)]
     for index in range(10):
         some[index]["question"] += " Pericarditis"

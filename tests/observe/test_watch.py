@@ -1,7 +1,5 @@
 """`covey watch`: what the page is told of a run, while it grows, when it is damaged, and when it is hostile."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -75,14 +73,12 @@ def test_a_real_run_is_told_as_it_was_recorded_and_its_ledger_adds_up(finished: 
     found, recorded = page.ask("0/metrics"), run.read_metrics()
     lines = [dict(zip(found["names"], row, strict=True)) for row in found["rows"]]
     assert [line["step"] for line in lines] == [line["step"] for line in recorded]
-    assert [line["reward"] for line in lines if line["reward"] is not None] == [
-        line["reward"] for line in recorded if "reward" in line
-    ]
+    rewards = [line["reward"] for line in recorded if "reward" in line]
+    assert [line["reward"] for line in lines if line["reward"] is not None] == rewards
     assert found["end"] == run.metrics_path.stat().st_size
     assert page.ask("0/metrics", start=found["end"], mark=found["mark"])["rows"] == []
 
-    answers = page.ask("0/questions")["lines"]
-    assert answers == [[line["step"], line["answers"]] for line in run.read_answers()]
+    assert page.ask("0/questions")["lines"] == [[line["step"], line["answers"]] for line in run.read_answers()]
     assert next(kind for _, kind, _ in page.ask("0/events")["lines"]) == "run"
     there = page.ask("0/tables")
     mark = there.pop("mark")
@@ -102,8 +98,7 @@ def test_a_real_run_is_told_as_it_was_recorded_and_its_ledger_adds_up(finished: 
         assert group["tied"] == (len(set(rewards)) == 1)
         assert group["prompt"][-1]["role"] == "user"
 
-    texts = {group["uid"]: group["prompt"][-1]["content"] for group in told["groups"]}
-    assert page.ask("0/prompts", step=3) == texts
+    assert page.ask("0/prompts", step=3) == {group["uid"]: group["prompt"][-1]["content"] for group in told["groups"]}
     pairs = page.ask("0/compare", before=0, after=4, shown="all")
     assert len(pairs["pairs"]) == sum(pairs["counts"].values()) == 4
     assert page.ask("describe", name="reward")["reward"][1].startswith("weighted sum of rewards")
@@ -115,10 +110,8 @@ def test_a_real_run_is_told_as_it_was_recorded_and_its_ledger_adds_up(finished: 
     assert sum(each["loss"] for each in completions) == pytest.approx(loss, abs=1e-6)
     one = completions[0]
     tokens = page.ask(f"0/ledger/{one['row']}", step=4)["tokens"]
-    assert len(tokens) == one["tokens"]
-    assert sum(token["loss"] for token in tokens) == pytest.approx(one["loss"])
-    text = run.read_completions(4)[one["row"]]["completion"]
-    assert "".join(token["token"] for token in tokens).startswith(text)
+    assert (len(tokens), sum(token["loss"] for token in tokens)) == (one["tokens"], pytest.approx(one["loss"]))
+    assert "".join(token["token"] for token in tokens).startswith(run.read_completions(4)[one["row"]]["completion"])
     assert page.refuses("/api/0/ledger/999", 404, step=4)
 
 
@@ -151,10 +144,8 @@ def test_search_and_filters_choose_completions(written: Any, open_page: Any) -> 
 
 def test_evaluations_are_compared_question_by_question(written: Any, open_page: Any) -> None:
     def rows(*correct: bool | None) -> list[dict[str, Any]]:
-        return [
-            {"group": n, "sample": 0, "uid": f"q{n}", "prompt": "?", "completion": str(right), "correct": right}
-            for n, right in enumerate(correct)
-        ]
+        rest = {"sample": 0, "prompt": "?"}
+        return [rest | {"group": n, "uid": f"q{n}", "completion": str(r), "correct": r} for n, r in enumerate(correct)]
 
     before, after = rows(False, True, True, False, None, True), rows(True, False, True, False, None)[::-1]
     page = open_page(written(at_0=before, at_5=after).path)
@@ -207,8 +198,7 @@ def test_damaged_lines_and_tables_are_left_out_and_said(written: Any, open_page:
     run = written([{"group": 0, "completion": "x", "reward": 1.0}])
     bad = [b"not json", b"[1]", b'{"step": -1}', b'{"step": 2, "loss": "high"}', b"[" * 10_000, b"\xff\xfe"]
     bad += [b"1" * 5000, b'{"step": 6, "reward": 0.5, "n": ' + b"9" * 400 + b"}"]
-    good = b'{"step": 7, "loss": null, "reward": 0.5}'
-    run.metrics_path.write_bytes(b"\n".join([*bad, good]) + b"\n")
+    run.metrics_path.write_bytes(b"\n".join([*bad, b'{"step": 7, "loss": null, "reward": 0.5}']) + b"\n")
     run.questions_path.write_bytes(b'{"step": 1, "answers": {"a": [3, 2]}}\n{"step": 1, "answers": {"a": [1, 2]}}\n')
     (run.completions / "step_000002.parquet").write_bytes(b"PAR1 no PAR1")
     (run.completions / "step_x.parquet").write_bytes(b"")
@@ -217,9 +207,8 @@ def test_damaged_lines_and_tables_are_left_out_and_said(written: Any, open_page:
     found = page.ask("0/metrics")
     assert found["damaged"] == len(bad)
     assert [dict(zip(found["names"], row, strict=True)) for row in found["rows"]] == [{"step": 7, "reward": 0.5}]
-    assert page.ask("0/questions")["lines"] == [[1, {"a": [1, 2]}]]
-    assert page.ask("0/tables")["step"] == [1, 2, 3]
-    for step, words in ((2, "no readable Parquet"), (3, "no regular file"), (9, "step_000009")):
+    assert (page.ask("0/questions")["lines"], page.ask("0/tables")["step"]) == ([[1, {"a": [1, 2]}]], [1, 2, 3])
+    for step, words in ((2, "not a readable Parquet"), (3, "not a regular file"), (9, "step_000009")):
         assert page.refuses("/api/0/completions", 404, words, step=step)
     for query in ({"step": "x"}, {"step": -1}, {"step": 1, "kind": "../../x"}, {"step": 10**30}):
         assert page.refuses("/api/0/completions", 422, **query)
@@ -313,8 +302,7 @@ def test_several_runs_and_a_copy_that_is_deleted(finished: Path, tmp_path: Path,
     before = sorted((path, path.stat().st_mtime_ns) for path in copy.rglob("*"))
     page = open_page(finished, copy)
     tails = [f"{folder.parent.name}/{folder.name}" for folder in (finished, copy)]
-    assert [each["label"] for each in page.ask("runs")] == tails
-    assert page.ask("0/metrics") == page.ask("1/metrics")
+    assert ([each["label"] for each in page.ask("runs")], page.ask("0/metrics")) == (tails, page.ask("1/metrics"))
     page.ask("1/completions", step=1)
     page.ask("1/doctor")
     assert sorted((path, path.stat().st_mtime_ns) for path in copy.rglob("*")) == before  # it only reads
@@ -324,10 +312,9 @@ def test_several_runs_and_a_copy_that_is_deleted(finished: Path, tmp_path: Path,
 
 def test_who_samples_is_told(tmp_path: Path, open_page: Any) -> None:
     sampler = '{"name": "a", "version": 2, "units": 4, "failed": 0, "left": false}'
-    odd = '{"samplers": [{"name": {}, "version": null, "units": 1e400}, 5, {"version": true, "units": "9"}]}'
     cases: dict[str, list[tuple[int, ...]]] = {
         f'{{"step": 3, "samplers": [{sampler}]}}': [(2, 4)],
-        odd: [(), ()],
+        '{"samplers": [{"name": {}, "version": null, "units": 1e400}, 5, {"version": true, "units": "9"}]}': [(), ()],
         '{"samplers": 5}': [],
         "[[[[": [],
         "[" * 100_000: [],
@@ -344,7 +331,7 @@ def test_who_samples_is_told(tmp_path: Path, open_page: Any) -> None:
 
 def test_the_command_says_what_is_wrong(covey: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status, printed, _ = covey("watch", "--help")
-    assert (status, "live while they train" in printed) == (0, True)
+    assert (status, "live during training" in printed) == (0, True)
     (tmp_path / "empty").mkdir()
     for words in ("holds no run", "pip install 'covey[serve]'"):
         status, _, said = covey("watch", tmp_path / "empty", "--no-browser")
@@ -356,7 +343,6 @@ def test_the_command_serves_until_it_is_told_to_stop(finished: Path) -> None:
     command = [sys.executable, "-m", "covey", "watch", str(finished), "--port", "0", "--no-browser"]
     environment = {**os.environ, "PYTHONPATH": str(PAGE.parents[2]), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
         address, token = process.stdout.readline().split()[0].split("/#token=")
         headers = {"Authorization": f"Bearer {token}"}
         assert httpx.get(f"{address}/api/runs", headers=headers, timeout=20).json()[0]["path"] == str(finished)
@@ -421,8 +407,7 @@ def test_a_long_run_is_told_in_outline_first(tmp_path: Path, open_page: Any) -> 
         lines = [{"step": n, "reward": n / 5000, "step_time": 2.0} for n in range(5000)]
         lines[777] |= {"eval/reward": 1.0}
         run.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    page = open_page(run.path)
-    found = page.ask("0/overview")
+    found = open_page(run.path).ask("0/overview")
     rows = [dict(zip(found["names"], row, strict=True)) for row in found["rows"]]
     assert 300 < len(rows) < 1000
     assert any(row["step"] == 777 for row in rows)
@@ -433,9 +418,7 @@ def test_a_long_run_is_told_in_outline_first(tmp_path: Path, open_page: Any) -> 
     assert all(row[at] == 2.0 * (row[0] + 1) for row in short["rows"])
 
 
-def test_a_file_to_send_is_whole_and_bounded(
-    finished: Path, covey: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sent_file_is_whole(finished: Path, covey: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "sent.html"
     status, printed, _ = covey("report", finished, "--html", path)
     assert (status, "MB" in printed) == (0, True)
@@ -472,5 +455,4 @@ def test_the_modules_of_the_page_become_one_script() -> None:
     for place, name in enumerate(names):  # each comes after what it takes from
         module = text.split(f"\nmodules.{name} = ")[1].split("\nmodules.")[0]
         assert set(re.findall(r"= modules\.(\w+);", module)) <= set(names[:place])
-    assert export.spread(list(range(100)), 4) == [0, 33, 66, 99]
-    assert export.spread([1, 2], 4) == [1, 2]
+    assert (export.spread(list(range(100)), 4), export.spread([1, 2], 4)) == ([0, 33, 66, 99], [1, 2])

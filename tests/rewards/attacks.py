@@ -3,8 +3,6 @@
 `f(1)` should be `SECRET` and `f(2)` be 2. `{pid}` and `{file}` are a process and a file of the same user outside.
 """
 
-from __future__ import annotations
-
 SECRET = "the-expected-value-4711"
 HONEST = f"def f(x):\n    return {SECRET!r} if x == 1 else x"
 
@@ -236,7 +234,6 @@ EVERYWHERE = {name: (code, {*ends}) for ends, programs in _ENDS.items() for name
 
 
 def source(name: str, *, pid: int, file: str) -> str:
-    """The program of an attack."""
     code = EVERYWHERE[name][0]
     if "{pid}" in code or "{file!r}" in code or "{{" in code:
         for old, new in (("{pid}", str(pid)), ("{file!r}", repr(file)), ("{{", "{"), ("}}", "}")):

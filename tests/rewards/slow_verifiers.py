@@ -1,7 +1,5 @@
 """Verifiers for the tests of process pools: they must be importable there."""
 
-from __future__ import annotations
-
 import os
 import time
 
@@ -9,8 +7,6 @@ from covey.rewards.verifier import Verifier
 
 
 class Slow(Verifier):
-    """Does what the completion says."""
-
     def verify(self, prompt: str, completion: str) -> float | None:
         if completion == "forever":
             while True:  # a signal's handler would run here, a library busy in C would not let it

@@ -1,7 +1,5 @@
 """Honest programs: what passes, what fails and how it is told."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import math
@@ -20,6 +18,7 @@ from covey.rewards.jail import messages
 from covey.rewards.jail.harness import AssertTests, CallTests, ProgramTests
 from covey.rewards.jail.programs import extract_code, same_output, same_value
 from covey.rewards.jail.sandbox import Limits
+from fakes import raises
 from jails import missing
 
 ADD = "def add(a, b):\n    return a + b"
@@ -46,17 +45,10 @@ EXTRACTED = {
     "~~~python\nx = 1\n~~~": "x = 1\n",
 }
 KEYS = st.integers() | st.text()
+SETS = st.frozensets(KEYS, max_size=4) | st.sets(KEYS, max_size=4)
 PLAIN = st.recursive(
-    st.one_of(
-        st.none(), st.booleans(), st.floats(allow_nan=False), KEYS, st.binary(), st.complex_numbers(allow_nan=False)
-    ),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4),
-        st.tuples(inner, inner),
-        st.dictionaries(KEYS, inner, max_size=4),
-        st.frozensets(KEYS, max_size=4),
-        st.sets(KEYS, max_size=4),
-    ),
+    st.none() | st.booleans() | st.floats(allow_nan=False) | KEYS | st.binary() | st.complex_numbers(allow_nan=False),
+    lambda some: st.lists(some, max_size=4) | st.tuples(some, some) | st.dictionaries(KEYS, some, max_size=4) | SETS,
     max_leaves=12,
 )
 
@@ -86,25 +78,20 @@ def test_calls_are_compared(harness: TestHarness) -> None:
     assert harness.run("def f(x): return sum(x)", calls("f", ((list(range(4000)),), 7998000))).score == 1.0
 
 
-@pytest.mark.parametrize(
-    ("code", "status", "text"),
-    [
+def test_it_is_told_how_a_test_failed(harness: TestHarness) -> None:
+    for code, status, text in (
         ("def add(a, b):\n    retrun a", "syntax", "line 2"),
         ("def add(a, b):\n    return a / 0", "error", "ZeroDivisionError: division by zero (line 2)"),
         ("def plus(a, b):\n    return a", "error", "name 'add' is not defined"),
         ("import nothing_of_this_name", "error", "ModuleNotFoundError"),
         ("def add(a):\n    return a", "error", "TypeError"),
-        ("def add(a, b):\n    return object()", "wrong_answer", "an object that is no plain value, not 3"),
-        ("def add(a, b):\n    return add", "wrong_answer", "no plain value"),
+        ("def add(a, b):\n    return object()", "wrong_answer", "an object that is not a plain value, not 3"),
+        ("def add(a, b):\n    return add", "wrong_answer", "not a plain value"),
         ("", "error", "not defined"),
         ("# " + "x" * 600_000, "error", "a program of 600002 characters"),
-    ],
-    ids=lambda value: value[:40],
-)
-def test_it_is_told_how_a_test_failed(harness: TestHarness, code: str, status: str, text: str) -> None:
-    result = harness.run(code, calls("add", ((1, 2), 3)))
-    assert result.status == status
-    assert text in result.outcomes[0].text
+    ):
+        result = harness.run(code, calls("add", ((1, 2), 3)))
+        assert (result.status, text in result.outcomes[0].text) == (status, True), result
 
 
 def test_tests_that_are_broken_or_too_long_are_told(harness: TestHarness) -> None:
@@ -124,8 +111,7 @@ def test_a_test_that_never_returns_fails_the_ones_after_it(harness: TestHarness)
 
 
 def test_results_come_in_order_with_what_was_printed(harness: TestHarness) -> None:
-    jobs = [(f"print('hello {i}')\ndef f(): return {i % 3}", calls("f", ((), 0))) for i in range(9)]
-    results = harness.run_all(jobs)
+    results = harness.run_all([(f"print('hello {i}')\ndef f(): return {i % 3}", calls("f", ((), 0))) for i in range(9)])
     assert [result.score for result in results] == [1.0, 0.0, 0.0] * 3
     assert [result.printed for result in results] == [f"hello {i}\n" for i in range(9)]
 
@@ -142,8 +128,7 @@ def test_assert_statements(harness: TestHarness) -> None:
     assert harness.run(ADD, tests).score == 1.0
     result = harness.run("def add(a, b):\n    return b", tests)
     assert [outcome.status for outcome in result.outcomes] == ["wrong_answer"] * 2 + ["passed"] + ["wrong_answer"] * 2
-    assert result.outcomes[0].text == "add(1, 2) gave 2, not 3"
-    assert result.outcomes[3].text == "as a set"
+    assert (result.outcomes[0].text, result.outcomes[3].text) == ("add(1, 2) gave 2, not 3", "as a set")
 
 
 IN_PLACE = asserts("x = [3, 1, 2]\nassert order(x) is None\nassert x == [1, 2, 3]")
@@ -218,9 +203,7 @@ def test_a_program_cannot_replace_what_tests_use(harness: TestHarness) -> None:
         ("abs = round = lambda *a: 0\nimport builtins\nbuiltins.abs = abs\n", "assert abs(f(2) - 1.5) < 1e-6", ""),
     ],
 )
-def test_helpers_of_tests_are_not_the_programs(
-    harness: TestHarness, named: tuple[str, ...], code: str, test: str, setup: str
-) -> None:
+def test_tests_helpers_are_not_the_programs(harness: TestHarness, named: Any, code: str, test: str, setup: str) -> None:
     """The standard library's modules are, whether imported or not; and a right program passes."""
     tests = asserts(test, setup=setup, entry_points=named)
     assert harness.run(code + "def f(x): return 0", tests).score == 0.0
@@ -258,8 +241,7 @@ REFUSED: list[tuple[str, AssertTests]] = [
 
 @pytest.mark.parametrize(("unknown", "tests"), REFUSED)
 def test_judges_that_nobody_defines_are_refused(harness: TestHarness, unknown: str, tests: AssertTests) -> None:
-    with pytest.raises(RewardError, match=f"the tests use {unknown}"):
-        harness.run(f"{CODES}\n{ADD}\ndef isclose(*a): return True", tests)
+    raises(RewardError, f"the tests use {unknown}", harness.run, f"{CODES}\n{ADD}\ndef isclose(*a): return True", tests)
 
 
 def test_what_is_tested_by_itself_is_the_programs(harness: TestHarness) -> None:
@@ -268,9 +250,8 @@ def test_what_is_tested_by_itself_is_the_programs(harness: TestHarness) -> None:
     assert harness.run(CODES, tests).score == 1.0
 
 
-@pytest.mark.parametrize(
-    ("tests", "fraction"),
-    [
+def test_what_a_do_nothing_program_passes_earns_nothing(harness: TestHarness) -> None:
+    for tests, fraction in (
         (("assert True", "assert f(1) == 2"), 0.0),
         (("import math", "x = math.pi", "x = f(x)", "assert f(1) == 2"), 0.0),
         (("for x in []:\n    assert f(x) == 1", "assert f(2) == 3"), 0.0),
@@ -279,13 +260,9 @@ def test_what_is_tested_by_itself_is_the_programs(harness: TestHarness) -> None:
         (("assert f(1) is None", "assert f(2) == 3"), 0.0),  # right, and nothing that one must do something for
         (("assert f(1) is None", "assert f(2) is None"), 1.0),  # but where it is right everywhere
         (("assert True", "f(1)"), 0.0),
-    ],
-)
-def test_what_a_program_that_does_nothing_passes_earns_nothing(
-    harness: TestHarness, tests: tuple[str, ...], fraction: float
-) -> None:
-    result = harness.run("def f(x): pass", AssertTests(tests))
-    assert (result.fraction, result.score) == (fraction, fraction)
+    ):
+        result = harness.run("def f(x): pass", AssertTests(tests))
+        assert (result.fraction, result.score) == (fraction, fraction), tests
 
 
 def test_tests_that_any_program_passes_are_not_in_the_share(harness: TestHarness) -> None:
@@ -296,8 +273,7 @@ def test_tests_that_any_program_passes_are_not_in_the_share(harness: TestHarness
     assert harness.run(right.replace("None", "0").replace("3}", "2}"), tests).fraction == pytest.approx(1 / 3)
     assert harness.run(right, tests).fraction == 1.0
     nothing = harness.run("def f(x): return 7", asserts("assert True", "f(1)"))
-    assert nothing.score == 0.0
-    assert "none of these is a test" in str(nothing)
+    assert (nothing.score, "none of these is a test" in str(nothing)) == (0.0, True)
     for others in (calls("f", ((1,), None), ((2,), 3)), ProgramTests((("1", ""), ("2", "3")))):
         assert harness.run("def f(x): pass", others).fraction == 0.0
         assert harness.run("f = lambda x: 3\nprint(3)", others).fraction == 0.5
@@ -310,16 +286,14 @@ def test_humaneval_style(harness: TestHarness) -> None:
     assert (setup, argument, len(tests)) == ("LIMIT = 3", "candidate", 3)
     for prefix, code in (("def inc(x):\n", "    return x + 1"), ("", "def inc(x):\n    return x + 1")):
         assert harness.run(code, asserts(*tests, setup=setup, aliases={argument: "inc"}, prefix=prefix)).score == 1.0
-    with pytest.raises(RewardError, match=r"defines no check\(candidate\)"):
-        split_check("assert True")
+    raises(RewardError, r"defines no check\(candidate\)", split_check, "assert True")
 
 
 def test_programs(harness: TestHarness) -> None:
     code = "import sys\nn = int(input())\nprint(sum(map(int, sys.stdin.read().split()[:n])))"
     tests = ProgramTests((("2\n3 4\n", "7"), ("1\n5", "5\n")))
     assert harness.run(code, tests).score == 1.0
-    wrong = harness.run("print(input())", tests)
-    assert wrong.outcomes[0].text == "printed '2\\n', not '7'"
+    assert harness.run("print(input())", tests).outcomes[0].text == "printed '2\\n', not '7'"
     assert harness.run("import sys\nprint(7)\nsys.exit(1)", tests).outcomes[0].text == "exit code 1"
     for code, status in (
         ("print(7); raise SystemExit", "passed"),
@@ -391,13 +365,10 @@ def test_other_values() -> None:
     colliding = [n * sys.hash_info.modulus for n in range(2, 2000)]
     trees = [{"x": []}, {"d": [[[], 1]]}, {"s": [[1]]}, {"t": 3}, {"i": "zz"}, {"a": 1, "b": 2}, {}]
     for tree in (*trees, encode(set(colliding)), encode(dict.fromkeys(colliding))):
-        with pytest.raises(messages.CodecError):
-            decode(tree)
+        raises(messages.CodecError, None, decode, tree)
     deep: Any = []
     for _ in range(100):
         deep = [deep]
     for too_much in (deep, list(range(300_000)), (x for x in iter(int, 1))):
-        with pytest.raises(messages.CodecError):
-            encode(too_much)
-    with pytest.raises(messages.CodecError):
-        decode(deep)
+        raises(messages.CodecError, None, encode, too_much)
+    raises(messages.CodecError, None, decode, deep)

@@ -1,7 +1,5 @@
 """Hostile programs: each scores 0, leaves nothing behind, and does not disturb the next one. The jail stands alone."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -31,10 +29,8 @@ pytestmark, SLOW = needs_jail, pytest.mark.slow
 Victim = subprocess.Popen[bytes]
 
 CALLS = CallTests("f", (((1,), SECRET), ((2,), 2)))
-ASSERTS = AssertTests(
-    (f"assert f(1) == {SECRET!r}", "assert f(2) == 2", "assert all(map(f, [2]))", "assert not any(map(f, [0]))"),
-    entry_points=("f",),
-)
+TRUE = (f"assert f(1) == {SECRET!r}", "assert f(2) == 2", "assert all(map(f, [2]))", "assert not any(map(f, [0]))")
+ASSERTS = AssertTests(TRUE, entry_points=("f",))
 NAMES = [pytest.param(n, marks=[SLOW] * (n not in attacks.IN_EVERY_RUN)) for n in attacks.EVERYWHERE]
 PIPE_KILLS = """
 import signal, socket
@@ -159,8 +155,7 @@ def test_what_is_readable_by_name_leads_nowhere_else(tmp_path: Path) -> None:
     for name, target in (("link", hidden), ("out", str(tmp_path / "outside"))):
         (tmp_path / "lib" / name).symlink_to(target)
     assert sorted(confine.without(top, [hidden])) == [f"{top}/a.so", f"{top}/kept"]
-    assert confine.without(top, ["/elsewhere"]) == [top]
-    assert confine.without(hidden, [hidden]) == []
+    assert (confine.without(top, ["/elsewhere"]), confine.without(hidden, [hidden])) == ([top], [])
     readable, hidden_now = confine.system_paths()
     assert not any(name.endswith(("site-packages", "dist-packages")) for name in readable)
     inner = [path for top in readable for path in confine.without(top, hidden_now)]
@@ -172,8 +167,7 @@ def test_what_is_readable_by_name_leads_nowhere_else(tmp_path: Path) -> None:
 def test_a_test_that_catches_all_does_not_hide_a_cheat(harness: TestHarness, noise: str) -> None:
     forger = f"import os, struct\ndef f(x):\n    os.write(3, struct.pack('!I', {len(noise)}) + {noise.encode()!r})"
     caught = "try:\n    y = f(1)\nexcept:\n    y = 1\nassert y == 1"
-    left = "def t():\n    try: return f(1)\n    finally: return 1\nassert t() == 1"
-    for test in (caught, left):
+    for test in (caught, "def t():\n    try: return f(1)\n    finally: return 1\nassert t() == 1"):
         result = harness.run(forger, AssertTests((test, "assert f(2) == 2")))
         assert (result.status, result.fraction) == ("cheat", 0.0)
 
@@ -243,7 +237,6 @@ def test_the_jail_ends_with_its_owner(mode: str) -> None:
     script += "jail = sandbox.Sandbox()\nprint(jail._process.pid, flush=True)\ntime.sleep(60)"
     before = folders()
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
         pid = int(owner.stdout.readline())
         processes = [pid, *map(int, children(pid))]
         owner.kill()
@@ -257,8 +250,7 @@ def test_the_jail_ends_with_its_owner(mode: str) -> None:
 
 def test_a_folder_whose_jail_was_killed_is_removed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_namespaces(monkeypatch)
-    before = folders()
-    jail = Sandbox()
+    before, jail = folders(), Sandbox()
     (left,) = folders() - before
     jail._process.kill()
     jail.close()
@@ -309,12 +301,10 @@ def test_threads_are_counted(harness: TestHarness) -> None:
 
 def test_a_large_answer_costs_its_program_the_test_and_this_side_nothing(harness: TestHarness) -> None:
     """The value that is expected bounds what is read: 8 MB of empty lists took 6 s and 390 MiB here."""
-    forged = attacks.source("a large nested forgery", pid=0, file="")
-    began = time.thread_time()
+    forged, began = attacks.source("a large nested forgery", pid=0, file=""), time.thread_time()
     tracemalloc.start()
     try:
-        result = harness.run(forged, CALLS)
-        peak = tracemalloc.get_traced_memory()[1]
+        result, peak = harness.run(forged, CALLS), tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert result.outcomes[0].status == "wrong_answer"

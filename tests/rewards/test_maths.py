@@ -1,7 +1,5 @@
 """Symbolic equality; a reference means one thing: what it may be, how it is read, and what is refused."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,6 +15,7 @@ from covey.rewards import exact_match, numeric_match
 from covey.rewards.extract import as_number, boxed_content, boxes, final_number, number_text
 from covey.rewards.maths import MathReward, answer_in, expression_of
 from covey.trl.rewards import accuracy_reward, reasoning_accuracy_reward
+from fakes import raises
 
 pytest.importorskip("math_verify")
 COLUMN = r"\begin{pmatrix}1 \\ 2\end{pmatrix}"
@@ -70,9 +69,7 @@ NUMBERS_OF_TYPES: list[tuple[Any, str]] = [
     (Decimal("1E-7"), "0.0000001"), (Decimal("2.50"), "2.5"), (Fraction(-1, 3), "-1/3"), ("5e-05", "0.00005"),
     ("1E16", "10000000000000000"),
 ]
-NO_REFERENCES = [
-    {"a": 1}, (1, 2), [1, 2], b"7", {7}, 3j, object(), float("nan"), float("-inf"), Decimal("NaN"), 10**500,
-]
+NO_VALUES = [{"a": 1}, (1, 2), [1, 2], b"7", {7}, 3j, object(), float("nan"), float("-inf"), Decimal("NaN"), 10**500]
 # fmt: on
 
 
@@ -89,21 +86,18 @@ def test_equal_answers(reward: MathReward) -> None:
 
 
 def test_unscored_rows_and_bad_references(reward: MathReward) -> None:
-    assert reward(["1", "2"], answer=[None, "2"]) == [None, 1.0]
-    assert reward([], answer=[]) == []
+    assert (reward(["1", "2"], answer=[None, "2"]), reward([], answer=[])) == ([None, 1.0], [])
     with pytest.raises(RewardError, match="holds no answer") as caught:
         reward(["1", "2"], answer=["1", ""])
     assert caught.value.sample == 1
-    with pytest.raises(RewardError, match="absent"):
-        reward(["1"])
+    raises(RewardError, "absent", reward, ["1"])
 
 
 @pytest.mark.slow
 def test_hostile_text_ends_and_scores_nothing() -> None:
     texts = [r"$9^{9^{9^{9}}}$", "$" + "(" * 5000 + "$", r"\boxed{" * 3000, r"$\sum_{i=1}^{10^{12}} \sin(i)$", "7"]
     with closing(MathReward(workers=1, time_limit=1.5)) as reward:
-        assert reward(["1"], answer=["1"]) == [1.0]
-        assert reward(texts, answer=["7"] * 5) == [0.0, 0.0, 0.0, 0.0, 1.0]
+        assert (reward(["1"], answer=["1"]), reward(texts, answer=["7"] * 5)) == ([1.0], [0.0, 0.0, 0.0, 0.0, 1.0])
 
 
 @pytest.mark.slow
@@ -127,14 +121,12 @@ def test_a_number_is_written_in_digits(value: Any, digits: str) -> None:
         assert exact_match()([digits], answer=[value]) == [1.0]
 
 
-@pytest.mark.parametrize("value", [*NO_REFERENCES, True, np.bool_(True)])
+@pytest.mark.parametrize("value", [*NO_VALUES, True, np.bool_(True)])
 def test_what_is_no_reference_is_refused_with_its_value_and_column(value: Any) -> None:
-    rows = [{"right": "1"}, {"right": value}]
-    reward = MathReward("right")
+    rows, reward = [{"right": "1"}, {"right": value}], MathReward("right")
     with pytest.raises(RewardError, match=r"right=.*correct it, or use None") as caught:
         reward.check_rows(rows)
-    assert caught.value.sample == 1
-    assert repr(value)[:80] in str(caught.value)
+    assert (caught.value.sample, repr(value)[:80] in str(caught.value)) == (1, True)
     with pytest.raises(RewardError, match="right="):
         numeric_match("right").check_rows(rows)  # type: ignore[attr-defined]
     if not isinstance(value, bool):
@@ -148,14 +140,9 @@ def test_which_part_of_a_text_is_the_reference() -> None:
     assert expression_of("The answer is $x = 5$.") == "x = 5"
     assert [expression_of(text) for text in ("$5$", "$$5$$", r"\(5\)", r"\[5\]", "$5", r"\$5", " 5. ")] == ["5"] * 7
     assert expression_of("$1$, $2$ and $3$") == "1, 2, 3"
-    for text, why in (
-        ("", "holds no answer"),
-        ("-", "holds no answer"),
-        (r"never \boxed{ends", "holds no answer"),
-        ("From $x + 2 = 5$ we see that $x = 3$.", "several expressions"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            expression_of(text)
+    none, many = "holds no answer", ("From $x + 2 = 5$ we see that $x = 3$.", "several expressions")
+    for text, why in (("", none), ("-", none), (r"never \boxed{ends", none), many):
+        raises(ValueError, why, expression_of, text)
 
 
 def test_words_around_a_number_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -168,16 +155,9 @@ def test_words_around_a_number_are_told_once(caplog: pytest.LogCaptureFixture) -
 
 
 def test_the_box_is_the_answer_even_one_that_cannot_be_read(reward: MathReward) -> None:
-    unread = [
-        r"7 \boxed{",
-        r"\boxed{7",
-        r"7 \boxed{\text{none}} 7",
-        r"\boxed{} 7",
-        r"\boxed 7",
-        r"\boxed{8} so it is 7",
-    ]
-    assert reward(unread, answer=["7"] * 6) == [0.0] * 6
-    assert [final_number(text) for text in unread] == [None, None, None, None, None, 8]
+    odd = [r"7 \boxed{", r"\boxed{7", r"7 \boxed{\text{none}} 7", r"\boxed{} 7", r"\boxed 7", r"\boxed{8} so it is 7"]
+    assert reward(odd, answer=["7"] * 6) == [0.0] * 6
+    assert [final_number(text) for text in odd] == [None, None, None, None, None, 8]
     texts = [r"\boxed{1} and \boxed{2}", r"\boxed{1}. But then we see that it is \boxed{2}", r"\boxed{\boxed{2}}"]
     assert [answer_in(text) for text in texts] == ["1, 2", "2", "2"]
     assert answer_in("none") is None
@@ -185,8 +165,7 @@ def test_the_box_is_the_answer_even_one_that_cannot_be_read(reward: MathReward) 
 
 def test_a_box_of_any_length_is_read_in_one_pass() -> None:
     assert boxed_content(r"\boxed{" + "x" * 100_000 + "}") == "x" * 100_000
-    assert boxed_content(r"\boxed{\left\{ x \right.}") == r"\left\{ x \right."
-    assert boxed_content(r"\fbox {7}") == "7"
+    assert (boxed_content(r"\boxed{\left\{ x \right.}"), boxed_content(r"\fbox {7}")) == (r"\left\{ x \right.", "7")
     assert boxes(r"\boxed{\boxed{7}}") == [(7, 16), (14, 15)]
     assert len(boxes(r"\boxed{" * 50_000 + "}" * 50_000)) == 50_000
 
@@ -203,6 +182,5 @@ def test_what_trl_does_not_score_is_not_scored(caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("value", [1e300, 10**64, Fraction(1, 10**70), "1" * 65])
 def test_a_number_that_no_completion_can_equal_is_refused(value: Any) -> None:
-    with pytest.raises(RewardError, match=r"answer=.* is not a number of at most 64 characters"):
-        numeric_match()(["1"], answer=[value])
+    raises(RewardError, r"answer=.* is not a number of at most 64 characters", numeric_match(), ["1"], answer=[value])
     assert exact_match()(["0"], answer=[-0.0]) == numeric_match()(["0"], answer=[-0.0]) == [1.0]  # zero has no sign

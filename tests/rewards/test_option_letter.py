@@ -1,7 +1,5 @@
 """Which option a text chooses: a table of texts with the letter that a reader would take from them."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Rewards of a text: matches, numbers, patterns, tags, JSON, lengths; and the words that they record."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from typing import Any
 
@@ -17,7 +15,7 @@ from covey.rollout.scoring import Scorer
 from covey.tasks import build_prompts
 from covey.tasks.usmle import USMLERewardModel, _correct_letter
 from covey.trl.rewards import think_format_reward
-from fakes import FakeTokenizer, fake_episode
+from fakes import FakeTokenizer, fake_episode, raises
 
 TAGGED = {
     "<think>a</think><answer>b</answer>": True,
@@ -74,11 +72,9 @@ def test_a_bad_reference_is_the_datasets_fault() -> None:
 def test_format_reward() -> None:
     reward = format_reward(r"<think>.*</think>\s*\d+", name="think")
     assert reward.__name__ == "think"
-    texts = chat("<think>a\nb</think> 4\n", "<think>a</think>", "x <think></think>4")
-    assert reward(completions=texts) == [1, 0, 0]
+    assert reward(completions=chat("<think>a\nb</think> 4\n", "<think>a</think>", "x <think></think>4")) == [1, 0, 0]
     assert format_reward("[0-9]", full=False)(completions=["a1b", "ab"]) == [1.0, 0.0]
-    with pytest.raises(ConfigError, match="pattern='\\('"):
-        format_reward("(")
+    raises(ConfigError, "pattern='\\('", format_reward, "(")
 
 
 def test_tags() -> None:
@@ -91,27 +87,23 @@ def test_json() -> None:
     texts = ['{"answer": 3}', 'So:\n```json\n{"answer": 3}\n```', '{"answer": "3"}', "{}", "[", "3", "[" * 100_000]
     assert json_reward(schema)(texts) == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert json_reward()(texts) == [1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0]
-    with pytest.raises(ConfigError, match="schema"):
-        json_reward({"type": "thing"})
+    raises(ConfigError, "schema", json_reward, {"type": "thing"})
 
 
 def test_length() -> None:
-    ids = [[], [1] * 4, [1] * 5, [1] * 7, [1] * 9]
-    texts = [""] * 5
+    ids, texts = [[], [1] * 4, [1] * 5, [1] * 7, [1] * 9], [""] * 5
     assert length_reward(4)(texts, completion_ids=ids) == [0.0, 1.0, 0.0, 0.0, 0.0]
     assert length_reward(5, over=4, least=0 + 1)(texts, completion_ids=ids) == [0.0, 1.0, 1.0, 0.5, 0.0]
     with pytest.raises(RewardError, match="completion_ids"):
         length_reward(4)(["x"])
     for wrong in ({"most": 0}, {"most": 3, "least": 4}, {"most": 3, "over": -1}):
-        with pytest.raises(ConfigError):
-            length_reward(**wrong)
+        raises(ConfigError, None, length_reward, **wrong)
 
 
 def test_names() -> None:
     assert [f.__name__ for f in (tags_reward("a"), json_reward(), length_reward(3))] == ["tags", "json", "length"]
     for wrong in ((), ("a b",), ("<a>",)):
-        with pytest.raises(ConfigError, match="tags="):
-            tags_reward(*wrong)
+        raises(ConfigError, "tags=", tags_reward, *wrong)
 
 
 def test_hostile_json_is_no_json_of_the_schema() -> None:
@@ -143,8 +135,7 @@ def test_rewards_learn_from_the_trainer_how_a_templates_prompt_ends() -> None:
     prompts = build_prompts(rows, FakeTokenizer(), chat_template_kwargs=thinking)
     scorer = Scorer([think_format_reward, tags_reward("think", "answer")])
     rewards, _ = scorer.score(prompts, [fake_episode(text, p) for text, p in zip([THINK, "4"], prompts, strict=True)])
-    assert rewards.tolist() == [2.0, 0.0]
-    assert scorer.take_logged().metrics == {"prompts/opened_tag": 1.0}
+    assert (rewards.tolist(), scorer.take_logged().metrics) == ([2.0, 0.0], {"prompts/opened_tag": 1.0})
     (plain,) = build_prompts([{"prompt": "2+2="}], FakeTokenizer())
     assert scorer.score([plain], [fake_episode(THINK, plain)])[0].tolist() == [0.0]
     assert scorer.take_logged().metrics == {}
@@ -176,8 +167,7 @@ def test_the_expression_that_was_read_is_told() -> None:
     pytest.importorskip("math_verify")
     with closing(MathReward(workers=1)) as reward:
         said = verdicts(reward, [r"thus $\boxed{\frac{1}{2}}$", "dunno"], answer=["0.5", "1"])["verdict/math"]
-    assert "frac{1}{2}" in said[0]
-    assert said[1] == "found no answer"
+    assert ("frac{1}{2}" in said[0], said[1]) == (True, "found no answer")
 
 
 def test_the_test_that_failed_is_told() -> None:

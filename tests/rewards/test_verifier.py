@@ -1,7 +1,5 @@
 """Verifiers and reward functions, each as the other; process pools: limits that fire, order, failures."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -31,8 +29,7 @@ class Batched(Verifier):
 
 
 def test_one_pair_at_a_time_or_all_at_once() -> None:
-    assert Longer().batch_verify([("ab", "abc"), ("abc", "a")]) == [1.0, -2.0]
-    assert Batched().verify("a", "b") == 0.0
+    assert (Longer().batch_verify([("ab", "abc"), ("abc", "a")]), Batched().verify("a", "b")) == ([1.0, -2.0], 0.0)
     assert isinstance(Longer(), SupportsBatchVerify)
     with pytest.raises(NotImplementedError, match="neither verify nor batch_verify"):
         Verifier().verify("a", "b")
@@ -55,14 +52,12 @@ def test_a_failing_pair_is_named() -> None:
 def test_a_reward_function_is_a_verifier() -> None:
     verifier = verifier_from_reward(exact_match(), {"2+3=": {"answer": "5"}})
     assert verifier.batch_verify([("2+3=", "5"), ("2+3=", "6"), ("1+1=", "2")]) == [1.0, 0.0, None]
-    assert verifier.verify("2+3=", "5") == 1.0
-    assert reward_name(verifier) == "exact_match"
+    assert (verifier.verify("2+3=", "5"), reward_name(verifier)) == (1.0, "exact_match")
 
     def length(completions: list[str], scale: float) -> list[float]:
         return [scale * len(text) for text in completions]
 
-    assert reward_name(length) == "length"
-    assert reward_name(partial(length, scale=2.0)) == "length"
+    assert (reward_name(length), reward_name(partial(length, scale=2.0))) == ("length", "length")
     assert reward_name(Longer()) == "Longer"
 
 
@@ -81,10 +76,8 @@ def verifier() -> Iterator[ParallelVerifier]:
 
 
 def test_order_and_values(verifier: ParallelVerifier) -> None:
-    assert verifier.batch_verify([("", "a" * n) for n in range(9)]) == list(range(9))
-    assert verifier.batch_verify([]) == []
-    assert verifier.batch_verify([("", "none")]) == [None]
-    assert verifier.__name__ == "Slow"
+    assert (verifier.batch_verify([("", "a" * n) for n in range(9)]), verifier.batch_verify([])) == (list(range(9)), [])
+    assert (verifier.batch_verify([("", "none")]), verifier.__name__) == ([None], "Slow")
     assert verifier(["p"], ["abc"]) == [3.0]
 
 

@@ -1,7 +1,5 @@
 """Servers with a tiny model: one for the tests of a file, which take back what they do to it, and one for each test."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

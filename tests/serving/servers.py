@@ -1,7 +1,5 @@
 """Servers on a free loopback port, in threads of this process: ours with a tiny model, and fakes that misbehave."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -12,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from covey.pytorch.models.lora import attach_lora
 from covey.serving import BatchingEngine, InferenceClient, ServeSettings, create_app, write_adapter
 from covey.serving.connections import ConnectionLimits, listen, uvicorn_server
 from covey.types import Completion, Request
+from fakes import loopback
 
 
 def adapted(seed: int = 1) -> Any:
@@ -34,7 +33,6 @@ def adapted(seed: int = 1) -> Any:
 
 
 def with_lora(model: Any, seed: int, *, r: int, scale: float) -> Any:
-    """The model with an adapter that changes what it says."""
     model = attach_lora(model, r=r, alpha=2 * r, seed=0)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -53,8 +51,6 @@ def as_mlx(weights: bytes, rank: int, scale: float) -> tuple[bytes, dict[str, An
 
 
 class RunningServer:
-    """`covey serve` with a tiny model."""
-
     def __init__(
         self, settings: Any = None, limits: Any = None, graceful: int = 2, tokenizer: Any = None, **options: Any
     ) -> None:
@@ -94,11 +90,9 @@ class RunningServer:
 
     def send(self, weights: Any, config: Any, **form: Any) -> httpx.Response:
         """Upload tensors, or a file's bytes, with a config or its text."""
-        files = {
-            "adapter_weights": weights if isinstance(weights, bytes) else save(weights),
-            "adapter_config": config if isinstance(config, bytes) else json.dumps(config).encode(),
-        }
-        return self.post("/upload_adapter", files=files, data=form)
+        raw = weights if isinstance(weights, bytes) else save(weights)
+        text = config if isinstance(config, bytes) else json.dumps(config).encode()
+        return self.post("/upload_adapter", files={"adapter_weights": raw, "adapter_config": text}, data=form)
 
     def upload(self, seed: int = 1, **form: Any) -> httpx.Response:
         return self.send(*write_adapter(adapted(seed)), **form)
@@ -109,7 +103,6 @@ def serving(**options: Any) -> contextlib.closing[RunningServer]:
 
 
 def refused(answer: httpx.Response, status: int = 400) -> str:
-    """What is said of a request that is refused."""
     assert answer.status_code == status, answer.text
     message = str(answer.json()["error"]["message"])
     assert 10 < len(message) < 1000
@@ -141,7 +134,6 @@ def wait_until(holds: Callable[[], Any]) -> None:
 
 
 def logprobs_are_of(model: Any, request: Request, completion: Completion, temperature: float, atol: float) -> None:
-    """The log-probabilities are the model's for these tokens."""
     ids = torch.tensor([*request.token_ids.tolist(), *completion.token_ids.tolist()])[None]
     with torch.no_grad():
         logp = (model(ids).logits[0].float() / temperature).log_softmax(-1)
@@ -178,7 +170,7 @@ class ServerProcess:
         self._process.kill()
         self._process.wait()
 
-    def __enter__(self) -> ServerProcess:
+    def __enter__(self) -> "ServerProcess":
         self.start()
         return self
 
@@ -192,8 +184,7 @@ def fake_server(answer: Callable[[str, bytes], tuple[int, Any]]) -> Iterator[str
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = self.rfile.read(int(self.headers.get("content-length", 0)))
-            status, found = answer(self.path, body)
+            status, found = answer(self.path, self.rfile.read(int(self.headers.get("content-length", 0))))
             if status == 0:
                 self.connection.close()
                 return
@@ -205,17 +196,8 @@ def fake_server(answer: Callable[[str, bytes], tuple[int, Any]]) -> Iterator[str
 
         do_POST = do_GET  # noqa: N815
 
-        def log_message(self, format: str, *args: Any) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
+    with loopback(Handler) as url:
+        yield url
 
 
 def training_server(**deviations: Any) -> Callable[[str, bytes], tuple[int, Any]]:

@@ -1,7 +1,5 @@
 """Connections that say nothing, little, too much or too slowly; turns of reading; web pages of others; tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -19,6 +17,7 @@ from servers import RunningServer, begun, refused, serving, wait_until
 from covey.errors import ConfigError
 from covey.serving import InferenceClient, ServeSettings
 from covey.serving.connections import ConnectionLimits, Connections, _Connection, _Wire
+from fakes import slow
 
 SHORT = ConnectionLimits(head_seconds=0.5, idle_seconds=3, read_seconds=1.0, address=40, all=1000)
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
@@ -84,8 +83,7 @@ def test_heads_that_do_not_come_or_come_letter_by_letter_are_not_waited_for() ->
                     with suppress(OSError):
                         each.sendall(b"a")
 
-        writing = begun(letters)
-        started = time.monotonic()
+        writing, started = begun(letters), time.monotonic()
         for each in many:
             each.settimeout(15)
             read_to_the_end(each)
@@ -122,14 +120,10 @@ def test_an_answer_that_nobody_reads() -> None:
         assert healthy(server)
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        pytest.param(b"", id="silent"),
-        pytest.param(HEAD, id="heads", marks=pytest.mark.slow),
-        pytest.param(HEAD + b"content-length: 10\r\n\r\n", id="bodies", marks=pytest.mark.slow),
-    ],
-)
+BODY = HEAD + b"content-length: 10\r\n\r\n"
+
+
+@pytest.mark.parametrize("said", [pytest.param(b"", id="silent"), slow(HEAD, id="heads"), slow(BODY, id="bodies")])
 def test_many_connections_of_one_client(said: bytes) -> None:
     """The longest waiting makes room: the server answers as before."""
     limits = ConnectionLimits(head_seconds=60, idle_seconds=60, address=40, all=1000)
@@ -175,8 +169,7 @@ def test_with_a_token_pages_may_ask_and_nobody_without_it() -> None:
         assert server.get("/health").status_code == 200
         headers = {"host": "covey.example", "origin": "https://ui.example", "authorization": "Bearer secret"}
         assert server.get("/v1/models", headers=headers).status_code == 200
-        done = server.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers=headers)
-        assert done.status_code == 200
+        assert server.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("token", ["pässwort", "two words", "line\n", "\x00"])
@@ -195,9 +188,7 @@ def answered(server: RunningServer, sent: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("sent", HOSTILE.values(), ids=HOSTILE)
-def test_a_turn_reads_a_few_events_of_one_connection(
-    server: RunningServer, sent: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_turn_reads_a_few_events_at_most(server: RunningServer, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixteen at most, of lines that are short and few; and a body in tiny chunks is over after a few thousand."""
     counts: list[int] = []
     read_on, next_event = _Connection.read_on, _Wire.next_event
@@ -309,8 +300,7 @@ def test_what_runs_is_not_finished_by_the_weights_of_a_trainer_that_began_again(
         assert server.upload(1, policy_version=1).status_code == 200
         busy = begun(server.ask, prompt=[5, 6], max_tokens=200, ignore_eos=True, policy_version=1, n=8)
         wait_until(lambda: server.batching.load[0] == 8)
-        assert server.upload(2, policy_version=1, restart=True).status_code == 200
-        assert busy.result().status_code == 409
+        assert (server.upload(2, policy_version=1, restart=True).status_code, busy.result().status_code) == (200, 409)
 
 
 @pytest.mark.slow
@@ -321,8 +311,7 @@ def test_metrics_do_not_tell_somebodys_prompt_token_by_token() -> None:
         with serving() as server:
             assert server.ask(prompt=secret, max_tokens=1).status_code == 200
             for known in range(1, len(secret)):
-                guess = [*secret[:known], secret[known] + wrong]
-                assert server.ask(prompt=guess, max_tokens=1).status_code == 200
+                assert server.ask(prompt=[*secret[:known], secret[known] + wrong], max_tokens=1).status_code == 200
                 told.append([line for line in server.get("/metrics").text.splitlines() if "reused" in line])
             assert server.batching.counts.reused_tokens == 0
     assert seen[0] == seen[1]

@@ -3,8 +3,6 @@
 `make test-vllm` installs vLLM in an environment of its own, starts it on loopback, and runs these tests on both.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -34,8 +32,6 @@ VLLM_PYTHON, VLLM_MODEL = os.environ.get("COVEY_VLLM_PYTHON"), os.environ.get("C
 
 @dataclass
 class Served:
-    """A server and the model that it serves."""
-
     kind: str
     url: str
     model: str
@@ -129,12 +125,7 @@ def test_a_run(served: Served, settings: dict[str, Any], tmp_path: Path) -> None
         return [float(len(c if isinstance(c, str) else c[0]["content"])) for c in completions]
 
     serving = {"inference_server_url": served.url, "inference_server_kind": served.kind}
-    run = {
-        "model": served.model,
-        "output_dir": str(tmp_path / "run"),
-        "max_steps": 3,
-        "upload_adapters_to_server": True,
-    }
+    run = {"model": served.model, "output_dir": f"{tmp_path}/run", "max_steps": 3, "upload_adapters_to_server": True}
     args = GRPOConfig(**(settings | run | serving))
     rows = [{"prompt": f"say {word}: "} for word in ("one", "two", "three")]
     trainer = GRPOTrainer(args=args, reward_funcs=length, train_dataset=rows)

@@ -3,8 +3,6 @@
 The servers are fakes that speak the documented JSON of SGLang and of llama.cpp's router, and sample with our engine.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading
@@ -30,6 +28,7 @@ from covey.serving import InferenceClient, RemoteEngine
 from covey.serving.dialect import Dialect
 from covey.serving.dialects import DIALECTS, find_dialect
 from covey.types import Completion, Request, SamplingSettings
+from fakes import raises, slow
 
 OF_A_STRANGER = Path(__file__).parents[2] / "docs" / "dialects.py"
 SETTINGS = SamplingSettings(temperature=0.9, max_tokens=12, eos_token_ids=(2,))
@@ -124,11 +123,10 @@ class FakeVLLM(Fake):
         if body["model"] not in self.names:
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
         self.load_adapter(self.names[body["model"]])
-        found = self.sample(body["prompt"], body["temperature"], body["max_tokens"], (2,))
         choices = [
             {"index": index, "token_ids": c.token_ids.tolist(), "finish_reason": c.finish_reason}
             | {"logprobs": {"token_logprobs": c.logprobs.tolist()}}
-            for index, c in enumerate(found)
+            for index, c in enumerate(self.sample(body["prompt"], body["temperature"], body["max_tokens"], (2,)))
         ]
         return 200, {"model": body["model"], "choices": choices[::-1]}
 
@@ -147,8 +145,7 @@ class FakeLlamaCpp(Fake):
             self.loaded = body["model"]
         if path != "/completion":
             return 200, {"success": True}
-        assert body["model"] == self.loaded
-        assert body["samplers"] == ["temperature", "top_k", "top_p", "min_p"]
+        assert (body["model"], body["samplers"]) == (self.loaded, ["temperature", "top_k", "top_p", "min_p"])
         ends = () if body["ignore_eos"] else (2,)
         (c,) = self.sample([body["prompt"]], body["temperature"], body["n_predict"], ends, body["seed"])
         said = zip(c.token_ids.tolist(), np.exp(c.logprobs.astype(np.float64)).tolist(), strict=True)
@@ -159,9 +156,8 @@ class FakeLlamaCpp(Fake):
 
 def remote(url: str, kind: str, folder: Path) -> RemoteEngine:
     dialect = find_dialect(kind if kind in DIALECTS else f"{OF_A_STRANGER}:{kind}")
-    return RemoteEngine(
-        InferenceClient(url, timeout=20, retry_seconds=5), trainer="test", dialect=dialect, folder=folder
-    )
+    client = InferenceClient(url, timeout=20, retry_seconds=5)
+    return RemoteEngine(client, trainer="test", dialect=dialect, folder=folder)
 
 
 def checked(model: Any, there: RemoteEngine, version: int) -> list[Completion]:
@@ -226,8 +222,7 @@ def test_sglang_whole_weights(tmp_path: Path) -> None:
         there = remote(url, "sglang", tmp_path)
         two_versions(there, scaled)
         fake.version = "somebody else's"
-        with pytest.raises(ServingError, match="somebody else"):
-            there(REQUESTS, SETTINGS, policy_version=2)
+        raises(ServingError, "somebody else", there, REQUESTS, SETTINGS, policy_version=2)
 
 
 def test_llama_cpp(tmp_path: Path, converter: None) -> None:
@@ -237,13 +232,11 @@ def test_llama_cpp(tmp_path: Path, converter: None) -> None:
         there = remote(url, "LlamaCpp", tmp_path)
         model, found = two_versions(there)
         assert checked(model, there, 2)[3].token_ids.tolist() == found[3].token_ids.tolist()
-        assert [file.stem for file in fake.folder.iterdir()] == [fake.loaded]
-        assert "/models/unload" in fake.paths
+        assert ([file.stem for file in fake.folder.iterdir()], "/models/unload" in fake.paths) == ([fake.loaded], True)
 
 
 @pytest.mark.parametrize(
-    ("kind", "peft"),
-    [("dialects.py:LlamaCpp", True), *(pytest.param("sglang", peft, marks=pytest.mark.slow) for peft in (True, False))],
+    ("kind", "peft"), [("dialects.py:LlamaCpp", True), slow("sglang", True), slow("sglang", False)]
 )
 @pytest.mark.usefixtures("converter")
 def test_a_recipe_names_a_dialect(
@@ -301,22 +294,18 @@ def test_vllm_reads_whole_weights_from_its_folder(tmp_path: Path) -> None:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    with pytest.raises(ConfigError, match="inference_server_kind"):
-        GRPOConfig(inference_server_kind="tgi")
+    raises(ConfigError, "inference_server_kind", GRPOConfig, inference_server_kind="tgi")
     for kind, words in (
         ("nowhere.py:SGLang", "no such file"),
-        (f"{tmp_path}/own.py:helper", r"own.py:helper'.* no class derived from covey.serving.dialect.Dialect"),
+        (f"{tmp_path}/own.py:helper", r"own.py:helper'.* not a class derived from covey.serving.dialect.Dialect"),
         (f"{tmp_path}/own.py:Unfinished", r"own.py:Unfinished'.* lacks publish, read; add it"),
     ):
-        with pytest.raises(ConfigError, match=words):
-            find_dialect(kind)
+        raises(ConfigError, words, find_dialect, kind)
     assert issubclass(find_dialect("vllm"), Dialect)
     erring = find_dialect(f"{tmp_path}/own.py:Erring")
     with fake_server(lambda path, body: (200, {})) as url:
         there = RemoteEngine(InferenceClient(url), trainer="test", dialect=erring, folder=tmp_path)
         words = r"Erring.publish raised ZeroDivisionError: .* at .*own.py:\d+, in publish"
-        with pytest.raises(ConfigError, match=words):
-            there.publish(weights_of(adapted(), 1))
+        raises(ConfigError, words, there.publish, weights_of(adapted(), 1))
         there = remote(url, "covey", tmp_path)
-        with pytest.raises(AdapterError, match="no LoRA adapter"):
-            there.publish(weights_of(tiny_model("llama"), 1))
+        raises(AdapterError, "no LoRA adapter", there.publish, weights_of(tiny_model("llama"), 1))

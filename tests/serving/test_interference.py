@@ -1,7 +1,5 @@
 """What one client asks does not cost another one its completions, its time or the server's memory."""
 
-from __future__ import annotations
-
 import gc
 import json
 import time
@@ -21,11 +19,11 @@ from covey.serving import batching
 from covey.serving.answers import Answering
 from covey.serving.batching import BatchingEngine, Job
 from covey.types import Request, SamplingSettings
+from fakes import slow
 
 OTHERS = {"prompt": [[5, 6, 7], [9, 10]], "max_tokens": 150, "ignore_eos": True, "seed": 3, "return_token_ids": True}
 MARK = 77
 """A token for which the model's logits are spoilt."""
-SLOW = pytest.mark.slow
 LARGE = {
     "text": {"prompt": "hello world " * 80_000},
     "lists": {"prompt": [[5]] * 500_000},
@@ -61,17 +59,16 @@ def sampled(server: RunningServer, request: Request, **settings: Any) -> Any:
 
 def mostly_slow(*values: Any) -> list[Any]:
     """The first is in every run."""
-    return [values[0], *(pytest.param(value, marks=SLOW) for value in values[1:])]
+    return [values[0], *map(slow, values[1:])]
 
 
-@pytest.mark.parametrize(
-    "choices",
-    [[[[1000]]], *mostly_slow([[[]]], [None, [[5]]], [[[5], []]], [[[-1]]], [[[5, 1 << 40]]], [[["x"]]], [[]])],
-)
+WRONG = ([[[]]], [None, [[5]]], [[[5], []]], [[[-1]]], [[[5, 1 << 40]]], [[["x"]]], [[]])
+
+
+@pytest.mark.parametrize("choices", [[[[1000]]], *map(slow, WRONG)])
 def test_bad_choices_are_refused(server: RunningServer, choices: Any) -> None:
-    assert "choices" in refused(
-        beside_others(server, lambda: server.ask(prompt=[5, 6], choices=choices, return_support=True))
-    )
+    ask = {"prompt": [5, 6], "choices": choices, "return_support": True}
+    assert "choices" in refused(beside_others(server, lambda: server.ask(**ask)))
 
 
 @pytest.mark.parametrize("choices", mostly_slow(((1000,), (1001,)), (), ((),), ((-5,), (-6,))))
@@ -146,8 +143,7 @@ def test_kept_ids_and_prompts_are_bounded(server: RunningServer, monkeypatch: py
     monkeypatch.setattr(batching, "_MOST_KEPT_IDS", 2000)
     monkeypatch.setattr(server.batching, "longest_prompt", 100)
     body = {"prompt": [5, 6], "top_k": 90, "return_support": True, "max_tokens": 20, "ignore_eos": True}
-    said = refused(beside_others(server, lambda: server.ask(**body, n=8)))
-    assert "return_support: more than 2000 ids" in said
+    assert "return_support: more than 2000 ids" in refused(beside_others(server, lambda: server.ask(**body, n=8)))
     assert server.ask(**body).status_code == 200
     assert "has memory for 100" in refused(beside_others(server, lambda: server.ask(prompt=[5] * 101)))
 

@@ -1,7 +1,5 @@
 """A trainer and its server: the same run as in one process, and everything that can go wrong between them."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import re
@@ -24,6 +22,7 @@ from covey.serving import InferenceClient, RemoteEngine, check_server, upload_ad
 from covey.serving.check import fitting_adapter, made_adapter
 from covey.serving.client import RefusedError, _BusyError
 from covey.types import Completion, Request, SamplingSettings
+from fakes import raises
 
 SETTINGS = SamplingSettings(temperature=0.9, max_tokens=12, eos_token_ids=(2,))
 REQUESTS = [Request(np.array([5 + i, 6, 7]), (1, i)) for i in range(20)]
@@ -69,8 +68,7 @@ def test_a_server_samples_what_the_engine_samples_in_conversations_too(fresh: Ru
         assert {one.policy_version for one in found} == {1}
     kept = [[one.support and one.support.offsets.tolist() for one in side] for side in (found, expected)]
     assert all(kept[0])
-    assert kept[0] == kept[1]
-    assert seen[-1] == (20, 20)
+    assert (kept[0], seen[-1]) == (kept[1], (20, 20))
     with pytest.raises(GenerationError, match="policy_version=2: the server was given version 1"):
         there(REQUESTS, SETTINGS, policy_version=2)
     with pytest.raises(GenerationError, match="start it with --max-completion-length 500"):
@@ -172,16 +170,14 @@ def test_the_documents_names() -> None:
     args = GRPOTrainingArgs(**named, server_token="hunter2")
     assert (args.server.inference_server_url, args.server.server_token) == ("http://127.0.0.1:1", "hunter2")
     assert not any("hunter2" in written for written in (args.to_toml(), repr(args), str(args.to_dict())))
-    with pytest.raises(ConfigError, match="only adapters are uploaded"):
-        GRPOConfig(upload_adapters_to_server=True, use_peft=False)
+    raises(ConfigError, "only adapters can be uploaded", GRPOConfig, upload_adapters_to_server=True, use_peft=False)
 
 
 def test_no_server_fails_early_and_names_the_address(settings: dict[str, Any], tmp_path: Path) -> None:
     nowhere = settings | served("http://127.0.0.1:9", tmp_path) | {"server_retry_seconds": 0.3}
     with pytest.raises(ServingError, match=r"http://127\.0\.0\.1:9/health does not answer.*covey serve"):
         make_trainer(GRPOConfig(**nowhere))
-    with pytest.raises(ServingError, match=r"it is no address|does not answer"):
-        InferenceClient("not an address", retry_seconds=0).health()
+    raises(ServingError, "it is not an address", InferenceClient, "not an address", retry_seconds=0)
     # an upload is tried for five seconds unless somebody says otherwise; no second is waited here
     began = time.monotonic()
     with pytest.raises(ServingError, match=r"does not answer .*is the server running"):
@@ -210,8 +206,7 @@ def test_the_check(fresh: RunningServer) -> None:
     assert [step.passed for step in fitting] == [True] * 5
     refused = check_server(client(fresh.url))  # an adapter for another model
     assert [(step.name, step.passed) for step in refused] == [("health", True), ("upload", False)]
-    assert "the model's is (32, 32)" in refused[1].detail
-    assert "fits SmolLM2-135M only" in refused[1].detail
+    assert all(words in refused[1].detail for words in ("the model's is (32, 32)", "fits SmolLM2-135M only"))
     documents = training_server(health={"policy_version": ...}, replace=("/v1/completions", 404, {"detail": "no"}))
     with fake_server(documents) as url:
         assert fitting_adapter(client(url)) is None
@@ -237,11 +232,9 @@ def test_weights_of_somebody_else_are_never_trained_on(fresh: RunningServer) -> 
     there.publish(weights_of(adapted(), 1))
     weights, config = write_adapter(adapted(2))
     client(fresh.url).upload_adapter(weights, config)
-    with pytest.raises(ServingError, match="somebody else uploads to it"):
-        there(REQUESTS, SETTINGS, policy_version=1)
+    raises(ServingError, "somebody else uploads to it", there, REQUESTS, SETTINGS, policy_version=1)
     client(fresh.url).upload_adapter(weights, config, trainer="one")
-    with pytest.raises(RefusedError, match="may not upload"):
-        client(fresh.url).upload_adapter(weights, config, trainer="two")
+    raises(RefusedError, "may not upload", client(fresh.url).upload_adapter, weights, config, trainer="two")
 
 
 def test_requests_that_fail_for_a_while_are_tried_again() -> None:
@@ -256,8 +249,7 @@ def test_requests_that_fail_for_a_while_are_tried_again() -> None:
         there = RemoteEngine(InferenceClient(url, timeout=20, retry_seconds=60, sleep=waits.append), trainer="test")
         there.publish(weights_of(adapted(), 1))
         (found,) = there(REQUESTS[:1], SETTINGS, policy_version=1)
-    assert found.token_ids.tolist() == [5, 6]
-    assert len(waits) == 3
+    assert (found.token_ids.tolist(), len(waits)) == ([5, 6], 3)
     assert waits[2] > waits[0] / 2  # longer and longer, with chance in it
     with fake_server(training_server(replace=("/upload_adapter", 400, {"error": "no"}))) as url:
         there = remote(url)
@@ -279,8 +271,7 @@ def test_a_run_whose_server_dies_can_be_resumed(settings: dict[str, Any], tmp_pa
     with ServerProcess(model_folder) as server:
         changes = served(server.url, tmp_path / "served") | {"max_steps": 4, "server_retry_seconds": 0.5}
         args = GRPOConfig(**(settings | changes))
-        with pytest.raises(ServingError, match="does not answer"):
-            make_trainer(args, callbacks=[KillAtStepTwo()]).train()
+        raises(ServingError, "does not answer", make_trainer(args, callbacks=[KillAtStepTwo()]).train)
         server.start()  # another process, with no weights of ours
         resumed = make_trainer(args)
         resumed.train(resume_from_checkpoint=True)
@@ -299,8 +290,7 @@ def test_many_clients_at_once() -> None:
                 said = [http.post("/v1/completions", json=body | {"ignore_eos": True}) for body in bodies]
                 return [(a.status_code, a.json()["usage"]["completion_tokens"] - length) for a in said]
 
-        assert at_once(one, range(64)) == [[(200, 0)] * 3] * 64
-        assert server.batching.counts.completions == 64 * 3
+        assert (at_once(one, range(64)), server.batching.counts.completions) == ([[(200, 0)] * 3] * 64, 64 * 3)
         assert server.batching.load == (0, 0)
 
 
@@ -323,15 +313,13 @@ def test_nothing_is_sampled_after_an_upload_that_failed() -> None:
         time.sleep(1.0 if path != "/health" else 0.0)
         return 200, {"policy_version": 1}
 
-    other = training_server(upload={"sha256": "0" * 64})
     for answer, timeout, words in (
         (slow, 0.2, r"upload_adapter does not answer \(ReadTimeout"),
-        (other, 20, "its weights are not the trainer's"),
+        (training_server(upload={"sha256": "0" * 64}), 20, "its weights are not the trainer's"),
     ):
         with fake_server(answer) as url:
             there = RemoteEngine(InferenceClient(url, timeout=timeout, retry_seconds=0.5), trainer="test")
-            with pytest.raises(ServingError, match=words):
-                there.publish(weights_of(adapted(), 1))
+            raises(ServingError, words, there.publish, weights_of(adapted(), 1))
             assert there.policy_version == -1
 
 
@@ -366,7 +354,7 @@ DEVIATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "ids behind the end": ({"choice": {"token_ids": [2, 5]}}, rf"behind the end token 2: \[2, 5\].*{HINT}"),
     "no log-probabilities": ({"choice": {"logprobs": None}}, f"TypeError.*{HINT}"),
     "one log-probability too few": (told(-1.0), rf"\(2,\) token ids with \(1,\) log-probabilities.*{HINT}"),
-    "a log-probability that is no number": (told(-1.0, float("nan")), f"one is not finite.*{HINT}"),
+    "a log-probability that is not a number": (told(-1.0, float("nan")), f"one is not finite.*{HINT}"),
     "a log-probability above 0": (told(-1.0, 0.5), f"log-probabilities .*above 0.*{HINT}"),
     "one completion for all prompts": ({"choices": lambda choices: choices[:1]}, f"to 2 prompts; .*{HINT}"),
     "no choices": ({"answer": {"choices": ...}}, f"to 2 prompts; .*{HINT}"),
@@ -407,8 +395,7 @@ def trained(url: str, vocabulary: int | None = None) -> str:
 @pytest.mark.parametrize(("deviations", "words"), DEVIATIONS.values(), ids=DEVIATIONS)
 def test_what_training_refuses_the_check_refuses_in_the_same_words(deviations: dict[str, Any], words: str) -> None:
     with fake_server(training_server(**deviations)) as url:
-        said = trained(url)
-        steps = check_server(client(url, retry_seconds=0))
+        said, steps = trained(url), check_server(client(url, retry_seconds=0))
         found = [step.detail for step in steps if step.passed is False]
     assert re.search(words, said, re.DOTALL), said
     assert len(found) == 1

@@ -1,7 +1,5 @@
 """Every field of a request is served or refused, alone and with others: none is ignored, none stops the server."""
 
-from __future__ import annotations
-
 import json
 import time
 from typing import Any
@@ -14,10 +12,8 @@ from covey.rollout.drawing import cut_choices, following
 from covey.serving.requests import ChatRequest, CompletionRequest
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
-SAID = [{"role": "user", "content": "say two"}]
-LEAST = {
-    path: {**what, "max_tokens": 2, "seed": 1} for path, what in ((TEXT, {"prompt": "x"}), (CHAT, {"messages": SAID}))
-}
+SAID, FEW = [{"role": "user", "content": "say two"}], {"max_tokens": 2, "seed": 1}
+LEAST = {TEXT: {"prompt": "x", **FEW}, CHAT: {"messages": SAID, **FEW}}
 
 
 def of_schema(**more: Any) -> dict[str, Any]:
@@ -104,8 +100,7 @@ def test_no_field_is_ignored(server: RunningServer, path: str, field: str, neutr
 def test_any_value_of_any_field(server: RunningServer, path: str) -> None:
     """Whatever comes: a completion or a clear refusal, soon, and the same completion as before for the next client."""
     fields = (CompletionRequest if path == TEXT else ChatRequest).model_fields
-    before = choice(server, path, return_token_ids=True)
-    slowest = 0.0
+    before, slowest = choice(server, path, return_token_ids=True), 0.0
     with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http:
         for field in fields:
             for value in VALUES:
@@ -146,9 +141,8 @@ def test_parts_of_type_text_are_read(server: RunningServer) -> None:
     assert said("say two") != said("say one")
 
 
-@pytest.mark.parametrize(
-    ("messages", "words"),
-    [
+def test_messages_that_are_none(server: RunningServer) -> None:
+    for messages, words in (
         ([], "messages"),
         ("hello", "messages"),
         ([5], "messages"),
@@ -164,10 +158,8 @@ def test_parts_of_type_text_are_read(server: RunningServer) -> None:
         ([{"role": "assistant", "content": None, "tool_calls": [{}]}], "'tool_calls' is not served"),
         (SAID * 5000, "at most 4096"),
         ([{"role": "user", "content": "x" * 20_000}], "they have 20000 characters"),
-    ],
-)
-def test_messages_that_are_none(server: RunningServer, messages: Any, words: str) -> None:
-    assert words in refused(ask(server, CHAT, LEAST[CHAT] | {"messages": messages}))
+    ):
+        assert words in refused(ask(server, CHAT, LEAST[CHAT] | {"messages": messages})), messages[:1]
 
 
 def test_templates_are_the_servers(fresh: RunningServer) -> None:
@@ -190,8 +182,7 @@ def test_what_a_stream_says_besides(server: RunningServer) -> None:
             choices = [part["choices"][0] for part in parts if part["choices"][0]["index"] == index]
             for kind in kinds:
                 told = [one for choice in choices for one in choice["logprobs"][kind]]
-                assert told == whole["choices"][index]["logprobs"][kind]
-                assert len(told) == 2
+                assert (told, len(told)) == (whole["choices"][index]["logprobs"][kind], 2)
             if path == CHAT:
                 assert [choice["delta"].get("role") for choice in choices] == ["assistant"] + [None] * len(choices[1:])
 
@@ -207,14 +198,12 @@ def test_latencies_are_counted(server: RunningServer) -> None:
     after = counted()
     for name, count in (("time_to_first_token", 5), ("queue_time", 5), ("request", 3)):
         key = f"covey_{name}_seconds_count"
-        assert after[key] - before[key] == count
-        assert after[f'covey_{name}_seconds_bucket{{le="+Inf"}}'] == after[key]
+        assert (after[key] - before[key], after[f'covey_{name}_seconds_bucket{{le="+Inf"}}']) == (count, after[key])
         assert after[f"covey_{name}_seconds_sum"] > before[f"covey_{name}_seconds_sum"]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "words"),
-    [
+def test_bad_requests_are_told_what_is_wrong(server: RunningServer) -> None:
+    for path, body, words in (
         (TEXT, {"prompt": "x", "temperature": -1}, "temperature: Input should be greater"),
         (TEXT, {"prompt": "x", "temperature": 1e-30}, "must be 0 (greedy) or at least 0.001"),
         (TEXT, {"prompt": [96, 97]}, "token id of 97; the vocabulary has"),
@@ -237,13 +226,11 @@ def test_latencies_are_counted(server: RunningServer) -> None:
         (TEXT, {"prompt": "x", "choices": [[[5, 6]]], "stop": "a"}, "leave stop out"),
         (TEXT, b'{"prompt": "x", "n": 1, "n": 2}', "is given twice; send each field once"),
         (TEXT, b'{"prompt": "x", "stream": true, "stream_options": {"a": 1, "a": 2}}', "is given twice; send each"),
-    ],
-)
-def test_bad_requests_are_told_what_is_wrong(server: RunningServer, path: str, body: Any, words: str) -> None:
-    assert words in refused(ask(server, path, body))
-    if isinstance(body, dict) and "return_support" not in body:
-        assert words in refused(ask(server, path, body | {"stream": True}))
-    assert choice(server, TEXT)
+    ):
+        assert words in refused(ask(server, path, body))
+        if isinstance(body, dict) and "return_support" not in body:
+            assert words in refused(ask(server, path, body | {"stream": True}))
+        assert choice(server, TEXT)
 
 
 def test_those_that_go_together(server: RunningServer) -> None:
@@ -252,8 +239,7 @@ def test_those_that_go_together(server: RunningServer) -> None:
 
     assert ids(choices=[[[5, 6, EOS], [5, 6, EOS]]]) == [5, 6, EOS]
     plain = ids(ignore_eos=True)
-    stopped = ids(ignore_eos=True, stop_token_ids=[plain[2]])
-    assert stopped == plain[: plain.index(plain[2]) + 1]
+    assert ids(ignore_eos=True, stop_token_ids=[plain[2]]) == plain[: plain.index(plain[2]) + 1]
     both = ask(server, CHAT, {"messages": SAID, "max_tokens": 3, "max_completion_tokens": 3})
     assert both.json()["usage"]["completion_tokens"] <= 3
 

@@ -1,7 +1,5 @@
 """The server over HTTP: completions, streams, versions, uploads between decode steps, limits, clients that go away."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -33,15 +31,13 @@ LONG = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
 def test_token_ids_and_logprobs_are_the_engines(server: RunningServer) -> None:
     streams = [[3, 1], [3, 2], [3, 3]]
     drawn = {"max_tokens": 9, "temperature": 0.9, "top_k": 40, "stop_token_ids": [], "streams": streams}
-    told = {"logprobs": 0, "return_token_ids": True, "return_support": True}
-    answer = server.ask(prompt=IDS, **drawn, **told).json()
+    answer = server.ask(prompt=IDS, **drawn, logprobs=0, return_token_ids=True, return_support=True).json()
     settings = SamplingSettings(temperature=0.9, top_k=40, max_tokens=9, keep_support=True)
     requests = [Request(np.array(ids), tuple(stream)) for ids, stream in zip(IDS, streams, strict=True)]
     expected = Engine(server.model, server.tokenizer)(requests, settings, policy_version=0)
     for choice, completion in zip(answer["choices"], expected, strict=True):
         assert choice["token_ids"] == completion.token_ids.tolist()
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(completion.logprobs.tolist(), abs=1e-4)
-        assert completion.support is not None
         assert choice["support"]["offsets"] == completion.support.offsets.tolist()
         assert choice["text"] == server.tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
     assert [choice["prompt_token_ids"] for choice in answer["choices"]] == IDS
@@ -68,8 +64,7 @@ def test_chat_and_stop_strings(server: RunningServer) -> None:
     cut = server.ask("/v1/chat/completions", **body, stop=stop).json()["choices"][0]
     assert said["content"].startswith(cut["message"]["content"])
     assert len(cut["message"]["content"]) < len(said["content"])
-    assert stop in cut["message"]["content"]
-    assert cut["finish_reason"] == "stop"
+    assert (stop in cut["message"]["content"], cut["finish_reason"]) == (True, "stop")
 
 
 def of_schema(schema: Any) -> dict[str, Any]:
@@ -95,8 +90,7 @@ def test_response_format_gives_json_of_the_schema() -> None:
     schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHATML
-    messages = [{"role": "user", "content": "hello"}]
-    ask = {"n": 6, "max_tokens": 150, "seed": 3}
+    messages, ask = [{"role": "user", "content": "hello"}], {"n": 6, "max_tokens": 150, "seed": 3}
     with serving(tokenizer=tokenizer) as server:
         for path, what in (("/v1/completions", {"prompt": "hello"}), ("/v1/chat/completions", {"messages": messages})):
             for more in ({}, {"temperature": 0}):
@@ -124,8 +118,7 @@ def test_response_format_gives_json_of_the_schema() -> None:
         assert waits.result().status_code == 200  # the others go on
         assert "leave choices, stop" in refused(server.ask(prompt="x", stop="x", response_format=of_schema(schema)))
     with serving() as server:
-        told = refused(server.ask(prompt="x", response_format={"type": "json_object"}))
-        assert "not served for this model" in told
+        assert "not served for this model" in refused(server.ask(prompt="x", response_format={"type": "json_object"}))
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -147,8 +140,7 @@ def test_a_stream_says_what_the_whole_answer_says(server: RunningServer, path: s
 def test_uploads_count_and_change_what_is_sampled(fresh: RunningServer) -> None:
     greedy = {"prompt": [5, 6, 7, 8], "max_tokens": 12, "temperature": 0, "return_token_ids": True}
     plain = fresh.ask(**greedy).json()
-    assert plain["policy_version"] == 0
-    assert fresh.upload().json()["policy_version"] == 1
+    assert (plain["policy_version"], fresh.upload().json()["policy_version"]) == (0, 1)
     changed = fresh.ask(**greedy).json()
     assert changed["policy_version"] == 1
     assert changed["choices"][0]["token_ids"] != plain["choices"][0]["token_ids"]
@@ -165,8 +157,7 @@ def test_completions_that_run_at_an_upload(swap: str) -> None:
         assert server.upload().json()["policy_version"] == 1
         after = server.ask(**LONG, seed=1).json()["choices"][0]
         running = found.result().json()["choices"][0]
-        assert running["policy_version"] == 0
-        assert after["policy_versions"] == [[0, 1]]
+        assert (running["policy_version"], after["policy_versions"]) == (0, [[0, 1]])
         if swap == "finish":
             assert running["policy_versions"] == [[0, 0]]
         else:
@@ -194,8 +185,7 @@ def test_a_full_queue_says_so() -> None:
         running += [begun(server.ask, **LONG) for _ in range(2)]
         wait_until(lambda: server.batching.load == (1, 2) or all(one.done() for one in running))
         answers = [server.ask(**LONG, n=3) for _ in range(2)]
-        assert {answer.status_code for answer in answers} == {429}
-        assert answers[0].headers["retry-after"] == "1"
+        assert ({answer.status_code for answer in answers}, answers[0].headers["retry-after"]) == ({429}, "1")
 
 
 def test_a_client_that_goes_away_frees_its_place() -> None:
@@ -257,11 +247,9 @@ def test_bodies_are_bounded_in_size() -> None:
             yield b"x" * 100
 
     with serving(settings=settings) as server:
-        assert server.ask(prompt="x" * 3000).status_code == 413
-        assert server.send(b"x" * 60_000, {}).status_code == 413
+        assert (server.ask(prompt="x" * 3000).status_code, server.send(b"x" * 60_000, {}).status_code) == (413, 413)
         assert server.post("/v1/completions", content=chunks()).status_code == 413  # no length is given
-        assert server.ask(prompt="x", max_tokens=1).status_code == 200
-        assert server.batching.version == 0
+        assert (server.ask(prompt="x", max_tokens=1).status_code, server.batching.version) == (200, 0)
 
 
 def test_closing_lets_what_runs_finish() -> None:
@@ -269,8 +257,7 @@ def test_closing_lets_what_runs_finish() -> None:
     found = begun(server.ask, **LONG | {"max_tokens": 150})
     wait_until(lambda: server.batching.load[0] == 1)
     server.close()
-    assert found.result().status_code == 200
-    assert found.result().json()["usage"]["completion_tokens"] == 150
+    assert (found.result().status_code, found.result().json()["usage"]["completion_tokens"]) == (200, 150)
 
 
 def test_events_name_the_version_of_their_tokens() -> None:
@@ -278,7 +265,6 @@ def test_events_name_the_version_of_their_tokens() -> None:
 
     def submit(jobs: list[Job]) -> None:
         for version, token in ((0, 5), (0, 6), (0, 7), (7, 8)):
-            assert jobs[0].on_tokens is not None
             jobs[0].on_tokens([token], [-1.0], version)
         jobs[0].on_end(CoveyError("the end"))
 
@@ -315,6 +301,5 @@ def test_a_completion_is_finished_or_cancelled() -> None:
         wait_until(lambda: server.batching.load == (0, 0))
         counts = server.batching.counts
         wait_until(lambda: counts.completions + counts.cancelled >= 2)
-        assert counts.completions + counts.cancelled == 2
-        assert server.upload().status_code == 200
+        assert (counts.completions + counts.cancelled, server.upload().status_code) == (2, 200)
         assert counts.completions + counts.cancelled == 2

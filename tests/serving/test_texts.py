@@ -1,7 +1,5 @@
 """Texts that grow: their pieces add up to the whole, and a token costs the same whatever came before it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

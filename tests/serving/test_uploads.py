@@ -1,7 +1,5 @@
 """Uploads: formats with one meaning, those that must not change anything, and those that change everything at once."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import struct
@@ -96,7 +94,7 @@ IN_EVERY_RUN: list[Bad] = [
     ("alpha that overflows in use", setting(lora_alpha=1e30), LOWER),
     ("one factor of the last layer 1e30", times(f"{DOWN}.lora_B", 1e30), LOWER),
     ("a config cut off", text("{"), "is not JSON"),
-    ("a config that is no text", lambda t, c: (t, b"\xff\xfe"), "is not JSON"),
+    ("a config that is not text", lambda t, c: (t, b"\xff\xfe"), "is not JSON"),
     ("a setting twice", text('{"peft_type": "LORA", "r": 3, "r": 3, "lora_alpha": 6}'), "has 'r' twice"),
     ("no object", lambda t, c: (t, [1]), "not a JSON object"),
     ("another config", lambda t, c: (t, {"something": "else"}), "neither PEFT's"),
@@ -112,7 +110,7 @@ IN_EVERY_RUN: list[Bad] = [
     ("a tensor twice", header(lambda h: h[:-1] + "," + h[1 : h.index("}") + 2]), NO_FILE),
     ("a shape that is not the data's", header(lambda h: h.replace("[3,32]", "[3,4611686018427387904]", 1)), NO_FILE),
     ("no tensors", lambda t, c: ({}, c), "no LoRA tensors"),
-    ("another tensor", lambda t, c: (t | {"base_model.model.evil": torch.zeros(1)}, c), "which is no LoRA tensor"),
+    ("another tensor", lambda t, c: (t | {"base_model.model.evil": torch.zeros(1)}, c), "which is not a LoRA tensor"),
     ("half a module", lambda t, c: ({name: t[name] for name in t if name != B_Q}, c), "has one half of"),
     ("a module twice", twice, "twice, with and without"),
     ("a module that is none", lambda t, c: ({n.replace("layers.1", "layers.7"): t[n] for n in t}, c), "no linear"),
@@ -136,8 +134,8 @@ OTHERS: list[Bad] = [
     *((name, setting(**{name: {"q_proj": 8}}), "only plain LoRA") for name in ("rank_pattern", "alpha_pattern")),
     ("biases of factors", setting(lora_bias=True), "only plain LoRA"),
     ("pissa", setting(init_lora_weights="pissa"), "only plain LoRA"),
-    ("a shape that is no number", header(lambda h: h.replace("[3,32]", '["3",32]', 1)), NO_FILE),
-    ("a name that is no text", header(lambda h: h.replace("q_proj", "\\ud800", 1)), NO_FILE),
+    ("a shape that is not a number", header(lambda h: h.replace("[3,32]", '["3",32]', 1)), NO_FILE),
+    ("a name that is not text", header(lambda h: h.replace("q_proj", "\\ud800", 1)), NO_FILE),
     ("a name in other letters", header(lambda h: h.replace("q_proj", "\\u0444", 1)), "has one half of"),
     ("a very long name", header(lambda h: h.replace("q_proj", "q" * 100_000, 1)), "has one half of"),
     ("nothing in a tensor", lambda t, c: (t | {A_Q: torch.zeros(3, 0)}, c), FLOATS),
@@ -223,8 +221,7 @@ def test_uploads_at_once(fresh: RunningServer) -> None:
     assert {a.status_code for a in answers} <= {200, 409, 429}
     assert fresh.batching.counts.uploads == 1
     greedy = SamplingSettings(temperature=0, max_tokens=12, eos_token_ids=(fresh.tokenizer.eos_token_id,))
-    requests = [Request(np.array(ids), (0,)) for ids in PROMPTS]
-    expected = Engine(adapted(won[0] % 4))(requests, greedy, policy_version=0)
+    expected = Engine(adapted(won[0] % 4))([Request(np.array(ids), (0,)) for ids in PROMPTS], greedy, policy_version=0)
     assert [choice[0] for choice in held(fresh)[0]] == [c.token_ids.tolist() for c in expected]
 
 
@@ -253,13 +250,11 @@ def test_an_upload_whose_client_goes_away(fresh: RunningServer) -> None:
     with pytest.raises(httpx.ReadTimeout):
         fresh.post("/upload_adapter", files=dict(GOOD_PARTS), timeout=limits)
     busy.result()
-    assert held(fresh)[3] == "ok"
-    assert fresh.upload(2, policy_version=9).status_code == 200
+    assert (held(fresh)[3], fresh.upload(2, policy_version=9).status_code) == ("ok", 200)
 
 
 def test_a_served_adapter_is_the_trainers() -> None:
-    model = adapted()
-    plain = tiny_model("llama")
+    model, plain = adapted(), tiny_model("llama")
     weights, config = write_adapter(model)
     adapter = read_adapter(weights, config, linear_layers(plain))
     served, trained = AdaptedWeights(plain, adapter), EffectiveWeights(model)

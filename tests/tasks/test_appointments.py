@@ -89,8 +89,7 @@ def test_asking_a_served_model(tmp_path: Path) -> None:
         first, second = ask(served, "Tea with Quinn.", "Hello.").stdout.splitlines()
         failures = {url: ask(url, "Tea with Quinn.") for url in ("http://127.0.0.1:1", served + "/v2", "nowhere")}
         server.shutdown()
-    assert json.loads(first) == WANTED | {"what": "Tea with Quinn."}
-    assert second == "no entry: 'Hello.'"
+    assert (json.loads(first), second) == (WANTED | {"what": "Tea with Quinn."}, "no entry: 'Hello.'")
     for url, failed in failures.items():
         assert (failed.returncode, len(failed.stderr.splitlines())) == (1, 1)
         assert failed.stderr.startswith(f"{url}: ")

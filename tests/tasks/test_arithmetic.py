@@ -1,7 +1,5 @@
 """Procedural questions: correct answers, and a split that cannot leak."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -71,10 +69,8 @@ def test_sizes_seeds_and_shares_of_rows_that_datasets_are_made_of() -> None:
     small = Arithmetic(kinds="sum", num_train=1_000, num_eval=1_000)
     assert len(small.train_rows(0)) + len(small.eval_rows()) == 100
     rows = Arithmetic(kinds=["sum", "gcd"], num_train=20).train_rows(0)
-    assert load_rows(rows) == rows
-    assert {row["kind"] for row in rows} == {"sum", "gcd"}
-    assert set(rows[0]) == {"prompt", "answer", "kind", "uid"}
-    assert rows[0]["prompt"][0]["role"] == "user"
+    assert (load_rows(rows), {row["kind"] for row in rows}) == (rows, {"sum", "gcd"})
+    assert (set(rows[0]), rows[0]["prompt"][0]["role"]) == ({"prompt", "answer", "kind", "uid"}, "user")
     assert len({row["uid"] for row in rows}) == len(rows)
     rows = Arithmetic(kinds="chain+minimum+compare", digits=2, num_train=600).train_rows(0)
     shares = [sum(row["kind"] == kind for row in rows) for kind in ("chain", "minimum", "larger", "smaller")]
@@ -87,8 +83,7 @@ def test_the_four_questions_about_two_numbers_stay_together() -> None:
     for start in range(0, 400, 4):
         four = rows[start : start + 4]
         first, *others = (re.findall(r"\d+", question(row)) for row in four)
-        assert others == [first, first[::-1], first[::-1]]
-        assert [row["kind"] for row in four] == ["larger", "smaller"] * 2
+        assert (others, [row["kind"] for row in four]) == ([first, first[::-1], first[::-1]], ["larger", "smaller"] * 2)
         assert [int(row["answer"]) for row in four] == [max(map(int, first)), min(map(int, first))] * 2
     held_out = Arithmetic(kinds="compare", digits=2, num_eval=200).eval_rows()
     assert len({content(row) for row in held_out}) > 150  # one of the four each
@@ -143,8 +138,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("kind", "answer"), [("larger", "87"), ("smaller", "40"), ("minimum", "12")])
 def test_the_question_must_be_read_and_a_choice_made(kind: str, answer: str) -> None:
-    task = Arithmetic(digits=2)
-    texts = [*RIGHT[kind], *WRONG[kind]]
+    task, texts = Arithmetic(digits=2), [*RIGHT[kind], *WRONG[kind]]
     scores = task.reward_funcs[0](completions=texts, answer=[answer] * len(texts), kind=[kind] * len(texts))
     for text, score in zip(texts, scores, strict=True):
         assert score == task.is_correct(text, {"answer": answer, "kind": kind}) == (text in RIGHT[kind]), text[:80]

@@ -1,7 +1,5 @@
 """Problems whose answers are programs, from a file or made here."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,6 +15,7 @@ from covey.rewards.jail.sandbox import Limits
 from covey.rewards.verifier import verifier_from_reward
 from covey.tasks import get_task
 from covey.tasks.code import Code, make_problems, read_problem
+from fakes import raises
 from jails import missing, needs_jail
 
 HUMANEVAL = {
@@ -136,12 +135,11 @@ def test_a_problem_that_is_none_is_named(tmp_path: Path) -> None:
         (HUMANEVAL | {"test": "def check(candidate):\n    assert near(candidate([1]), 1)"}, "the tests use near"),
         (MBPP | {"test_list": ["assert near(sum(1, 2), 3)"]}, "use near"),
         ({"prompt": "x", "tests": ["assert Counter(f(1)) == Counter([1])"]}, "the tests use Counter"),
-        ({"prompt": "x", "tests": ["assert f(:"]}, "the test code is no Python"),
+        ({"prompt": "x", "tests": ["assert f(:"]}, "the test code is not Python"),
         (MBPP | {"code": "def f(:"}, "invalid syntax"),
     ):
         path = write(tmp_path / "problems.jsonl", [{"prompt": "ok", "tests": ["assert True"]}, row])
-        with pytest.raises(DataError, match=f"problems.jsonl: problem 2: .*{message}"):
-            Code(path, num_eval=1).train_rows(0)
+        raises(DataError, f"problems.jsonl: problem 2: .*{message}", Code(path, num_eval=1).train_rows, 0)
 
 
 def test_kinds_of_tests_and_settings() -> None:
@@ -149,13 +147,11 @@ def test_kinds_of_tests_and_settings() -> None:
     assert isinstance(read_tests(["assert True"]), AssertTests)
     assert read_tests({"kind": "program", "cases": [["1", "2"]], "tolerance": 0.1}) == ProgramTests((("1", "2"),), 0.1)
     for wrong in ({"num_eval": 0}, {"seconds": 0}, {"memory_mb": 1}):
-        with pytest.raises(ConfigError, match="at least"):
-            Code(**wrong)
+        raises(ConfigError, "at least", Code, **wrong)
 
 
 def test_the_reward_wants_its_column(reward: CodeReward) -> None:
-    with pytest.raises(RewardError, match="'tests', which is absent"):
-        reward(["x"])
+    raises(RewardError, "'tests', which is absent", reward, ["x"])
     with pytest.raises(RewardError, match="no test") as caught:
         reward(["x", "y"], tests=[["assert True"], []])
     assert caught.value.sample == 1

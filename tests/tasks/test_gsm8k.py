@@ -1,20 +1,15 @@
 """GSM8K: reading references, splitting, scoring; on problems written for this test."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-
-import pytest
 
 from covey.errors import ConfigError, DataError
 from covey.tasks import GSM8K
 from covey.tasks.gsm8k import is_correct_answer, reference_answer
+from fakes import raises
 
-PROBLEMS = [
-    {"question": f"Ann has {n} jars of {n} beads. How many beads?", "answer": f"{n}*{n}=<<{n * n}>>\n#### {n * n:,}"}
-    for n in range(20, 60)
-]
+ASKED = "Ann has {n} jars of {n} beads. How many beads?"
+PROBLEMS = [{"question": ASKED.format(n=n), "answer": f"{n}*{n}=<<{n * n}>>\n#### {n * n:,}"} for n in range(20, 60)]
 
 
 def test_reference_answer() -> None:
@@ -46,8 +41,7 @@ def test_rows_and_split(tmp_path: Path) -> None:
     assert not {row["question"] for row in train} & {row["question"] for row in held_out}
     question, uid = "Ann has 40 jars of 40 beads. How many beads?", "gsm8k-train-20"
     wanted = {"prompt": [{"role": "user", "content": question}], "answer": "1600", "question": question, "uid": uid}
-    assert [row for row in train + held_out if row["uid"] == uid] == [wanted]
-    assert task.train_rows(1) == train
+    assert ([row for row in train + held_out if row["uid"] == uid], task.train_rows(1)) == ([wanted], train)
     assert all(task.is_correct(f"#### {row['answer']}", row) for row in train)
     assert task.reward_funcs[0](completions=["1,600", "no"], answer=["1600", "1600"]) == [1.0, 0.0]
     # a part of the training set depends on the seed
@@ -70,8 +64,7 @@ def test_a_separate_evaluation_file_is_never_trained_on(tmp_path: Path) -> None:
     task = GSM8K(path=PROBLEMS, eval_path=str(file))
     assert [row["question"] for row in task.eval_rows()] == [row["question"] for row in PROBLEMS[:5]]
     words = r"dataset: gsm8k-train-0 is the question of .*gsm8k-test-0 \(5 are in both\), 'Ann has 20 jars"
-    with pytest.raises(DataError, match=words):
-        task.train_rows(0)
+    raises(DataError, words, task.train_rows, 0)
     assert len(GSM8K(path=PROBLEMS[5:], eval_path=str(file)).train_rows(0)) == 35
 
 
@@ -83,7 +76,5 @@ def test_data_that_cannot_work() -> None:
         ([PROBLEMS[0], {"question": "q", "answer": "so it is 1"}], "row 1: the answer 'so it is 1' does not end in"),
         (PROBLEMS[:3], "all 3 questions are held out; lower num_eval=200"),
     ):
-        with pytest.raises(DataError, match=message):
-            GSM8K(path=rows).train_rows(0)
-        with pytest.raises(ConfigError, match="num_eval=0"):
-            GSM8K(path=rows, num_eval=0)
+        raises(DataError, message, GSM8K(path=rows).train_rows, 0)
+        raises(ConfigError, "num_eval=0", GSM8K, path=rows, num_eval=0)

@@ -1,7 +1,5 @@
 """USMLE: the document's prompt, extraction, rewards; files that are wrong are told by line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from covey.errors import ConfigError, DataError
 from covey.tasks import get_task
 from covey.tasks.usmle import USMLERewardModel, compute_reward, extract_answer, extract_answer_literal, load_questions
 from covey.tasks.usmle import format_usmle_prompt as prompt_of
+from fakes import raises
 
 QUESTION = {
     "question": "A 65-year-old man presents with tearing chest pain.",
@@ -80,8 +79,7 @@ def test_the_vocabulary_may_be_a_file(tmp_path: Path) -> None:
     assert not USMLERewardModel(["zebra"]).uses_medical_terms("biopsy")
     path.write_text("\n")
     for where, words in ((path, "no words"), (str(tmp_path / "nowhere.txt"), "nowhere")):
-        with pytest.raises(ConfigError, match=words):
-            USMLERewardModel(where)
+        raises(ConfigError, words, USMLERewardModel, where)
 
 
 def test_the_task(tmp_path: Path) -> None:
@@ -118,12 +116,11 @@ def test_a_line_that_is_wrong_is_named(tmp_path: Path) -> None:
         (question(1, answer=None), "the answer None"),
         (question(1, question=""), "there is no question"),
         ({"q": 1}, "there is no question"),
-        ([1], "is no object"),
+        ([1], "is not an object"),
         (question(0, answer="A"), "the question of line 1 with another answer"),
     ):
         path = write(tmp_path / "q.jsonl", [question(0), row])
-        with pytest.raises(DataError, match=f"q.jsonl: line 2: .*{message}"):
-            load_questions(path)
+        raises(DataError, f"q.jsonl: line 2: .*{message}", load_questions, path)
 
 
 def test_odd_files(tmp_path: Path) -> None:
@@ -132,20 +129,14 @@ def test_odd_files(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbf" + line.encode() + b"\r\n\n")
     (row,) = load_questions(str(path))
     assert (row["question"], row["line"]) == ("Fièvre?", 1)
-    for content, words in {
-        b'{"question": "\xff"}\n': "line 1: byte 14 is not UTF-8",
-        b"{]": "line 1: .*one JSON object",
-        b"\n": "no questions",
-    }.items():
+    odd = {b"{]": "line 1: .*one JSON object", b"\n": "no questions"}
+    for content, words in (odd | {b'{"question": "\xff"}\n': "line 1: byte 14 is not UTF-8"}).items():
         path.write_bytes(content)
-        with pytest.raises(DataError, match=words):
-            load_questions(str(path))
-    with pytest.raises(DataError, match=r"nothing\.jsonl"):
-        load_questions(str(tmp_path / "nothing.jsonl"))
+        raises(DataError, words, load_questions, str(path))
+    raises(DataError, r"nothing\.jsonl", load_questions, str(tmp_path / "nothing.jsonl"))
     # MedQA names the letter answer_idx and keeps the text in answer
     write(path, [question(1, answer="Aortic dissection", answer_idx="D")])
     assert load_questions(str(path))[0]["answer"] == "D"
     assert load_questions([question(3)])[0]["question"] == "Case 3: what is it?"
     for wrong in ({}, {"path": "x", "wording": "loud"}, {"path": "x", "reward": "gold"}, {"path": "x", "num_eval": 0}):
-        with pytest.raises(ConfigError, match=r"usmle|wording|reward|num_eval"):
-            get_task("usmle", **wrong)
+        raises(ConfigError, r"usmle|wording|reward|num_eval", get_task, "usmle", **wrong)

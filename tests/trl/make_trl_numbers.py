@@ -43,8 +43,7 @@ class Named(GRPOTrainer):
             each[-1] = END  # the last two are cut off
         tools = [[int([row, place] != TOOL) for place in range(length)] for row, length in enumerate(LENGTHS)]
         logps = [row[:n] for row, n in zip(self.given["sampler"].tolist(), LENGTHS, strict=True)]
-        told = logps if self.use_vllm else None
-        return [[3]] * N, ids, tools, ["text"] * N, told, {}, None, [None] * N
+        return [[3]] * N, ids, tools, ["text"] * N, (logps if self.use_vllm else None), {}, None, [None] * N
 
     def _calculate_rewards(self, *_: Any) -> torch.Tensor:
         return torch.tensor([[torch.nan if x is None else x for x in each] for each in GIVEN["rewards"]]).T
@@ -85,8 +84,7 @@ def of_case(model: Any, tokenizer: Any, options: dict[str, Any], folder: str) ->
 
 
 def main() -> None:
-    words = {"[PAD]": 0, "[END]": END, "x": 2, "y": 3}
-    backend = Tokenizer(models.WordLevel(words, unk_token="x"))
+    backend = Tokenizer(models.WordLevel({"[PAD]": 0, "[END]": END, "x": 2, "y": 3}, unk_token="x"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", eos_token="[END]", unk_token="x")
     size = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     size.bos_token_id, size.eos_token_id, size.pad_token_id = None, END, 0

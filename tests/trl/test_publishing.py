@@ -21,14 +21,12 @@ def test_a_trained_model_is_uploaded(make: Any, tmp_path: Path, monkeypatch: pyt
     trainer = trained(make(out=tmp_path / "tiny-GRPO", max_steps=1, save_steps=1, hub_token=TOKEN))
     with fake_hub(monkeypatch) as hub:
         place = trainer.push_to_hub("First try", dataset_name="me/rows", tags="poetry")
-    assert place == f"{hub.url}/me/tiny-GRPO/commit/0"
-    assert hub.messages == ["First try"]
+    assert (place, hub.messages) == (f"{hub.url}/me/tiny-GRPO/commit/0", ["First try"])
     found = set(hub.files["me/tiny-GRPO", "main"])
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= found
     assert not [name for name in found if name.startswith(("checkpoint-", "covey/"))]  # what is for resuming stays
     card = ModelCard.load(tmp_path / "tiny-GRPO" / "README.md")
-    assert card.data.datasets == ["me/rows"]
-    assert "poetry" in card.data.tags
+    assert (card.data.datasets, "poetry" in card.data.tags) == (["me/rows"], True)
     assert "Rewards: unique_letters" in card.text
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-GRPO").config.model_type == "llama"
 
@@ -55,8 +53,7 @@ def test_covey_export_reads_the_run(covey: Command, make: Any, model_folder: Pat
         out = tmp_path / f"export{len(options)}"
         status, _, said = covey("export", tmp_path / "covey", out, *options)
         assert status == 0, said
-        ids = torch.tensor([[5, 6, 7]])
-        merged = AutoModelForCausalLM.from_pretrained(out)
+        ids, merged = torch.tensor([[5, 6, 7]]), AutoModelForCausalLM.from_pretrained(out)
         assert torch.allclose(merged(ids).logits, trainer.model(ids).logits, atol=1e-4)
     card = (out / "README.md").read_text()
     assert f"Base model: {model_folder.name}\n" in card

@@ -83,7 +83,7 @@ class TestEvaluations:
             make(held_out=HELD_OUT, save_strategy="best", **EVERY_STEP)
         trainer = make(held_out=HELD_OUT, save_strategy="best", metric_for_best_model="loss", **EVERY_STEP)
         assert trainer.args.metric_for_best_model == "eval_reward"
-        said = r"metric_for_best_model=.*(nobody measures it|there is no such reward)"
+        said = r"metric_for_best_model=.*(no evaluation has it|there is no such reward)"
         for metric in ("accuracy", "eval_f1", "eval_rewards/other/mean"):
             with pytest.raises(ConfigError, match=said):
                 make(held_out=HELD_OUT, metric_for_best_model=metric, **EVERY_STEP)
@@ -101,8 +101,7 @@ class TestEvaluations:
             key = f"eval_{name}_reward"
             found = {record["step"]: record[key] for record in trainer.state.log_history if key in record}
             assert list(found) == [0, 1, 2, 3]
-        assert told == [{"data2"}, {"data1"}] * 4
-        assert trainer.state.best_metric == max(found.values())
+        assert (told, trainer.state.best_metric) == ([{"data2"}, {"data1"}] * 4, max(found.values()))
         best = trainer.state.best_global_step
         assert found[best] == trainer.state.best_metric
         assert best == 0 or trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
@@ -140,8 +139,7 @@ class TestEvaluations:
         trainer = make(reward, entropy_coef=0.1)
         assert trainer._logs["completion"] == []
         trainer.train()
-        assert trainer.entropy_coef == 0.1
-        assert trainer.state.log_history[-1]["entropy_coef"] == pytest.approx(0.1)
+        assert (trainer.entropy_coef, trainer.state.log_history[-1]["entropy_coef"]) == (0.1, pytest.approx(0.1))
         logs = trainer._logs
         assert logs["extra"]["first"] == [completion[:1] for completion in logs["completion"]]
         assert logs["rewards"] == {"reward": unique_letters(logs["completion"])}

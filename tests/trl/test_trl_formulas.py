@@ -83,8 +83,7 @@ def groups(sampler: NDArray[np.float32], weights: list[float]) -> list[Group]:
         end = "stop" if row < 4 else "length"
         episodes.append(Episode(np.arange(len(own)), own, logprobs, "text", end, 0))  # type: ignore[arg-type]
     first, second = (np.array(each, np.float64) for each in NUMBERS["rewards"])
-    total = np.nansum([weights[0] * first, weights[1] * second], axis=0)
-    found = []
+    total, found = np.nansum([weights[0] * first, weights[1] * second], axis=0), []
     for rows in (slice(0, 3), slice(3, 6)):
         parts = {"first": first[rows], "second": second[rows]}
         found.append(Group(Prompt(np.array([0]), "x", {}, "x"), tuple(episodes[rows]), total[rows], parts))
@@ -103,8 +102,7 @@ def test_loss_and_gradient_are_trls(case: dict[str, Any], tmp_path: Path) -> Non
     np.testing.assert_allclose(batch.advantages[:, 0], case["advantages"], rtol=2e-5, atol=1e-5)
     learner, state = Told(), TrainerState()
     update(learner, batch, config.algorithm, 0.1, temperature=1.0, max_completion_length=5, state=state)  # type: ignore[arg-type]
-    assert learner.steps == args.num_iterations
-    assert learner.loss == pytest.approx(case["loss"], rel=2e-5, abs=2e-6)
+    assert (learner.steps, learner.loss) == (args.num_iterations, pytest.approx(case["loss"], rel=2e-5, abs=2e-6))
     np.testing.assert_allclose(learner.gradient, sampled(case["gradient"]), rtol=5e-5, atol=2e-6)
     of_entropy = case.get("entropy_gradient", np.zeros((6, 5)))
     np.testing.assert_allclose(learner.entropy_gradient, sampled(of_entropy), rtol=5e-5, atol=2e-6)

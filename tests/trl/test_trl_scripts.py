@@ -24,6 +24,7 @@ from covey.trl.arguments import warned
 from covey.trl.experimental.openenv import generate_rollout_completions
 from covey.trl.tables import columns, send, show
 from covey.trl.translate import settings
+from fakes import raises
 
 
 def test_options_of_other_machines_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,8 +33,7 @@ def test_options_of_other_machines_and_versions(monkeypatch: pytest.MonkeyPatch)
     with pytest.warns(UserWarning, match="per_device_train_batch_size=1 times gradient_accumulation_steps=4"):
         args = GRPOConfig("out", **batch, gradient_accumulation_steps=4)
     assert (args.per_device_train_batch_size, args.generation_batch_size) == (16, 64)
-    with pytest.raises(ConfigError, match="whole groups"):
-        GRPOConfig("out", **batch, steps_per_generation=4)
+    raises(ConfigError, "whole groups", GRPOConfig, "out", **batch, steps_per_generation=4)
     monkeypatch.setattr("covey.trl.arguments.is_torch_tf32_available", lambda: False)
     with pytest.warns(UserWarning, match="tf32=True has no effect"):
         args = GRPOConfig("out", tf32=True, report_to=None)
@@ -64,8 +64,7 @@ def test_what_a_script_reads_around_a_run(make: Any, tmp_path: Path, capsys: pyt
     assert trainer.state.global_step == 2  # half of four prompts
     trainer.args.distributed_state.wait_for_everyone()
     printed = capsys.readouterr().out
-    assert printed.count("advantage") == 2
-    assert "Step 2/2" in printed
+    assert (printed.count("advantage"), "Step 2/2" in printed) == (2, True)
     metrics = trainer.evaluate()
     assert metrics["eval_runtime"] > 0
     expected = 2 / metrics["eval_seconds"]
@@ -74,32 +73,22 @@ def test_what_a_script_reads_around_a_run(make: Any, tmp_path: Path, capsys: pyt
     trainer.create_model_card({"tags": ["mini"]})
     assert "mini" in (tmp_path / "README.md").read_text()
     for call in (trainer.get_train_dataloader, trainer.get_eval_dataloader, lambda: trainer.predict(ROWS)):
-        with pytest.raises(ConfigError, match=r"no data loader|no labels"):
-            call()
+        raises(ConfigError, r"no data loader|no labels", call)
     trainer.end()
 
 
 def test_a_table_of_completions_on_the_screen_and_at_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[dict[str, Any]] = [
-        {
-            "prompt": prompt,
-            "completion": f"c{at}",
-            "reward": 1.0,
-            "rewards/f": at / 4,
-            "advantage": at - 1.0,
-            "note": at,
-        }
-        for at, prompt in enumerate("ppq")
+        {"prompt": text, "completion": f"c{n}", "reward": 1.0, "rewards/f": n / 4, "advantage": n - 1.0, "note": n}
+        for n, text in enumerate("ppq")
     ]
     table = columns(rows, 7)
-    assert list(table) == ["step", "prompt", "completion", "f", "note", "advantage"]
-    assert table["f"] == [0.0, 0.25, 0.5]
+    assert (list(table), table["f"]) == (["step", "prompt", "completion", "f", "note", "advantage"], [0.0, 0.25, 0.5])
     assert columns(rows, 7, unique_prompts=True)["completion"] == ["c0", "c2"]
     console = Console(width=100, record=True, file=io.StringIO())
     show(table, 2, console)
     text = console.export_text()
-    assert "Step 7" in text
-    assert sum(f"c{at}" in text for at in range(3)) == 2
+    assert ("Step 7" in text, sum(f"c{at}" in text for at in range(3))) == (True, 2)
 
     sent: list[Any] = []
     wandb: Any = types.ModuleType("wandb")
@@ -149,10 +138,8 @@ def test_a_mixture_of_datasets(tmp_path: Path) -> None:
     whole = [part | {"fraction": None} for part in parts]
     split = get_dataset(DatasetMixtureConfig(datasets=list(whole), test_split_size=0.25))
     assert (len(split["train"]), len(split["test"])) == (9, 3)
-    with pytest.raises(ConfigError, match="every dataset or for none"):
-        get_dataset(DatasetMixtureConfig(datasets=[parts[0], whole[1]]))
-    with pytest.raises(ConfigError, match="nothing to mix"):
-        get_dataset(DatasetMixtureConfig())
+    raises(ConfigError, "every dataset or for none", get_dataset, DatasetMixtureConfig(datasets=[parts[0], whole[1]]))
+    raises(ConfigError, "nothing to mix", get_dataset, DatasetMixtureConfig())
 
 
 def test_model_options_of_open_r1_load_the_model(make: Any) -> None:
@@ -160,13 +147,13 @@ def test_model_options_of_open_r1_load_the_model(make: Any) -> None:
     options = {"revision": "main", "attn_implementation": "flash_attention_2", "use_cache": False, "device_map": None}
     for dtype in (torch.bfloat16, "bfloat16"):
         given = {"model_init_kwargs": options | {"torch_dtype": dtype}, "lr_scheduler_type": "constant_with_warmup"}
-        trainer = make(**given)
-        assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+        assert {parameter.dtype for parameter in make(**given).model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize(
-    ("body", "kind"), [({"status": "ok", "policy_version": 3}, "covey"), ({"status": "ok"}, "vllm"), (None, "vllm")]
-)
+BODIES = [({"status": "ok", "policy_version": 3}, "covey"), ({"status": "ok"}, "vllm"), (None, "vllm")]
+
+
+@pytest.mark.parametrize(("body", "kind"), BODIES)
 def test_the_server_says_what_it_is(body: dict[str, Any] | None, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
@@ -180,8 +167,7 @@ def test_the_server_says_what_it_is(body: dict[str, Any] | None, kind: str, monk
     args = GRPOConfig("out", use_vllm=True, vllm_mode="server", vllm_server_port=8123, top_k=-1)
     found = settings(args, num_prompts=8, lora=True)
     assert asked == ["http://127.0.0.1:8123/health"]  # not 0.0.0.0, where a server listens
-    assert found.server.inference_server_url == "http://127.0.0.1:8123"
-    assert found.server.inference_server_kind == kind
+    assert (found.server.inference_server_url, found.server.inference_server_kind) == ("http://127.0.0.1:8123", kind)
     assert found.sampling.top_k == 0
 
 
@@ -263,8 +249,7 @@ def test_a_generate_that_does_not_work(make: Any, tmp_path: Path) -> None:
     }.items():
         trainer = make(Seen(), out=tmp_path / message, max_steps=2)
         trainer.model.generate = generate
-        with pytest.raises(GenerationError, match=message):
-            trainer.train()
+        raises(GenerationError, message, trainer.train)
 
 
 def test_formulas_by_hand() -> None:
@@ -274,8 +259,7 @@ def test_formulas_by_hand() -> None:
     trainer: Any = None
     above = {0.0: [[1, 1, 1], [1, 0, 1]], 0.5: [[1, 0, 1], [0, 0, 1]], 1.0: [[0, 0, 0], [0, 0, 1]]}  # the median is 3
     for threshold, expected in above.items():
-        kept = GRPOTrainer.get_high_entropy_mask(trainer, entropy, mask, threshold)
-        assert kept.int().tolist() == expected
+        assert GRPOTrainer.get_high_entropy_mask(trainer, entropy, mask, threshold).int().tolist() == expected
     gate = GRPOTrainer.get_sapo_token_loss(torch.tensor([1.0, 2.0]), 2.0)
     assert gate.tolist() == pytest.approx([1.0, 2 / (1 + math.exp(-2))])
     policy, mask = [[-3.0, 0.0], [-1.0, 50.0], [-9.0, -9.0]], [[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]]
@@ -301,6 +285,5 @@ def test_the_engine_samples_where_nothing_was_replaced_and_the_reference_stays(m
 def test_what_trl_has_besides_is_one_sentence(name: str) -> None:
     import covey.trl
 
-    with pytest.raises(ImportError, match=rf"^covey\.trl has no {name}: it has GRPO only; import it from trl"):
-        getattr(covey.trl, name)
+    raises(ImportError, rf"^covey\.trl has no {name}: it has GRPO only; import it from trl", getattr, covey.trl, name)
     assert not hasattr(covey.trl, "nonsense")

@@ -1,5 +1,4 @@
-"""Agents written for TRL: tools, environments and rollout functions, on a tiny model whose tokens are dictated; and
-chat templates, which are tried when the trainer is made.
+"""Agents written for TRL: tools, environments, rollout functions; and chat templates, tried when a trainer is made.
 
 The model is real and so are its log-probabilities; only which token is drawn is written down, so that there are calls.
 """
@@ -30,6 +29,7 @@ from covey.trl.loading import RewardModel
 from covey.trl.rewards import think_format_reward
 from covey.trl.toolchat import ToolChat, calls_in
 from covey.trl.tools import Call, tool_schema
+from fakes import raises
 
 TEMPLATE = TOOLS + TURNS + OPENS
 ROWS = [{"prompt": [{"role": "user", "content": text}], "secret": n} for n, text in enumerate(["Add", "Sum", "Plus"])]
@@ -74,8 +74,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Agent:
                 ids = tokenizer(script(sample, turn[0] if turn else 0))["input_ids"]  # type: ignore[misc]
                 chosen.append([*ids, END_ID][row.sampled])
             tokens = torch.tensor(chosen)
-            logprobs = logits.float().log_softmax(-1)[torch.arange(len(rows)), tokens]
-            return Draw(tokens.numpy(), logprobs.numpy(), None)
+            return Draw(tokens.numpy(), logits.float().log_softmax(-1)[torch.arange(len(rows)), tokens].numpy(), None)
 
         if script is not None:
             monkeypatch.setattr(engine_device, "draw_tokens", draw)
@@ -111,8 +110,7 @@ class TestTools:
         first, second = f"Well. {call('add', a=3, b=4)}<|im_end|>", "It is 7.<|im_end|>"
         text = str(trainer.processing_class.decode(episode.token_ids))
         assert text == f"{asked}{first}\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n{second}"
-        assert text_of(trainer, episode) == first + second
-        assert episode.finish_reason == "stop"
+        assert (text_of(trainer, episode), episode.finish_reason) == (first + second, "stop")
         completion, plain, _ = seen.all("completions")
         assert seen.all("prompts")[0] == [{"role": "user", "content": prompt}]
         function = {"name": "add", "arguments": {"a": 3, "b": 4}}
@@ -121,10 +119,8 @@ class TestTools:
             {"role": "tool", "name": "add", "content": "7"},
             {"role": "assistant", "content": "It is 7."},
         ]
-        assert plain == [{"role": "assistant", "content": "no"}]
-        assert group.rewards.tolist() == [3.0, 1.0, 1.0]
-        assert rollout.metrics == called(1 / 3, 0)
-        assert [tool.__name__ for tool in trainer.tools] == ["add"]
+        assert (plain, group.rewards.tolist()) == ([{"role": "assistant", "content": "no"}], [3.0, 1.0, 1.0])
+        assert (rollout.metrics, [tool.__name__ for tool in trainer.tools]) == (called(1 / 3, 0), ["add"])
 
     @pytest.mark.parametrize("lora", [False, True])
     def test_training(self, lora: bool, agent: Agent) -> None:
@@ -183,8 +179,7 @@ class TestTools:
         assert (texts[0], texts[7]) == ("{'error': 'no 1 today'}", "2")
         assert rollout.metrics["tools/failure_frequency"] == pytest.approx(7 / 8)
         (spoken,) = [record.getMessage() for record in caplog.records if "broken" in record.getMessage()]
-        assert "no 1 today" in spoken
-        assert "test_trl_tools.py" in spoken
+        assert all(words in spoken for words in ("no 1 today", "test_trl_tools.py"))
 
     def test_several_calls_at_once_and_a_name_that_is_no_tool(self, agent: Agent) -> None:
         """Calls keep their order. U+2402 marks places of results in a template, and is not written there as a name."""
@@ -244,23 +239,20 @@ class TestTools:
         }
         assert trainer.run.rollout().metrics == called(1 / 3, 0)
 
-    @pytest.mark.parametrize(
-        ("text", "arguments"),
-        [
+    def test_forms_of_calls(self) -> None:
+        properties = {"text": {"type": "string"}, "n": {"type": "integer"}}
+        schemas = [{"type": "function", "function": {"name": "say", "parameters": {"properties": properties}}}]
+        for text, arguments in (
             ('x <tool_call>\n{"name": "say", "arguments": {"text": "1", "n": 2}}\n</tool_call>', {"text": "1", "n": 2}),
             ('x <tool_call>{"name": "say", "arguments": "{\\"n\\": 2}"}', {"n": 2}),
             (f"x <tool_call>\n{NESTED}\n</tool_call>", {"text": "1", "n": 2}),
             ('{"name": "say", "parameters": {"n": 2}}', {"n": 2}),
             ('x {"name": "say", "parameters": {"n": 2}}', None),
             ("x", None),
-        ],
-    )
-    def test_forms_of_calls(self, text: str, arguments: dict[str, Any] | None) -> None:
-        properties = {"text": {"type": "string"}, "n": {"type": "integer"}}
-        schemas = [{"type": "function", "function": {"name": "say", "parameters": {"properties": properties}}}]
-        content, calls = calls_in(text, schemas, ended=True, bare=True)
-        assert calls == ([] if arguments is None else [Call("say", arguments)])
-        assert content == (text if arguments is None else "x" if text.startswith("x") else "")
+        ):
+            content, calls = calls_in(text, schemas, ended=True, bare=True)
+            assert calls == ([] if arguments is None else [Call("say", arguments)]), text
+            assert content == (text if arguments is None else "x" if text.startswith("x") else "")
 
     def test_calls_that_nobody_reads(self, caplog: pytest.LogCaptureFixture) -> None:
         """One that was cut off is none; of forms that are not read a warning tells."""
@@ -343,14 +335,12 @@ class TestEnvironments:
         asked = f"{group.prompt.content[0]['content']} {group.prompt.columns['secret']}"
         assert text == f"{system}<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
         trainer.train()
-        assert Counter.made == 3
-        assert [e.count for e in trainer.environments or []] == [2, 4, 6]
+        assert (Counter.made, [e.count for e in trainer.environments or []]) == (3, [2, 4, 6])
         assert [tool.__name__ for tool in trainer.tools] == ["add", "increment"]
         row, *others = seen.all("environments")[0].resets
         assert (row.keys(), len(others)) == ({"prompt", "secret"}, 2)
         assert seen.all("prompts")[0][-1]["content"] == f"{row['prompt'][-1]['content']} {row['secret']}"
-        assert trainer.reward_func_names == ["seen"]
-        assert trainer.state.log_history[-1]["rewards/seen/mean"] == 4
+        assert (trainer.reward_func_names, trainer.state.log_history[-1]["rewards/seen/mean"]) == (["seen"], 4)
 
     @pytest.mark.parametrize(("factory", "factor"), [(Paid, 1), (PaidLater, 2)])
     def test_rewards_of_their_own(self, factory: Any, factor: int, agent: Agent) -> None:
@@ -369,16 +359,14 @@ class TestEnvironments:
     def test_several_kinds(self, agent: Agent) -> None:
         rows = [{"environment": "paid", "level": 1}, {"environment": "other", "level": 2}]
         kinds = {"environment_factory": {"paid": Paid, "other": Looking}, "shuffle_dataset": False}
-        script = said(call("look"), "ok")
-        trainer = agent(script, messages, rows, generation_batch_size=6, **kinds)
+        trainer = agent(said(call("look"), "ok"), messages, rows, generation_batch_size=6, **kinds)
         paid, other = trainer.run.rollout().groups
         assert trainer.reward_func_names == ["messages", "Paid"]
         assert np.isnan(other.reward_parts["Paid"]).all()
         assert paid.reward_parts["Paid"].tolist() == [0, 0, 0]
         texts = [trainer.processing_class.decode(group.episodes[0].token_ids) for group in (paid, other)]
         for text, name, told in zip(texts, ("increment", "look"), ("error", "a hall"), strict=True):
-            assert f"{name}<|im_end|>" in text
-            assert told in text
+            assert all(words in text for words in (f"{name}<|im_end|>", told))
         assert [e.resets[0]["level"] for e in trainer.environments or []] == [1, 1, 1, 2, 2, 2]
         with pytest.raises(ValueError, match="is none of those"):
             trainer.run.rollout([{"prompt": ROWS[0]["prompt"], "environment": "third"}])
@@ -396,9 +384,8 @@ WRONG_ROLLOUTS += [({"completion_ids": [[1]]}, "completion_ids has 1 for 3 promp
 WITHOUT_RESULTS = "{% for m in messages if m['role'] != 'tool' %}{{ m['content'] }}{% endfor %}"
 
 
-@pytest.mark.parametrize(
-    ("what", "rows", "message"),
-    [
+def test_what_cannot_be(agent: Agent) -> None:
+    for what, rows, message in (
         ({"tools": [add], "processing_class": tokenizer_of(WITHOUT_RESULTS)}, ROWS, "tool"),
         ({"tools": [lambda x: x]}, ROWS, "Args"),
         ({"tools": [add], "rollout_func": lambda prompts, trainer: {}}, ROWS, "leave one out"),
@@ -406,19 +393,13 @@ WITHOUT_RESULTS = "{% for m in messages if m['role'] != 'tool' %}{{ m['content']
         ({"environment_factory": Counter, "reward": None}, ROWS, "without a reward"),
         ({"environment_factory": Paid, "reward": None, "max_steps": -1}, None, "max_steps"),
         ({"environment_factory": {"a": Paid}, "reward": None}, None, "name one"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_cannot_be(what: dict[str, Any], rows: Any, message: str, agent: Agent) -> None:
-    with pytest.raises(ValueError, match=message):
-        agent(None, rows=rows, **what)
+    ):
+        raises(ValueError, message, agent, None, rows=rows, **what)
 
 
 def test_episodes_that_cannot_begin(agent: Agent) -> None:
-    with pytest.raises(RuntimeError, match=r"no room at .*test_trl_tools.py"):
-        agent(None, None, environment_factory=Raising).train()
-    with pytest.raises(ValueError, match="plain text"):
-        agent(None, rows=[{"prompt": "text"}], environment_factory=Counter).run.rollout()
+    raises(RuntimeError, r"no room at .*test_trl_tools.py", agent(None, None, environment_factory=Raising).train)
+    raises(ValueError, "plain text", agent(None, rows=[{"prompt": "text"}], environment_factory=Counter).run.rollout)
 
 
 class TestRolloutFunctions:
@@ -439,8 +420,7 @@ class TestRolloutFunctions:
             }
 
         def reward(completions: list[Any], earned: list[float], note: list[str], **_: Any) -> list[float]:
-            assert set(note) == {"shared"}
-            assert completions[0][0]["role"] == "assistant"
+            assert (set(note), completions[0][0]["role"]) == ({"shared"}, "assistant")
             return earned
 
         trainer = agent(None, reward, rollout_func=roll, logging_steps=1)
@@ -455,8 +435,7 @@ class TestRolloutFunctions:
     @pytest.mark.parametrize(("change", "message"), WRONG_ROLLOUTS, ids=str)
     def test_what_is_wrong_is_said(self, change: dict[str, Any], message: str, agent: Agent) -> None:
         whole = {"prompt_ids": [[5]] * 3, "completion_ids": [[6, 7]] * 3, "logprobs": [[-1.0, -1.0]] * 3}
-        with pytest.raises(GenerationError, match=message):
-            agent(None, rollout_func=lambda prompts, trainer: whole | change).train()
+        raises(GenerationError, message, agent(None, rollout_func=lambda prompts, trainer: whole | change).train)
 
 
 FOLLOWED = "{% if loop.nextitem is defined and loop.nextitem['role'] == 'tool' and m['role'] == 'tool' %}"
@@ -496,8 +475,7 @@ class TestTemplates:
         hiding = {TOOLS + HIDDEN: "what a tool returned", TURNS: "does not show the model its tools"}
         hiding |= {TOOLS + LAST_ONLY: "what each of 2 calls in a turn returned"}
         for template, message in hiding.items():
-            with pytest.raises(ConfigError, match=message):
-                begun(template + OPENS, tmp_path, [{"prompt": TRACE[:1]}], [add])
+            raises(ConfigError, message, begun, template + OPENS, tmp_path, [{"prompt": TRACE[:1]}], [add])
 
     def test_results_of_several_calls(self) -> None:
         """The turn before them is written with one call: some templates refuse more."""
@@ -514,8 +492,7 @@ class TestTemplates:
         assert tokenizer.decode(prompt.token_ids) == SHOWN
         assert prompt.content[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": 1}
         assert prompt.content[2] == {"role": "tool", "tool_call_id": "call_1", "content": "2"}
-        shown = begun(TEMPLATE, tmp_path, [{"prompt": TRACE}], [add])
-        assert shown == "<|im_start|>system\nadd<|im_end|>\n" + SHOWN
+        assert begun(TEMPLATE, tmp_path, [{"prompt": TRACE}], [add]) == "<|im_start|>system\nadd<|im_end|>\n" + SHOWN
 
     @pytest.mark.parametrize("arguments", ["{", "[]", "3", "null", "[" * 100_000])
     def test_arguments_that_are_no_object(self, arguments: str) -> None:
@@ -527,14 +504,12 @@ class TestTemplates:
     def test_a_prompt_that_ends_with_the_assistant_is_continued(self, tmp_path: Path) -> None:
         tokenizer, rows = tokenizer_of(TEMPLATE), [{"prompt": STARTED}]
         (prompt,) = build_prompts(rows, tokenizer)
-        assert tokenizer.decode(prompt.token_ids) == GOES_ON
-        assert begun(TEMPLATE, tmp_path, rows, None) == GOES_ON
+        assert (tokenizer.decode(prompt.token_ids), begun(TEMPLATE, tmp_path, rows, None)) == (GOES_ON, GOES_ON)
         assert begun(TEMPLATE, tmp_path, rows, [add]) == "<|im_start|>system\nadd<|im_end|>\n" + GOES_ON
 
     def test_a_reward_model_reads_one_turn(self) -> None:
         model = RewardModel(tiny_model("llama"), tokenizer_of(TURNS))
-        text = model._text(STARTED, [{"role": "assistant", "content": " 2"}])
-        assert text == GOES_ON + " 2<|im_end|>\n"
+        assert model._text(STARTED, [{"role": "assistant", "content": " 2"}]) == GOES_ON + " 2<|im_end|>\n"
 
     def test_an_answer_within_the_prompt_is_refused(self, tmp_path: Path) -> None:
         tokenizer = tokenizer_of(TURNS + OPENS)

@@ -22,6 +22,7 @@ import covey.trl
 from covey.errors import ConfigError
 from covey.trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 from covey.trl.rewards import get_soft_overlong_punishment, think_format_reward
+from fakes import raises
 
 COUNTS = ("num_completions_to_print", "num_generations_eval", "max_tool_calling_iterations")
 CHATS = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
@@ -56,8 +57,7 @@ class TestTraining:
     @pytest.mark.parametrize("options", [*OPTIONS[:7], *SLOW], ids=str)
     def test_options_that_train(self, options: dict[str, Any], make: Any) -> None:
         trainer = make([unique_letters, lengths], **options)
-        before = weights(trainer)
-        output = trainer.train()
+        before, output = weights(trainer), trainer.train()
         assert output.global_step == trainer.state.global_step == trainer.args.max_steps
         assert trainer.state.log_history[-1]["train_loss"] == output.training_loss
         assert "rewards/unique_letters/mean" in trainer.state.log_history[-1]
@@ -87,8 +87,7 @@ class TestTraining:
     def test_the_cap_of_cispo_is_trls(self, make: Any) -> None:
         """Where no upper range is given, TRL caps at `epsilon`; Covey's own default is 5."""
         for given, cap in (({}, 0.2), ({"epsilon": 0.3}, 0.3), ({"epsilon_high": 4.0}, 4.0)):
-            trainer = make(loss_type="cispo", **given)
-            assert trainer.run.args.algorithm.loss_parameters["epsilon_max"] == cap
+            assert make(loss_type="cispo", **given).run.args.algorithm.loss_parameters["epsilon_max"] == cap
 
     def test_reward_models_and_means_of_what_was_judged(self, make: Any, tmp_path: Path) -> None:
         calls: list[int] = []
@@ -121,8 +120,7 @@ class TestTraining:
         trainer = make(rows=Stream(cycle(CHATS)))
         assert trainer.train().global_step == 3
         assert [len(texts) for texts in trainer.generate([CHATS[0]["prompt"]], num_generations=2)] == [2]
-        with pytest.raises(ValueError, match="set max_steps"):
-            make(out=tmp_path / "b", rows=Stream(CHATS), max_steps=-1)
+        raises(ValueError, "set max_steps", make, out=tmp_path / "b", rows=Stream(CHATS), max_steps=-1)
 
     @pytest.mark.parametrize("wrapped", [False, True])
     def test_lora(self, wrapped: bool, make: Any, model_folder: Path, tmp_path: Path) -> None:
@@ -134,8 +132,7 @@ class TestTraining:
         assert moved_by_training(trainer) == {name for name in weights(trainer) if ".lora_" in name}
         trainer.save_model(tmp_path / "saved")
         fresh = AutoModelForCausalLM.from_pretrained(model_folder, dtype="float32")
-        read = PeftModel.from_pretrained(fresh, tmp_path / "saved")
-        ids = torch.tensor([[5, 6, 7]])
+        read, ids = PeftModel.from_pretrained(fresh, tmp_path / "saved"), torch.tensor([[5, 6, 7]])
         assert torch.allclose(read(ids).logits, trainer.model(ids).logits, atol=1e-5)
 
 
@@ -148,8 +145,7 @@ class TestRecords:
         assert [r["step"] for r in history if "eval_reward" in r] == [0, 2, 4, 5]
         logs = [record for record in history if "loss" in record]
         assert [record["step"] for record in logs] == [1, 2, 4, 5]
-        names = {"loss", "reward", "reward_std", "learning_rate", "completions/mean_length", "epoch"}
-        assert names <= logs[0].keys()
+        assert {"loss", "reward", "reward_std", "learning_rate", "completions/mean_length", "epoch"} <= logs[0].keys()
         assert {"train_loss", "train_runtime"} <= history[-1].keys()
         found = trainer.evaluate({"first": ROWS[:1], "second": ROWS[1:]})
         assert {"eval_first_reward", "eval_second_reward"} <= found.keys()
@@ -216,8 +212,7 @@ class TestFolders:
         stopped.callback_handler.pop_callback(Stop)
         for resumed in (make(out=out, **options), stopped):  # a new trainer, and the one that was stopped
             resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
-            assert resumed.state.global_step == 4
-            assert changed(resumed, weights(whole)) == set()
+            assert (resumed.state.global_step, changed(resumed, weights(whole))) == (4, set())
 
     @pytest.mark.parametrize("strategy", ["steps", "no"])
     def test_what_a_stopped_run_says_of_resuming_holds(self, strategy: str, make: Any, tmp_path: Path) -> None:
@@ -230,12 +225,10 @@ class TestFolders:
                 raise ConnectionError("the judge is away")
             return unique_letters(completions)
 
-        with pytest.raises(RuntimeError, match="the judge is away"):
-            make(fragile, save_strategy=strategy).train()
+        raises(RuntimeError, "the judge is away", make(fragile, save_strategy=strategy).train)
         said = (tmp_path / "covey" / "log.txt").read_text()
         assert "Nothing is lost: continue with `trainer.train(resume_from_checkpoint=True)`" in said
-        resumed = make(save_strategy=strategy)
-        assert resumed.train(resume_from_checkpoint=True).global_step == 3
+        assert make(save_strategy=strategy).train(resume_from_checkpoint=True).global_step == 3
         assert json.loads((tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1
 
     def test_training_again(self, make: Any, tmp_path: Path) -> None:
@@ -260,8 +253,7 @@ def test_an_optimiser_of_ones_own_and_saving(make: Any, model_folder: Path, tmp_
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     trainer = make(model=model, optimizers=(optimizer, schedule))
-    before = weights(trainer)
-    metrics = trainer.train().metrics
+    before, metrics = weights(trainer), trainer.train().metrics
     assert changed(trainer, before)
     assert optimizer.param_groups[0]["lr"] == 0.5 * 0.5 ** int(trainer.run.state.updates)
     trainer.log_metrics("train", metrics)
@@ -275,9 +267,8 @@ def test_an_optimiser_of_ones_own_and_saving(make: Any, model_folder: Path, tmp_
     assert trainer.accelerator.unwrap_model(trainer.model) is trainer.model
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_is_impossible_is_one_clear_error(make: Any) -> None:
+    for options, message in (
         ({"reward": None}, "No reward source provided"),
         ({"rows": None}, "`train_dataset` is required"),
         ({"fsdp": "full_shard"}, "fsdp"),
@@ -300,15 +291,13 @@ def test_an_optimiser_of_ones_own_and_saving(make: Any, model_folder: Path, tmp_
         ({"temperature": -1.0}, "^temperature=-1.0"),
         ({"deepspeed": "x.json"}, "deepspeed"),
         ({"vllm_mode": "x"}, "vllm_mode"),
+        ({"delta": 1.1}, "^delta=1.1: below"),
+        ({"reward": "rewards.py:exact"}, r"is passed itself: covey\.functions\.load_function\('rewards\.py:exact'\)"),
         ({"steps_per_generation": 0}, "steps_per_generation=0"),
         ({"eval_strategy": "steps", "per_device_eval_batch_size": 3}, "eval_dataset=None"),
         *(({name: value}, f"{name}=.*a whole number") for name in COUNTS for value in (1.5, "2", True)),
-    ],
-    ids=str,
-)
-def test_what_is_impossible_is_one_clear_error(options: dict[str, Any], message: str, make: Any) -> None:
-    with pytest.raises(ValueError, match=message):
-        make(**options)
+    ):
+        raises(ValueError, message, make, **options)
 
 
 def test_what_has_no_effect_is_said(make: Any) -> None:
@@ -326,8 +315,7 @@ def test_a_script_of_an_earlier_version(make: Any) -> None:
     options |= {"evaluation_strategy": "no", "max_grad_norm": 0.1, "log_on_each_node": False, "use_vllm": False}
     options |= {"vllm_gpu_memory_utilization": 0.3, "vllm_device": "cuda:0"}
     trainer = make(**options)
-    assert max(len(prompt.token_ids) for prompt in trainer.run.prompts) == 4
-    assert trainer.train().global_step == 3
+    assert (max(len(prompt.token_ids) for prompt in trainer.run.prompts), trainer.train().global_step) == (4, 3)
 
 
 def test_arguments_from_a_command_line_and_from_yaml(tmp_path: Path) -> None:
@@ -345,8 +333,7 @@ def test_arguments_from_a_command_line_and_from_yaml(tmp_path: Path) -> None:
     assert lora.target_modules == "q_proj"
     path.write_text("lora_r: 4\nunknown: 1\n")
     given = ["--config", str(path)]
-    with pytest.raises(ValueError, match="--unknown: no such option"):
-        TrlParser(ModelConfig).parse_args_and_config(given)
+    raises(ValueError, "--unknown: no such option", TrlParser(ModelConfig).parse_args_and_config, given)
     (args,) = TrlParser((ModelConfig,), prog="grpo").parse_args_and_config(given, fail_with_unknown_args=False)
     assert args.lora_r == 4
     apart = {"return_remaining_strings": True, "separate_remaining_strings": True}
@@ -382,10 +369,8 @@ def test_errors_of_a_reward_function_explain_the_commonest_slips(make: Any) -> N
     def one(completions: list[str], **columns: Any) -> list[float]:
         return [1.0]
 
-    with pytest.raises(RuntimeError, match=r'take its text by completion\[0\]\["content"\]'):
-        make(words, CHATS).train()
-    with pytest.raises(ValueError, match="'one' returned 1 rewards for 3 completions"):
-        make(one).train()
+    raises(RuntimeError, r'take its text by completion\[0\]\["content"\]', make(words, CHATS).train)
+    raises(ValueError, "'one' returned 1 rewards for 3 completions", make(one).train)
 
 
 def test_reward_functions_have_a_time_limit_if_one_is_set(make: Any) -> None:

@@ -34,8 +34,6 @@ def messages(completions: list[Any], **columns: Any) -> list[float]:
 
 
 class Seen:
-    """A reward function that keeps what it is given."""
-
     __name__ = "seen"
 
     def __init__(self, reward: Callable[..., Any] = messages) -> None:

@@ -20,20 +20,12 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from covey import __version__
+from covey.cli import results
 from covey.cli.doctor import doctor
 from covey.cli.export import export
 from covey.cli.mcp import mcp
 from covey.cli.play import play
 from covey.cli.report import report
-from covey.cli.results import (
-    PER_KIND,
-    paired,
-    print_choices,
-    print_difference,
-    print_kinds,
-    print_left_out,
-    print_summary,
-)
 from covey.cli.serve import serve
 from covey.cli.watch import watch
 from covey.cli.weights import AsJson, Overrides, config_for, err, form_of, out, print_json, recipe_file, said_by_signals
@@ -120,9 +112,9 @@ def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe: a TOML file, or a folder that holds recipe.toml.")],
     overrides: Overrides = None,
 ) -> None:
-    """Train as a recipe says. Measures before and after where the recipe has held-out prompts.
+    """Train with a recipe. If the recipe has held-out prompts, evaluate before and after.
 
-    Leaves a run folder (`run.output_dir`) with config, metrics, completions, checkpoints, adapter and learning curve.
+    The run folder (`run.output_dir`) gets config, metrics, completions, checkpoints, adapter and learning curve.
     """
     config = GRPOConfig.from_toml(recipe_file(recipe), overrides=overrides or [])
     _train(config, Path(config.run.output_dir))
@@ -133,7 +125,7 @@ def _train(config: GRPOConfig, folder: Path, *, resume: bool = False) -> None:
         from covey.training import launch
 
         if not launch.start_ranks(config, sys.argv[1:], out.out) and (trainer := launch.run(config, resume=resume)):
-            print_summary(out, trainer, folder)
+            results.print_summary(out, trainer, folder)
 
 
 @app.command()
@@ -141,16 +133,16 @@ def resume(
     run: Annotated[Path, typer.Argument(help="The folder of a run that was stopped or killed.")],
     overrides: Overrides = None,
 ) -> None:
-    """Go on with a run from its newest checkpoint, to the numbers it would have had unbroken."""
+    """Continue a run from its newest checkpoint. The result is the same as without the interruption."""
     from covey.observe.run_folder import RunFolder
 
     folder = RunFolder.read(run)
     file = folder.whole_config()
     if "output_dir" in canonical_names(parse_overrides(overrides or [])):
-        raise ConfigError(f"run.output_dir: a run goes on in its own folder; copy {run} and resume the copy")
+        raise ConfigError(f"run.output_dir: a run continues in its own folder; copy {run} and resume the copy")
     if folder.needs_python and not overrides:
         raise ConfigError(
-            f"{run}: the run was started from Python with parts that no file holds, such as a reward function or a "
+            f"{run}: the run was started from Python with parts that are not in files, such as a reward function or a "
             f"dataset in memory; continue it with {folder.how_to_continue()}"
         )
     _train(GRPOConfig.from_toml(file, overrides=[*(overrides or []), f"run.output_dir={run}"]), run, resume=True)
@@ -162,7 +154,7 @@ app.command()(doctor)
 @app.command("eval")
 def evaluate(
     model: Annotated[str, typer.Argument(help="pkg:NAME, hub id, folder, .gguf file, or the folder of a run.")],
-    task: Annotated[str | None, typer.Option(help="Task to measure on; a run's folder knows its own.")] = None,
+    task: Annotated[str | None, typer.Option(help="Task to measure on; default: the run's own.")] = None,
     dataset: Annotated[
         str | None, typer.Option(help="Prompts to measure on; with --task, the file that the task reads.")
     ] = None,
@@ -179,7 +171,7 @@ def evaluate(
     baseline: Annotated[
         str | None,
         typer.Option(
-            help="Paired test against this model (multiple choice: against the model without its adapter, unless none)."
+            help="Model to compare with in a paired test; multiple choice: default the model without adapter, or none."
         ),
     ] = None,
     rotations: Annotated[int, typer.Option(help="Multiple choice: ask again with the options rotated, NUM times.")] = 1,
@@ -213,6 +205,9 @@ def evaluate(
     if config.data.task is None and config.data.dataset is None and not acting:
         config = config.replace(dataset=config.data.eval_dataset)
     measured = setup.load_task(config)
+    if baseline not in (None, "none") and measured is None and not acting and config.rewards.correctness is None:
+        told_by = "give --task, or name a function in rewards.correctness (FILE.py:FUNCTION)"
+        raise ConfigError(f"--baseline: it compares right answers, and nothing says here which are right; {told_by}")
     other = _baseline(config, baseline, always=isinstance(measured, ChoiceTask))
     if isinstance(measured, ChoiceTask):
         asked = {"rotations": rotations, "lead_in": lead_in}
@@ -225,32 +220,27 @@ def evaluate(
     result = trainer.evaluation()
     before = None if other is None else _trainer(other).evaluation()
     if as_json:
-        found: dict[str, Any] = {
-            "model": _name(config),
-            "metrics": result.metrics,
-            "left_out": int((~result.judged).sum()),
-        }
+
+        def told(of: GRPOConfig, by: Evaluation) -> dict[str, Any]:
+            return {"model": _name(of), "metrics": by.metrics, "left_out": int((~by.judged).sum())}
+
+        found = told(config, result)
         if other is not None and before is not None:
-            compared = paired(before, result)
-            found["baseline"] = {
-                "model": _name(other),
-                "metrics": before.metrics,
-                "left_out": int((~before.judged).sum()),
-            }
-            found["against_baseline"] = compared and asdict(compared)
+            compared = results.paired(before, result)
+            found |= {"baseline": told(other, before), "against_baseline": compared and asdict(compared)}
         print_json(out, found)
         return
     _show(result, show)
-    print_left_out(out, _name(config), result)
+    results.print_left_out(out, _name(config), result)
     table = Table("metric", "value")
     for name, value in result.metrics.items():
-        if not name.startswith(PER_KIND):
+        if not name.startswith(results.PER_KIND):
             table.add_row(name, f"{value:.4g}")
     print_table(out, table)
-    print_kinds(out, result)
+    results.print_kinds(out, result)
     if other is not None and before is not None:
-        print_left_out(out, _name(other), before)
-        print_difference(out, _name(other), before, result)
+        results.print_left_out(out, _name(other), before)
+        results.print_difference(out, _name(other), before, result)
 
 
 @app.command()
@@ -261,11 +251,11 @@ def sample(
     number: Annotated[int, typer.Option("-n", "--number", min=1, help="Completions for each prompt.")] = 1,
     temperature: Annotated[float, typer.Option(min=0, help="0 = greedy.")] = 1.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion in tokens.")] = 128,
-    system: Annotated[str | None, typer.Option(help="System message; a run's folder knows its own.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message; default: the run's own.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Equal seeds give equal completions.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Sample completions and print them: prompts take the form of a run's own, a chat or plain text."""
+    """Sample completions and print them. Prompts become a chat or plain text, as in the run."""
     from dataclasses import replace
 
     from covey.pytorch.backend import BACKEND
@@ -317,11 +307,11 @@ def sample(
 def show_config(
     recipe: Annotated[Path | None, typer.Argument(help="Print this recipe with every default filled in.")] = None,
     overrides: Overrides = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Every field with its type, default and meaning.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="All settings with type, default and meaning.")] = False,
     only: Annotated[
         str,
         typer.Option(
-            "--only", help="With --explain: only sections or fields that contain this; may stand without --only."
+            "--only", help="With --explain: only sections or fields that contain this; --only may be omitted."
         ),
     ] = "",
     as_json: AsJson = False,
@@ -376,7 +366,7 @@ def _evaluate_choices(
         mark = "right" if letter == row["answer"] else "wrong"
         out.print(f"{row['question']}\n  {mark} ({letter}): {text!r}", markup=False, highlight=False)
     if not as_json:
-        print_choices(out, found)
+        results.print_choices(out, found)
     if folder is not None:
         for path in write_choice_report(folder, found, f"{_name(config)}: multiple choice"):
             say(err if as_json else out, f"  {path}")

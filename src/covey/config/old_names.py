@@ -1,4 +1,4 @@
-"""Names that were once Covey's: each answers with one line that names what to use now, or is read as what it meant."""
+"""Names of earlier versions: they are read as what they meant, or answered with one line that says what to use now."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from covey.algorithms.down_sampling import read_down_sampling
 from covey.algorithms.losses import LOSSES, function_name
 from covey.config.section import Section
 from covey.errors import ConfigError
@@ -27,9 +28,7 @@ COMMANDS: dict[str, str] = {
 }
 """Command or option -> what to type instead, such as `covey doctor RECIPE`."""
 
-_SERVERS = (
-    "vLLM samples in this process (sampling.engine=vllm) or behind URLs (server.inference_server_url, one or several)"
-)
+_SERVERS = "to sample with vLLM set sampling.engine=vllm (in this process) or server.inference_server_url (servers)"
 SETTINGS: dict[str, tuple[Any, str]] = {
     "backend": ("pytorch", "recipes train with PyTorch; in JAX train with covey.jax.GRPOTrainer (docs/internals.md)"),
     "mesh": (None, "recipes train with PyTorch; covey.jax.GRPOTrainer takes a mesh (docs/internals.md)"),
@@ -38,9 +37,9 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "vllm_arguments": ([], _SERVERS),
     "world_workers": (
         0,
-        "leave it out: environment.parallel_episodes play on this machine, or let the world call a server",
+        "remove it: all environment.parallel_episodes run on this machine, or the world calls a server",
     ),
-    "keep_units": (True, "leave it out: a run that was killed samples its last step again, with the same numbers"),
+    "keep_units": (True, "remove it: a killed run samples its last step again, with the same results"),
 }
 """Field -> the default that it had, and what to write instead.
 
@@ -53,14 +52,14 @@ def gone_command(name: str, *arguments: str) -> str | None:
     """The line for a command or an option that went, or None."""
     for gone in (name, *(f"{name} {argument.partition('=')[0]}" for argument in arguments)):
         if gone in COMMANDS:
-            return f"covey {gone}: is no {'option' if ' ' in gone else 'command'} any more; use `{COMMANDS[gone]}`"
+            return f"covey {gone}: this {'option' if ' ' in gone else 'command'} was removed; use `{COMMANDS[gone]}`"
     return None
 
 
 def gone_setting(path: str, field: str, value: Any) -> str | None:
     """The line for a setting that went and is given another value than its default, or None."""
     default, instead = SETTINGS[field]
-    return None if value == default else f"{path}={value!r:.200}: is no setting any more; {instead}"
+    return None if value == default else f"{path}={value!r:.200}: this setting was removed; {instead}"
 
 
 # --- settings that moved
@@ -122,7 +121,7 @@ def _adaptive_entropy(old: Values, known: Values) -> dict[str, Any]:
 def _correction(old: Values, known: Values) -> dict[str, Any]:
     mode, floor, cap = known.get("importance_sampling_correction", "auto"), *old.values()
     bounds = [cap] if floor is None else [floor, cap]
-    if ":" in mode or bounds == [3.0]:
+    if ":" in mode or mode == "off" or bounds == [3.0]:
         return {}
     return {"importance_sampling_correction": ":".join([mode, *(f"{bound!r}" for bound in bounds)])}
 
@@ -147,15 +146,15 @@ def _validity(old: Values, known: Values) -> dict[str, Any]:
 
 
 def _dynamic_sampling(old: Values, known: Values) -> dict[str, Any]:
-    return {"dynamic_sampling": old["dynamic_sampling_max_tries"]} if known.get("dynamic_sampling") is True else {}
+    return {"dynamic_sampling": old["dynamic_sampling_max_tries"]} if known.get("dynamic_sampling") else {}
 
 
 def _down_sampling(old: Values, known: Values) -> dict[str, Any]:
-    rule = function_name(known.get("down_sampling", "none"))
+    rule, size, statistics = read_down_sampling(function_name(known.get("down_sampling", "none")))
     if rule == "none":
         return {}
-    parts = [rule, str(old["down_sampling_size"]), old["down_sampling_statistics"]]
-    return {"down_sampling": ":".join(part for part in parts if part is not None)}
+    size = size if old["down_sampling_size"] == 4 else old["down_sampling_size"]
+    return {"down_sampling": ":".join(filter(None, [rule, str(size), old["down_sampling_statistics"] or statistics]))}
 
 
 def _context(old: Values, known: Values) -> dict[str, Any]:
@@ -246,7 +245,7 @@ PUBLISHED = frozenset({"upload_adapters_to_server"})
 """Old names that a published recipe has: they stay good, and are read without a word."""
 
 
-_JOINED = {"adv_estimator", "step_seconds", "inference_server_url"}
+_JOINED = {"adv_estimator", "step_seconds"}
 """Fields that were settings beside the old name, which may change what they say."""
 
 CHOICES: dict[str, tuple[Any, ...]] = {"std_correction": (0, 1), "sleep_level": (0, 1, 2)}
@@ -270,8 +269,9 @@ def _refused(name: str, value: Any, default: Any) -> str:
         fits = any(type(value) is type(choice) and value == choice for choice in choices)
         return "" if fits else " | ".join(str(choice).lower() for choice in choices)
     most, below = (1, ", below 1") if name == "warmup_ratio" else (math.inf, "")
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < most
-    return "" if fits else f"a number, 0 or more{below}"
+    kind, least = (int, 1) if isinstance(default, int) and default else (int | float, 0)
+    fits = isinstance(value, kind) and not isinstance(value, bool) and least <= value < most
+    return "" if fits else f"a {'whole ' * least}number, {least} or more{below}"
 
 
 def _is_lost(value: Any, now: Any) -> bool:
@@ -328,7 +328,7 @@ def translate(
             if by_hand and not lost and not PUBLISHED.issuperset(changed):
                 new = " ".join(in_toml(path(name), value) for name, value in now.items() if value is not None)
                 places = ", ".join(dict.fromkeys(_place(name, path) for name in changed))
-                advice = f"; write {new}" if new else f", now {places}, without effect here; leave it out"
+                advice = f"; write {new}" if new else f" of {places}, which has no effect here; remove it"
                 what = ", ".join(written[name] for name in changed)
                 warnings.warn(f"{what:.300}: an old name{advice}", stacklevel=level)
             found |= now

@@ -30,17 +30,15 @@ from covey.errors import ConfigError, DataError, naming
 from covey.functions import load_function
 from covey.metric_names import says_which_is_best
 from covey.processes import total_memory
-from covey.rollout.batching import HasAnswer, estimator_of, has_text
-from covey.rollout.learning import TrainedPolicy
-from covey.rollout.scoring import Scorer
-from covey.tasks.base import Task
+from covey.rollout.scoring import HasAnswer, IsCorrect, Scorer, has_text, right_by
 from covey.tasks.dataset import DataOrder, WeightedOrder, build_prompts, load_rows, split_rows
-from covey.training.evaluate import IsCorrect, right_by
 from covey.training.schedule import PhasePlan, ResolvedPhase, learning_rate_schedule, resolve_warmup_steps
 from covey.types import Episode, Prompt, SamplingSettings
 
 if TYPE_CHECKING:
     from covey.environments.base import World
+    from covey.rollout.learning import TrainedPolicy
+    from covey.tasks.base import Task
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +74,12 @@ def named_model(args: Any, model: Any) -> tuple[GRPOConfig, Any]:
     return args if model is None else args.replace(model=name), model
 
 
+def named_in_settings(args: GRPOConfig, field: str, given: Any) -> tuple[GRPOConfig, Any]:
+    """Settings that name a function that is given as text, `FILE.py:NAME`, or several; or else what is given."""
+    is_text = isinstance(given, str) or (given and isinstance(given, list | tuple) and {*map(type, given)} == {str})
+    return (args.replace(**{field: given}), None) if is_text else (args, given)
+
+
 def other_reference(config: GRPOConfig, other: Any, model: Any) -> tuple[GRPOConfig, Any]:
     """`ref_model` where it is another checkpoint than the model, else None; and the settings that it needs."""
     path = os.path.expanduser(other) if isinstance(other, str | Path) else None
@@ -102,7 +106,7 @@ def other_reference(config: GRPOConfig, other: Any, model: Any) -> tuple[GRPOCon
 
 def check_estimator(config: GRPOConfig, world: World | None) -> Estimator:
     """The run's advantage estimator, if the rest of the run gives it what it needs."""
-    estimator = estimator_of(config.algorithm)
+    estimator = config.algorithm.estimator
     if estimator.needs_turns and world is None:
         raise ConfigError(
             f"algorithm.adv_estimator={estimator.name!r}: it compares turns, so it needs environment.world; use grpo "
@@ -120,11 +124,8 @@ def check_estimator(config: GRPOConfig, world: World | None) -> Estimator:
     import torch
 
     conversing = world is not None and config.environment.history_length is None
-    problem = estimator.group_problem(sizes)
-    problem = problem or estimator.credit_problem(
-        config.algorithm.objective(), torch.func.grad, torch.asarray, conversing
-    )
-    if problem is not None:
+    tried = config.algorithm.objective(), torch.func.grad, torch.asarray
+    if problem := estimator.group_problem(sizes) or estimator.credit_problem(*tried, conversing):
         raise ConfigError(problem)
     return estimator
 
@@ -214,8 +215,8 @@ def load_data(
         )
     if seen:
         log.warning(
-            "%d of the %d held-out rows (data.eval_dataset) are training rows too: what is measured on them is no "
-            "held-out result; take them out of one of the two",
+            "%d of the %d held-out rows (data.eval_dataset) are training rows too, so their accuracy is not a held-out "
+            "result; remove them from one of the two",
             seen,
             len(held_out),
         )
@@ -487,6 +488,16 @@ def default_backend() -> Backend:
 
     require_one_process()
     return BACKEND
+
+
+def may_wait(config: GRPOConfig) -> bool:
+    """Whether the sampler and the learner of `default_backend` may be made when they are first asked for: nothing is
+    found then that making the policy has not found.
+    """
+    chosen, sampling = config.distributed, config.sampling
+    elsewhere = config.server.upload_adapters_to_server or chosen.samplers is not None
+    usual = (sampling.engine, sampling.sampler_dtype, config.model.quantization) == ("covey", "model", "none")
+    return not elsewhere and chosen.learners == 1 and usual and config.optim.optimizer == "adamw"
 
 
 def require_one_process() -> None:

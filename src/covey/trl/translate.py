@@ -159,7 +159,7 @@ def as_mapping(name: str, value: Any) -> Mapping[str, Any]:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise ConfigError(f"{name}={value!r:.200}: is no JSON ({error}); give a dictionary") from error
+            raise ConfigError(f"{name}={value!r:.200}: is not JSON ({error}); give a dictionary") from error
     if value is not None and not isinstance(value, Mapping):
         raise ConfigError(f"{name}={value!r:.200}: a {type(value).__name__}; give a dictionary")
     return value or {}
@@ -247,7 +247,7 @@ def in_trl_words(message: str) -> str:
         field = match[2]
         return _TRL_WORDS.get(field, field) if match[1] in SECTIONS and FIELDS.get(field) == match[1] else match[0]
 
-    lines = re.sub(r"\b([a-z]+)\.([a-z_0-9]+)\b", named, message).splitlines()
+    lines = re.sub(r"\b([a-z]+)\.([a-z_0-9]+)\b", named, message.replace("algorithm.loss_parameters.", "")).splitlines()
     return "\n".join(dict.fromkeys(lines))
 
 

@@ -7,8 +7,6 @@ FAULT="kill FOLDER RANK MOMENT,RANK MOMENT,..."
 FAULT="kill in call N"            the process dies in that call of its engine
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal
