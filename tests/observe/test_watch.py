@@ -306,6 +306,9 @@ def test_several_runs_and_a_copy_that_is_deleted(finished: Path, tmp_path: Path,
     page.ask("1/completions", step=1)
     page.ask("1/doctor")
     assert sorted((path, path.stat().st_mtime_ns) for path in copy.rglob("*")) == before  # it only reads
+    config = copy / "config.toml"
+    config.write_text(config.read_text().replace("[run]", '[run]\nrun_name = "named"'))  # a run that began meanwhile
+    assert [each["label"] for each in page.ask("runs")] == [finished.name, "named"]
     shutil.rmtree(copy)
     assert [bool(each["versions"]) for each in page.ask("runs")] == [True, False]  # and the other run stays
 

@@ -64,7 +64,6 @@ def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
     """The application; every request for data must carry the token, as `Authorization: Bearer TOKEN`."""
     app = FastAPI(title="covey watch", docs_url=None, redoc_url=None, openapi_url=None)
     files = {path.name: path for path in _PAGE.iterdir() if path.suffix in _KINDS}
-    names = labels(runs)
 
     @app.middleware("http")
     async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -93,7 +92,7 @@ def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
 
     @app.get("/api/runs")
     def about() -> Response:
-        return _json([run.about() | {"label": label} for run, label in zip(runs, names, strict=True)])
+        return _json([run.about() | {"label": label} for run, label in zip(runs, labels(runs), strict=True)])
 
     @app.get("/api/{number}/tables")
     def tables(number: int, mark: Short = "") -> Response:
