@@ -453,8 +453,12 @@ def _walk_hostile(page: Visit) -> None:
         assert page.page.evaluate("document.querySelectorAll('main img, main script, main b b').length") == 0
         assert page.page.evaluate("document.querySelectorAll('script').length") <= 4
         assert not page.overflows(), view
+        assert not set("\x00\x07\x1b\u202e") & set(page.page.evaluate("document.querySelector('main').textContent"))
     page.go("Completions", ".one")
-    assert "<script>alert(1)</script><img src=x onerror=alert(2)>" in page.page.locator(".one pre").first.inner_text()
+    assert (
+        "<script>alert(1)</script><img src=x onerror=alert(2)>??[31m?gnp"
+        in page.page.locator(".one pre").first.inner_text()
+    )
     page.go("Tokens")
     assert "<script>" in page.first(".tokens span").inner_text()
 

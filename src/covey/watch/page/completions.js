@@ -1,7 +1,7 @@
 // What was sampled: groups side by side, and evaluations before and after.
 
 import { ask, pick, runChoice, runs } from "./data.js";
-import { choice, h, number, setter, tick } from "./dom.js";
+import { choice, h, number, setter, tick, visible } from "./dom.js";
 
 const state = { run: 0, kind: "step", step: null, search: "", shown: "all", uid: "", ended: "", reward_from: "", reward_to: "", length_from: "", length_to: "", everywhere: false, before: null, after: null, changed: "changed" };
 const SHOWN = [["all", "all completions"], ["right", "right"], ["wrong", "wrong"], ["truncated", "cut off"],
@@ -193,7 +193,7 @@ function one(row, step, kind, group = null) {
     const more = h("button", { class: "small", onclick: async () => {
       try {
         const whole = await ask(`${state.run}/completion`, { kind, step, row: row.row });
-        text.textContent = whole.completion;
+        text.textContent = visible(whole.completion);
         more.replaceWith(whole.characters > whole.completion.length ? `cut at ${number(whole.completion.length)} characters` : "");
       } catch (error) {
         more.replaceWith(h("span", { class: "failed" }, error.message));

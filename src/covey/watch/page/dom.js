@@ -1,5 +1,10 @@
 // Elements from small pieces. Whatever comes from a run goes in as text, never as HTML.
 
+const HIDDEN = /(?![\t\n\r])[\p{Cc}\p{Bidi_Control}]/gu;
+
+/** Control characters as `?`: none may turn what follows around, or hide in it. */
+export const visible = (text) => String(text).replace(HIDDEN, "?");
+
 /** An element: `h("p", {class: "note"}, "some text", otherElement)`. Functions are listeners: `{onclick: f}`. */
 export function h(name, attributes = {}, ...children) {
   const element = document.createElement(name);
@@ -8,9 +13,10 @@ export function h(name, attributes = {}, ...children) {
     if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
     else if (key === "style") Object.assign(element.style, value);
     else if (key === "value" || key === "checked") element[key] = value;
-    else element.setAttribute(key, value === true ? "" : String(value));
+    else element.setAttribute(key, value === true ? "" : visible(value));
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false)
+    .map((child) => (child instanceof Node ? child : visible(child))));
   return element;
 }
 
