@@ -126,6 +126,8 @@ def test_what_is_no_model(model_folder: Path, tmp_path: Path, monkeypatch: pytes
         (tmp_path / "damaged", "cannot be loaded"),
     ):
         raises(ModelError, reason, load_model, source)
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path).name != "model.safetensors")
+    raises(ModelError, "model.safetensors may not be read by this user", load_model, tmp_path / "damaged")
     for setting in ({"dtype": "int8"}, {"device": "teapot"}, {"device": "cuda:99"}):
         ((name, value),) = setting.items()
         raises(ModelError, rf"model\.{name}='{value}'", load_model, model_folder, **setting)

@@ -234,6 +234,7 @@ def _save_group(path: Path, group: Mapping[str, torch.Tensor | NDArray[Any]]) ->
         if number is None:
             raise
         raise folder_error(path.parent, OSError(int(number[1]), str(error))) from error
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets nobody but the owner read
 
 
 def _written_together(tensors: TensorGroups, folder: Path) -> TensorGroups:
