@@ -19,9 +19,7 @@ _TRIED_TOKENS = 4
 
 
 def json_rules(schema: Mapping[str, Any], tokenizer: Any, size: int, ends: tuple[int, ...]) -> Callable[[], Allows]:
-    """What makes the rule of one completion; one of `ends` follows the JSON. Raises `RequestError`: not served,
-    `GenerationError`: too complex, which a rule raises too where it shows in the middle of a completion.
-    """
+    """What makes the rule of one completion, ended by `ends`. Raises `RequestError`, `GenerationError`: not served."""
     try:
         from llguidance import LLMatcher, LLParserLimits
 

@@ -12,7 +12,6 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence, Set
-from types import NoneType
 from typing import Annotated, Any, TypeVar
 
 from jinja2 import Environment, meta
@@ -85,7 +84,7 @@ _MOST_LISTS, _MOST_VALUES = 100_000, 1_000_000
 _BYTES_PER_SECOND = 1e8
 """Other threads run for a while between two steps of reading a body, each of which holds the interpreter."""
 _SMALLEST_TEMPERATURE = 0.001
-_BESIDE_SCHEMA: dict[Any, Any] = {"name": [str], "description": [str, NoneType], "strict": [bool, NoneType]}
+_BESIDE_SCHEMA: dict[Any, Any] = {"name": [str], "description": [str, type(None)], "strict": [bool, type(None)]}
 
 Choice = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 Choices = Annotated[list[Choice], Field(fail_fast=True, min_length=1, max_length=_MOST_CHOICES)]

@@ -25,8 +25,8 @@ export class Chart {
   constructor(title, hint, { tools = [], csv = null, height = 190, unit = "", name = "" } = {}) {
     this.title = title;
     this.name = [name === title ? "" : name, unit === "%" ? "" : unit].filter(Boolean).join(", ");
-    this.percent = unit === "%";
-    this.say = (value, digits) => (this.percent ? `${number(100 * value, digits)} %` : number(value, digits));
+    this.most = unit === "%" ? 1 : Infinity; // no ticks beyond 100 %
+    this.say = (value, digits) => (unit === "%" ? `${number(100 * value, digits)} %` : number(value, digits));
     this.height = height;
     this.readout = h("div", { class: "readout" });
     this.box = h("div", {});
@@ -70,7 +70,11 @@ export class Chart {
     // Zeros alone would get an axis from 0 to 100.
     const range = (_, low, high) => {
       const [from, to] = low === null || (low === 0 && high === 0) ? [0, 1] : zero ? [Math.min(0, low), high > 0 ? high * 1.05 : 1] : uPlot.rangeNum(low, high, 0.1, true);
-      return [from, this.percent && high <= 1 ? Math.min(1, to) : to];
+      return [from, high <= this.most ? Math.min(this.most, to) : to];
+    };
+    const size = ({ ctx, axes }, texts) => { // what the longest text needs; as a rule the same for all charts
+      ctx.font = axes[1].font[0];
+      return Math.ceil(Math.max(62, ...(texts ?? []).map((text) => 12 + ctx.measureText(text).width / devicePixelRatio)));
     };
     this.plot = new uPlot({
         width: this.box.clientWidth || 400, height: this.height, legend: { show: false },
@@ -78,7 +82,7 @@ export class Chart {
         scales: { x: { time: false, ...(logX ? { distr: 3 } : {}) }, y: log ? { distr: 3 } : { range } },
         axes: [
           { ...axis, size: 30, ...(xLabel === "step" ? { incrs: WHOLE } : {}), values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
-          { ...axis, size: (plot, texts) => widthOf(plot, texts ?? []), values: (_, ticks) => this.tickTexts(ticks) },
+          { ...axis, size, values: (_, ticks) => this.tickTexts(ticks) },
         ],
         series, bands,
         hooks: { draw: [(plot) => this.drawMarks(plot)], setCursor: [(plot) => this.tell(plot, xLabel)] },
@@ -159,12 +163,6 @@ export class Chart {
     this.plot?.destroy();
     this.card.remove();
   }
-}
-
-/** What an axis needs for its longest text; as a rule the same for all charts. */
-function widthOf({ ctx, axes }, texts) {
-  ctx.font = axes[1].font[0];
-  return Math.ceil(Math.max(62, ...texts.map((text) => 12 + ctx.measureText(text).width / devicePixelRatio)));
 }
 
 /** What a logarithmic axis can show. */

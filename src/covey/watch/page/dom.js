@@ -1,9 +1,7 @@
 // Elements from small pieces. Whatever comes from a run goes in as text, never as HTML.
 
-const HIDDEN = /(?![\t\n\r])[\p{Cc}\p{Bidi_Control}]/gu;
-
 /** Control characters as `?`: none may turn what follows around, or hide in it. */
-export const visible = (text) => String(text).replace(HIDDEN, "?");
+export const visible = (text) => String(text).replace(/(?![\t\n\r])[\p{Cc}\p{Bidi_Control}]/gu, "?");
 
 /** An element: `h("p", {class: "note"}, "some text", otherElement)`. Functions are listeners: `{onclick: f}`. */
 export function h(name, attributes = {}, ...children) {
