@@ -15,7 +15,6 @@ from covey.types import Allows, IntArray
 _SPACE = {"whitespace_pattern": r"[ \n]{0,16}"}  # without an end, a model that repeats itself would write spaces only
 # about 0.1 s to compile, and as much for one token: decoding of all waits while a token's mask is computed
 _LIMITS = {"initial_lexer_fuel": 100_000, "step_lexer_fuel": 50_000, "max_lexer_states": 50_000}
-_TRIED_TOKENS = 4
 
 
 def json_rules(schema: Mapping[str, Any], tokenizer: Any, size: int, ends: tuple[int, ...]) -> Callable[[], Allows]:
@@ -34,25 +33,29 @@ def json_rules(schema: Mapping[str, Any], tokenizer: Any, size: int, ends: tuple
     if whole.is_error():
         raise RequestError(f"response_format: the schema is not served: {whole.get_error():.300}")
 
+    refused: list[GenerationError] = []  # for one completion: the others need not find out for themselves
+
     def rule() -> Allows:
         matcher, read = whole.deep_copy(), 0
 
         def allows(said: Sequence[int]) -> IntArray:
             nonlocal read
+            if refused:
+                raise refused[0]
             matcher.consume_tokens(list(said[read:]))
             read = len(said)
             bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
             if matcher.is_error():
-                why = matcher.get_error().removesuffix("\n<non-verbose/>")
-                trouble = "the schema is not served: it is too complex, or refers to itself without an end"
-                raise GenerationError(f"response_format: {trouble}: {why:.300}")
+                trouble = "response_format: the schema is not served: too complex, or refers to itself without an end"
+                refused.append(GenerationError(f"{trouble}: {matcher.get_error():.300}".splitlines()[0]))
+                raise refused[0]
             return np.flatnonzero(bits[:size])
 
         return allows
 
     # most of what the limits refuse shows where a pattern begins: here it costs no other request any time
     allows, said = rule(), list[int]()
-    while len(ids := allows(said)) == 1 and len(said) < _TRIED_TOKENS:
+    while len(ids := allows(said)) == 1 and len(said) < 4:
         said += ids.tolist()
     return rule
 

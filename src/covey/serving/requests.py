@@ -163,8 +163,7 @@ class _Sampling(BaseModel):
                 if all(type(value) in _BESIDE_SCHEMA.get(name, ()) for name, value in named.items()):
                     return schema
         forms = '{"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {...}}}'
-        beside = "beside schema only name and description (texts) and strict (true or false)"
-        raise ValueError(f"response_format is one of {forms}; {beside}, not {self.response_format!s:.100}")
+        raise ValueError(f"response_format: {forms} (+ name, description, strict), not {self.response_format!s:.80}")
 
     @property
     def wants_logprobs(self) -> bool:

@@ -191,8 +191,7 @@ def _allowed(row: Row, vocab: int) -> IntArray | None:
     try:
         ids = row.allowed()
     except GenerationError as error:
-        row.error = error
-        return None
+        row.error, ids = error, None
     if ids is not None and (len(ids) == 0 or ids[0] < 0 or ids[-1] >= vocab):
         row.error = GenerationError(
             f"completion token {row.sampled}: the choices allow {ids[:5].tolist()} there; each choice must be one or "

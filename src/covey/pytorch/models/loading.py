@@ -293,8 +293,8 @@ def _load_problem(folder: str, source: str, error: Exception) -> str:
             f"{source}: no such folder here, and it cannot be fetched from the hub ({reason}); "
             "check the name and the network, or give a local folder"
         )
-    for file in Path(folder).glob("*"):
-        if file.suffix in (".json", ".safetensors") and not os.access(file, os.R_OK):
+    for file in Path(folder).glob("*.safetensors"):
+        if not os.access(file, os.R_OK):
             return f"{source}: {file.name} may not be read by this user; ask its owner for `chmod a+r {file.name}`"
     return (
         f"{source}: cannot be loaded ({reason}); the files may be damaged or of an unsupported kind, fetch them again"

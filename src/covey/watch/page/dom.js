@@ -13,8 +13,7 @@ export function h(name, attributes = {}, ...children) {
     else if (key === "value" || key === "checked") element[key] = value;
     else element.setAttribute(key, value === true ? "" : visible(value));
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false)
-    .map((child) => (child instanceof Node ? child : visible(child))));
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false).map((child) => (child instanceof Node ? child : visible(child))));
   return element;
 }
 
