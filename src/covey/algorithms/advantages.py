@@ -76,8 +76,7 @@ def group_advantages(
         correction: 1 sample std (the choice of TRL and verl), 0 population std.
         epsilon: added to the std.
 
-    Returns:
-        `[N]` advantages, never NaN.
+    Returns `[N]` advantages, never NaN.
 
     Raises:
         ConfigError: unknown `scale`.
@@ -113,8 +112,7 @@ def episode_advantages(
         correction: see `group_advantages`.
         epsilon: see `group_advantages`.
 
-    Returns:
-        `[N]` the episode's advantage on each of its rows.
+    Returns `[N]` the episode's advantage on each of its rows.
 
     Raises:
         ConfigError: unknown `scale`.
@@ -135,11 +133,9 @@ def combine_rewards(parts: Any, weights: Any) -> Array:
         parts: `[F, N]` unweighted rewards of each function, NaN (None in lists) where it could not score.
         weights: `[F]`.
 
-    Returns:
-        `[N]`. NaN parts are left out of the sum; a completion with no scored part is NaN.
+    Returns `[N]`. NaN parts are left out of the sum; a completion with no scored part is NaN.
 
-    Raises:
-        DataError: `parts` and `weights` differ in length.
+    Raises `DataError`: `parts` and `weights` differ in length.
     """
     parts = as_float(parts)
     xp = array_namespace(parts)
@@ -173,8 +169,7 @@ def compute_grpo_outcome_advantage(
         norm_adv_by_std_in_grpo: divide by the group's std.
         correction: 1 sample std, 0 population std.
 
-    Returns:
-        `(advantages, returns)`, both `[N, T]` and equal.
+    Returns `(advantages, returns)`, both `[N, T]` and equal.
     """
     rewards = as_float(token_level_rewards)
     scores = array_namespace(rewards).sum(rewards, axis=-1)
@@ -204,8 +199,7 @@ def compute_naive_grpo_outcome_advantage(
         norm_adv_by_std_in_grpo: divide by the group's std.
         correction: 0 population std, 1 sample std.
 
-    Returns:
-        `(advantages, returns)`, both `[N, T]` and equal, in the library of `response_mask`.
+    Returns `(advantages, returns)`, both `[N, T]` and equal, in the library of `response_mask`.
     """
     scale = "group" if norm_adv_by_std_in_grpo else "none"
     advantages = episode_advantages(
@@ -314,8 +308,7 @@ def gigpo_advantages(
         correction: see `group_advantages`.
         epsilon: see `group_advantages`.
 
-    Returns:
-        `[S]` advantages.
+    Returns `[S]` advantages.
     """
     settings: dict[str, Any] = {"scale": scale, "correction": correction, "epsilon": epsilon}
     whole = episode_advantages(episode_rewards, groups, episodes, **settings)
@@ -356,11 +349,9 @@ def soft_overlong_punishment(lengths: Any, max_completion_length: int, cache: in
         max_completion_length: L_max, in tokens.
         cache: L_cache, width of the falling part in tokens.
 
-    Returns:
-        `[N]` in [-1, 0].
+    Returns `[N]` in [-1, 0].
 
-    Raises:
-        ConfigError: `cache` is not between 1 and `max_completion_length`.
+    Raises `ConfigError`: `cache` is not between 1 and `max_completion_length`.
     """
     if not 0 < cache <= max_completion_length:
         raise ConfigError(

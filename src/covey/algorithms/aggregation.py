@@ -96,11 +96,9 @@ def token_weights(
         max_completion_length: in tokens, for `constant_length`.
         dtype: float type of the weights; the default one of the mask's library if None.
 
-    Returns:
-        `[N, T]`, 0 where masked. A step without an active token has all weights 0.
+    Returns `[N, T]`, 0 where masked. A step without an active token has all weights 0.
 
-    Raises:
-        ConfigError: unknown aggregation, or `constant_length` without a length.
+    Raises `ConfigError`: unknown aggregation, or `constant_length` without a length.
     """
     xp = array_namespace(mask)
     active = xp.astype(as_mask(mask), xp.asarray(0.0).dtype if dtype is None else dtype)

@@ -33,8 +33,7 @@ T = TypeVar("T")
 def lookup(registry: Mapping[str, T], name: str, setting: str) -> T:
     """Return `registry[name]`.
 
-    Raises:
-        ConfigError: unknown name; the message gives the nearest known one.
+    Raises `ConfigError`: unknown name; the message gives the nearest known one.
     """
     if isinstance(name, str) and name in registry:
         return registry[name]

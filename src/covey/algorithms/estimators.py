@@ -118,8 +118,7 @@ class Estimator:
 
         `conversing` is True where a row holds several turns. See `Objective.shares_credit`.
 
-        Raises:
-            ConfigError: The estimator returns a wrong shape for the small step, or the loss has no gradient.
+        Raises `ConfigError`: The estimator returns a wrong shape for the small step, or the loss has no gradient.
         """
         objective.require_gradient(slope, array)
         step = small_step(conversing)
@@ -140,8 +139,7 @@ class Estimator:
     def checked(self, step: Outcomes) -> NDArray[np.float64]:
         """Call the user's function and check its result, `[N, 1]` or `[N, T]`.
 
-        Raises:
-            ConfigError: The function raised, or did not return advantages.
+        Raises `ConfigError`: The function raised, or did not return advantages.
         """
         found = self._shaped(self._called(step), step)
         if not np.isfinite(np.where(step.tokens, found, 0.0)).all():
@@ -270,8 +268,7 @@ def reinforce_plus_plus(step: Outcomes, *, gamma: float = 1.0) -> Array:
         step: see `Outcomes`.
         gamma: discount for each token that follows.
 
-    Returns:
-        `[N, T]`.
+    Returns `[N, T]`.
     """
     rewards, _, scorable = prepare(step.rewards, step.groups)
     xp = array_namespace(rewards)
@@ -288,8 +285,7 @@ def reinforce_plus_plus_baseline(step: Outcomes) -> Array:
 
     If lengths differ, the batch's mean is not 0, so a group of equal rewards has advantages too.
 
-    Returns:
-        `[N, T]`.
+    Returns `[N, T]`.
     """
     rewards, groups, scorable = prepare(step.rewards, step.groups)
     xp = array_namespace(rewards)
@@ -304,8 +300,7 @@ def reinforce_plus_plus_baseline(step: Outcomes) -> Array:
 def remax(step: Outcomes) -> Array:
     """ReMax (arXiv 2310.10505): reward minus that of the prompt's greedy completion; 1 and 0 against 1 give 0 and -1.
 
-    Returns:
-        `[N]`, 0 where either cannot be scored.
+    Returns `[N]`, 0 where either cannot be scored.
     """
     assert step.greedy is not None, "the run has asked for greedy_baseline"
     rewards, _, scorable = prepare(step.rewards, step.groups)
@@ -321,8 +316,7 @@ def opo(step: Outcomes) -> Array:
 
     Example: rewards 1 and 0 of 1 and 3 tokens give the baseline 1/4 and the advantages 3/4 and -1/4.
 
-    Returns:
-        `[N]`.
+    Returns `[N]`.
     """
     rewards, groups, scorable = prepare(step.rewards, step.groups)
     xp = array_namespace(rewards)
@@ -345,8 +339,7 @@ def optimal_token_baseline(step: Outcomes) -> Array:
     from two tokens, have W = 1/2, so the baseline is 1/2. With `pi = 1` the second has W = 0, and the baseline is 1. If
     all W are 0, the advantage is 0.
 
-    Returns:
-        `[N, T]`.
+    Returns `[N, T]`.
     """
     rewards, groups, scorable = prepare(step.rewards, step.groups)
     xp = array_namespace(rewards)
@@ -375,8 +368,7 @@ def gpg(step: Outcomes, *, f_norm: float = 1.0, alpha: Literal["differing", "non
         alpha: The number of completions, divided by the number in groups with `differing` rewards (the paper), or by
             the number with a `nonzero` reward (verl).
 
-    Returns:
-        `[N]`.
+    Returns `[N]`.
     """
     rewards, groups, scorable = prepare(step.rewards, step.groups)
     xp = array_namespace(rewards)
@@ -409,8 +401,7 @@ def grpo_passk(step: Outcomes, *, std_correction: int | None = None) -> Array:
     Example: for rewards 3, 1, 1 the lead is 2 and the sample standard deviation 2/sqrt(3); the advantages are sqrt(3),
     0, 0. If two completions are best, all advantages are 0.
 
-    Returns:
-        `[N]`.
+    Returns `[N]`.
     """
     step = _scaled(step, std_correction)
     rewards, groups, scorable = prepare(step.rewards, step.groups)
@@ -434,8 +425,7 @@ ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Array]] = {each.__name__: each for
 def find_estimator(name: str, parameters: Mapping[str, Any] | None = None) -> Estimator:
     """The estimator of a name, `FILE.py:FUNCTION` or `MODULE:FUNCTION`, with its parameters.
 
-    Raises:
-        ConfigError: There is no such estimator, or it does not take these parameters.
+    Raises `ConfigError`: There is no such estimator, or it does not take these parameters.
     """
     parameters = dict(parameters or {})
     function = load_function(name) if ":" in name else lookup(ADVANTAGE_ESTIMATORS, name, "adv_estimator")

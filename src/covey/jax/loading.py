@@ -75,8 +75,7 @@ def load_hf(
         lora_rank: LoRA rank of the returned config; `create_train_state` makes the factors.
         lora_alpha: see `ModelConfig`.
 
-    Returns:
-        The config, and `{"params": ...}` for `Transformer(config).apply`.
+    Returns the config, and `{"params": ...}` for `Transformer(config).apply`.
 
     Raises:
         ModelError: the folder has no such files, `Transformer` does not support the architecture, or the weights do not

@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.algorithms import (
-    Estimator,
-    Outcomes,
-    Turns,
-    combine_masks,
-    combine_rewards,
-    soft_overlong_punishment,
-)
+from covey.algorithms import Estimator, Outcomes, Turns, combine_masks, combine_rewards, soft_overlong_punishment
 from covey.algorithms.down_sampling import DownSampling
 from covey.algorithms.masks import completion_masks
 from covey.rollout.scoring import HasAnswer, has_text
