@@ -20,6 +20,7 @@ from covey.algorithms.arrays import (
     Array,
     as_float,
     as_mask,
+    at_least_one,
     expand_rows,
     group_numbers,
     masked,
@@ -44,13 +45,9 @@ class GroupStatistics(NamedTuple):
 
 
 def group_statistics(rewards: Array, groups: Array, member: Array, *, correction: int = 1) -> GroupStatistics:
-    """Count, mean and standard deviation of each row's group over the rows where `member` is True.
+    """Statistics of `[N]` floats over those rows of each row's group `[N]` (integers) where `member` `[N]` is True.
 
-    Args:
-        rewards: `[N]` floats; values where `member` is False are ignored.
-        groups: `[N]` integers of the same library.
-        member: `[N]` boolean.
-        correction: 0 population, 1 sample standard deviation.
+    With `correction` 1 the standard deviation is that of a sample, with 0 of a population.
     """
     xp = array_namespace(rewards)
     rewards = xp.where(member, rewards, xp.zeros_like(rewards))
@@ -250,12 +247,6 @@ def batch_std(values: Array, member: Array, correction: int) -> Array:
     return xp.sqrt(xp.sum(centred * centred) / at_least_one(count - correction))
 
 
-def at_least_one(count: Array) -> Array:
-    """A count as a divisor: at least 1."""
-    xp = array_namespace(count)
-    return xp.maximum(count, xp.ones_like(count))
-
-
 def _spread(advantages: Array, response_mask: Array) -> tuple[Array, Array]:
     """`[N]` advantages on the sampled tokens, in the library, float type and on the device of the mask."""
     xp = array_namespace(response_mask)
@@ -268,11 +259,9 @@ def _spread(advantages: Array, response_mask: Array) -> tuple[Array, Array]:
 
 
 def discounted_returns(rewards: Sequence[float], discount: float) -> NDArray[np.float64]:
-    """`[n]` return of each step: `R_t = r_t + discount * R_{t+1}`. Rewards [0, 1] with discount 0.5 give [0.5, 1].
+    """`[n]` return of each step of an episode: `R_t = r_t + discount * R_{t+1}`.
 
-    Args:
-        rewards: `[n]` of the episode's steps, in order.
-        discount: 1 = the sum of what follows, 0 = the step's own reward.
+    Rewards [0, 1] with discount 0.5 give [0.5, 1].
     """
     returns = np.array(rewards, dtype=np.float64)
     for step in range(len(returns) - 2, -1, -1):
@@ -297,18 +286,9 @@ def gigpo_advantages(
     `A_episode` compares the episodes of a group (`episode_advantages`). `A_step` compares the returns of those steps of
     a group that began with the same observation; it is 0 for an observation that occurs once.
 
-    Args:
-        episode_rewards: `[S]` the reward of the step's whole episode.
-        step_returns: `[S]` discounted return from the step on (`discounted_returns`).
-        groups: `[S]` group of the step's episode.
-        episodes: `[S]` episode of the step.
-        anchors: `[S]` ids, equal where the observations before the steps are equal; numbers or text.
-        omega: weight of the step advantage.
-        scale: see `group_advantages`.
-        correction: see `group_advantages`.
-        epsilon: see `group_advantages`.
-
-    Returns `[S]` advantages.
+    Each `[S]` array has one entry for each step: the reward of its whole episode, the return from the step on
+    (`discounted_returns`), its group, its episode, and an id of the observation before it, a number or text. The other
+    arguments are those of `group_advantages`. Returns `[S]` advantages.
     """
     settings: dict[str, Any] = {"scale": scale, "correction": correction, "epsilon": epsilon}
     whole = episode_advantages(episode_rewards, groups, episodes, **settings)

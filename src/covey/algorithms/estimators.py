@@ -22,7 +22,6 @@ from array_api_compat import array_namespace
 from numpy.typing import NDArray
 
 from covey.algorithms.advantages import (
-    at_least_one,
     batch_std,
     combine_rewards,
     episode_advantages,
@@ -33,7 +32,7 @@ from covey.algorithms.advantages import (
     prepare,
     rloo_advantages,
 )
-from covey.algorithms.arrays import Array, as_float, locked, lookup, to_library_of, unknown_name
+from covey.algorithms.arrays import Array, as_float, at_least_one, locked, lookup, to_library_of, unknown_name
 from covey.algorithms.grouping import Grouping
 from covey.algorithms.objective import Objective
 from covey.algorithms.outcomes import Outcomes, Turns
@@ -260,14 +259,10 @@ def gdpo(step: Outcomes, *, std_correction: int | None = None, epsilon: float | 
 @states(group_relative=False, scaled=False)
 def reinforce_plus_plus(step: Outcomes, *, gamma: float = 1.0) -> Array:
     """REINFORCE++ (arXiv 2501.03262): discounted return of each token, normalised over all tokens of the batch.
+    `gamma` is the discount for each token that follows.
 
     Example: completions with 2 and 1 tokens have the rewards 0 and 3. The tokens' returns 0, 0, 3 have mean 1 and
     sample variance 3, so the advantages are -1/sqrt(3), -1/sqrt(3), 2/sqrt(3).
-
-    Args:
-        step: see `Outcomes`.
-        gamma: discount for each token that follows.
-
     Returns `[N, T]`.
     """
     rewards, _, scorable = prepare(step.rewards, step.groups)
@@ -284,7 +279,6 @@ def reinforce_plus_plus_baseline(step: Outcomes) -> Array:
     batch. A group of one has no baseline, so groups of one are REINFORCE++.
 
     If lengths differ, the batch's mean is not 0, so a group of equal rewards has advantages too.
-
     Returns `[N, T]`.
     """
     rewards, groups, scorable = prepare(step.rewards, step.groups)
@@ -299,7 +293,6 @@ def reinforce_plus_plus_baseline(step: Outcomes) -> Array:
 @states(group_relative=False, scaled=False, greedy_baseline=True)
 def remax(step: Outcomes) -> Array:
     """ReMax (arXiv 2310.10505): reward minus that of the prompt's greedy completion; 1 and 0 against 1 give 0 and -1.
-
     Returns `[N]`, 0 where either cannot be scored.
     """
     assert step.greedy is not None, "the run has asked for greedy_baseline"
@@ -315,7 +308,6 @@ def opo(step: Outcomes) -> Array:
     """OPO (arXiv 2505.23585, equation 6): the baseline is the group's mean, weighted by length: `sum(l r) / sum(l)`.
 
     Example: rewards 1 and 0 of 1 and 3 tokens give the baseline 1/4 and the advantages 3/4 and -1/4.
-
     Returns `[N]`.
     """
     rewards, groups, scorable = prepare(step.rewards, step.groups)
@@ -338,7 +330,6 @@ def optimal_token_baseline(step: Outcomes) -> Array:
     `log pi` with respect to the logits. Example: two completions of one token, with rewards 1 and 0 and `pi = 1/2` each
     from two tokens, have W = 1/2, so the baseline is 1/2. With `pi = 1` the second has W = 0, and the baseline is 1. If
     all W are 0, the advantage is 0.
-
     Returns `[N, T]`.
     """
     rewards, groups, scorable = prepare(step.rewards, step.groups)
@@ -400,7 +391,6 @@ def grpo_passk(step: Outcomes, *, std_correction: int | None = None) -> Array:
 
     Example: for rewards 3, 1, 1 the lead is 2 and the sample standard deviation 2/sqrt(3); the advantages are sqrt(3),
     0, 0. If two completions are best, all advantages are 0.
-
     Returns `[N]`.
     """
     step = _scaled(step, std_correction)

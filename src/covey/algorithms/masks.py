@@ -87,11 +87,7 @@ def completion_masks(
 ) -> dict[str, NDArray[np.bool_]]:
     """The masks that do not need the policy: reason -> `[N]`, True where a completion is kept.
 
-    Args:
-        algorithm: the masks and their limits.
-        finish_reasons: of the N completions.
-        texts: of the N completions.
-        answered: returns which completions hold an answer; it is called only if a mask needs it.
+    `answered` returns which of the N completions hold an answer; it is called only if a mask needs it.
     """
     keep = {}
     if algorithm.mask_truncated_completions:
