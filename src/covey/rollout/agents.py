@@ -212,6 +212,10 @@ class Player:
         """The tokens that tell a conversation what is seen now."""
         return self._template.reply(self.words(live), ended=live.finish_reason == "stop")
 
+    def read(self, live: LiveEpisode, completion: Completion) -> Any:
+        """A turn that is over as an action, None if it is none."""
+        return parse_action(live.said, self.settings.action_format, live.seen.actions)
+
     def words(self, live: LiveEpisode) -> str:
         """What the policy reads next: the observation, with what may be done."""
         text = self.shortened(live.seen.text)
@@ -335,7 +339,7 @@ class _EpisodeLoop:
         completion = self._session.completion(row)
         live.said = self._decode(completion.token_ids.tolist())
         self._record(live, completion)
-        live.action = parse_action(live.said, self._settings.action_format, live.seen.actions)
+        live.action = self._player.read(live, completion)
         self._stats.turns += 1
         live.acting = True
         if live.action is None:
