@@ -20,6 +20,7 @@ from covey.algorithms.arrays import (
     Array,
     as_float,
     as_mask,
+    at_least_one,
     expand_rows,
     group_numbers,
     masked,
@@ -44,13 +45,9 @@ class GroupStatistics(NamedTuple):
 
 
 def group_statistics(rewards: Array, groups: Array, member: Array, *, correction: int = 1) -> GroupStatistics:
-    """Count, mean and standard deviation of each row's group over the rows where `member` is True.
+    """Statistics of `[N]` floats over those rows of each row's group `[N]` (integers) where `member` `[N]` is True.
 
-    Args:
-        rewards: `[N]` floats; values where `member` is False are ignored.
-        groups: `[N]` integers of the same library.
-        member: `[N]` boolean.
-        correction: 0 population, 1 sample standard deviation.
+    With `correction` 1 the standard deviation is that of a sample, with 0 of a population.
     """
     xp = array_namespace(rewards)
     rewards = xp.where(member, rewards, xp.zeros_like(rewards))
@@ -76,8 +73,7 @@ def group_advantages(
         correction: 1 sample std (the choice of TRL and verl), 0 population std.
         epsilon: added to the std.
 
-    Returns:
-        `[N]` advantages, never NaN.
+    Returns `[N]` advantages, never NaN.
 
     Raises:
         ConfigError: unknown `scale`.
@@ -113,8 +109,7 @@ def episode_advantages(
         correction: see `group_advantages`.
         epsilon: see `group_advantages`.
 
-    Returns:
-        `[N]` the episode's advantage on each of its rows.
+    Returns `[N]` the episode's advantage on each of its rows.
 
     Raises:
         ConfigError: unknown `scale`.
@@ -135,11 +130,9 @@ def combine_rewards(parts: Any, weights: Any) -> Array:
         parts: `[F, N]` unweighted rewards of each function, NaN (None in lists) where it could not score.
         weights: `[F]`.
 
-    Returns:
-        `[N]`. NaN parts are left out of the sum; a completion with no scored part is NaN.
+    Returns `[N]`. NaN parts are left out of the sum; a completion with no scored part is NaN.
 
-    Raises:
-        DataError: `parts` and `weights` differ in length.
+    Raises `DataError`: `parts` and `weights` differ in length.
     """
     parts = as_float(parts)
     xp = array_namespace(parts)
@@ -173,8 +166,7 @@ def compute_grpo_outcome_advantage(
         norm_adv_by_std_in_grpo: divide by the group's std.
         correction: 1 sample std, 0 population std.
 
-    Returns:
-        `(advantages, returns)`, both `[N, T]` and equal.
+    Returns `(advantages, returns)`, both `[N, T]` and equal.
     """
     rewards = as_float(token_level_rewards)
     scores = array_namespace(rewards).sum(rewards, axis=-1)
@@ -204,8 +196,7 @@ def compute_naive_grpo_outcome_advantage(
         norm_adv_by_std_in_grpo: divide by the group's std.
         correction: 0 population std, 1 sample std.
 
-    Returns:
-        `(advantages, returns)`, both `[N, T]` and equal, in the library of `response_mask`.
+    Returns `(advantages, returns)`, both `[N, T]` and equal, in the library of `response_mask`.
     """
     scale = "group" if norm_adv_by_std_in_grpo else "none"
     advantages = episode_advantages(
@@ -256,12 +247,6 @@ def batch_std(values: Array, member: Array, correction: int) -> Array:
     return xp.sqrt(xp.sum(centred * centred) / at_least_one(count - correction))
 
 
-def at_least_one(count: Array) -> Array:
-    """A count as a divisor: at least 1."""
-    xp = array_namespace(count)
-    return xp.maximum(count, xp.ones_like(count))
-
-
 def _spread(advantages: Array, response_mask: Array) -> tuple[Array, Array]:
     """`[N]` advantages on the sampled tokens, in the library, float type and on the device of the mask."""
     xp = array_namespace(response_mask)
@@ -274,11 +259,9 @@ def _spread(advantages: Array, response_mask: Array) -> tuple[Array, Array]:
 
 
 def discounted_returns(rewards: Sequence[float], discount: float) -> NDArray[np.float64]:
-    """`[n]` return of each step: `R_t = r_t + discount * R_{t+1}`. Rewards [0, 1] with discount 0.5 give [0.5, 1].
+    """`[n]` return of each step of an episode: `R_t = r_t + discount * R_{t+1}`.
 
-    Args:
-        rewards: `[n]` of the episode's steps, in order.
-        discount: 1 = the sum of what follows, 0 = the step's own reward.
+    Rewards [0, 1] with discount 0.5 give [0.5, 1].
     """
     returns = np.array(rewards, dtype=np.float64)
     for step in range(len(returns) - 2, -1, -1):
@@ -303,19 +286,9 @@ def gigpo_advantages(
     `A_episode` compares the episodes of a group (`episode_advantages`). `A_step` compares the returns of those steps of
     a group that began with the same observation; it is 0 for an observation that occurs once.
 
-    Args:
-        episode_rewards: `[S]` the reward of the step's whole episode.
-        step_returns: `[S]` discounted return from the step on (`discounted_returns`).
-        groups: `[S]` group of the step's episode.
-        episodes: `[S]` episode of the step.
-        anchors: `[S]` ids, equal where the observations before the steps are equal; numbers or text.
-        omega: weight of the step advantage.
-        scale: see `group_advantages`.
-        correction: see `group_advantages`.
-        epsilon: see `group_advantages`.
-
-    Returns:
-        `[S]` advantages.
+    Each `[S]` array has one entry for each step: the reward of its whole episode, the return from the step on
+    (`discounted_returns`), its group, its episode, and an id of the observation before it, a number or text. The other
+    arguments are those of `group_advantages`. Returns `[S]` advantages.
     """
     settings: dict[str, Any] = {"scale": scale, "correction": correction, "epsilon": epsilon}
     whole = episode_advantages(episode_rewards, groups, episodes, **settings)
@@ -356,11 +329,9 @@ def soft_overlong_punishment(lengths: Any, max_completion_length: int, cache: in
         max_completion_length: L_max, in tokens.
         cache: L_cache, width of the falling part in tokens.
 
-    Returns:
-        `[N]` in [-1, 0].
+    Returns `[N]` in [-1, 0].
 
-    Raises:
-        ConfigError: `cache` is not between 1 and `max_completion_length`.
+    Raises `ConfigError`: `cache` is not between 1 and `max_completion_length`.
     """
     if not 0 < cache <= max_completion_length:
         raise ConfigError(

@@ -13,7 +13,7 @@ from typing import Any
 
 from array_api_compat import array_namespace
 
-from covey.algorithms.arrays import Array, as_mask, lookup
+from covey.algorithms.arrays import Array, as_mask, at_least_one, lookup
 from covey.errors import ConfigError
 
 
@@ -48,12 +48,12 @@ Aggregator = Callable[[Array, StepCounts, int | None], Array]
 
 
 def _sum_over(count: str) -> Aggregator:
-    return lambda active, counts, max_completion_length: active / _positive(getattr(counts, count))
+    return lambda active, counts, max_completion_length: active / at_least_one(getattr(counts, count))
 
 
 def _sequence_mean(active: Array, counts: StepCounts, max_completion_length: int | None) -> Array:
     xp = array_namespace(active)
-    return active / _positive(xp.sum(active, axis=-1, keepdims=True)) / _positive(counts.completions)
+    return active / at_least_one(xp.sum(active, axis=-1, keepdims=True)) / at_least_one(counts.completions)
 
 
 def _constant_length(active: Array, counts: StepCounts, max_completion_length: int | None) -> Array:
@@ -62,7 +62,7 @@ def _constant_length(active: Array, counts: StepCounts, max_completion_length: i
             f"max_completion_length={max_completion_length}: aggregation 'constant_length' (dr_grpo) divides "
             f"by it; pass the sampling limit, 1 or more"
         )
-    return active / (_positive(counts.completions) * max_completion_length)
+    return active / (at_least_one(counts.completions) * max_completion_length)
 
 
 AGGREGATORS: dict[str, Aggregator] = {
@@ -96,20 +96,10 @@ def token_weights(
         max_completion_length: in tokens, for `constant_length`.
         dtype: float type of the weights; the default one of the mask's library if None.
 
-    Returns:
-        `[N, T]`, 0 where masked. A step without an active token has all weights 0.
+    Returns `[N, T]`, 0 where masked. A step without an active token has all weights 0.
 
-    Raises:
-        ConfigError: unknown aggregation, or `constant_length` without a length.
+    Raises `ConfigError`: unknown aggregation, or `constant_length` without a length.
     """
     xp = array_namespace(mask)
     active = xp.astype(as_mask(mask), xp.asarray(0.0).dtype if dtype is None else dtype)
     return lookup(AGGREGATORS, aggregation, "aggregation")(active, counts, max_completion_length)
-
-
-def _positive(count: Any) -> Any:
-    """`max(count, 1)`: an empty step divides 0 by 1."""
-    if isinstance(count, int):
-        return max(count, 1)
-    xp = array_namespace(count)
-    return xp.maximum(count, xp.ones_like(count))

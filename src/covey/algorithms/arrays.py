@@ -33,8 +33,7 @@ T = TypeVar("T")
 def lookup(registry: Mapping[str, T], name: str, setting: str) -> T:
     """Return `registry[name]`.
 
-    Raises:
-        ConfigError: unknown name; the message gives the nearest known one.
+    Raises `ConfigError`: unknown name; the message gives the nearest known one.
     """
     if isinstance(name, str) and name in registry:
         return registry[name]
@@ -97,6 +96,14 @@ def bounded_exp(x: Array) -> Array:
     return xp.exp(xp.where(x > LOG_RATIO_LIMIT, xp.full_like(x, LOG_RATIO_LIMIT), x))
 
 
+def at_least_one(count: Any) -> Any:
+    """A count as a divisor: at least 1, so that where nothing is counted 0 is divided by 1."""
+    if isinstance(count, int):
+        return max(count, 1)
+    xp = array_namespace(count)
+    return xp.maximum(count, xp.ones_like(count))
+
+
 def row_sum(x: Array, mask: Array) -> Array:
     """Sum over the unmasked tokens of each row, `[N, T] -> [N, 1]`."""
     return array_namespace(x).sum(masked(x, mask), axis=-1, keepdims=True)
@@ -105,8 +112,7 @@ def row_sum(x: Array, mask: Array) -> Array:
 def row_mean(x: Array, mask: Array) -> Array:
     """Mean over the unmasked tokens of each row, `[N, T] -> [N, 1]`; 0 for a row without tokens."""
     xp = array_namespace(x)
-    count = xp.sum(xp.astype(mask, x.dtype), axis=-1, keepdims=True)
-    return row_sum(x, mask) / xp.maximum(count, xp.ones_like(count))
+    return row_sum(x, mask) / at_least_one(xp.sum(xp.astype(mask, x.dtype), axis=-1, keepdims=True))
 
 
 def largest(values: Array, among: Array, count: Array) -> Array:

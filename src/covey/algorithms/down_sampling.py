@@ -107,8 +107,7 @@ class DownSampling:
     def __call__(self, group: Group) -> BoolArray:
         """`[G]` True for what is trained on: all of a group that is not larger than `size`.
 
-        Raises:
-            ConfigError: the rule is somebody's own and raised, or returned what are no indices of the group.
+        Raises `ConfigError`: the rule is somebody's own and raised, or returned what are no indices of the group.
         """
         count = len(group.rewards)
         kept = np.ones(count, np.bool_)
@@ -133,8 +132,7 @@ def read_down_sampling(text: str) -> tuple[str, int, Statistics | None]:
     """`algorithm.down_sampling`, `RULE:SIZE` or `RULE:SIZE:STATISTICS`, where `RULE` is `none`, a name or
     `FILE.py:NAME`: the rule, the size (4 where none is given), and the statistics, if they are given.
 
-    Raises:
-        ValueError: no such name, or a size below 1.
+    Raises `ValueError`: no such name, or a size below 1.
     """
     name, statistics, size = text, None, 4
     for each in get_args(Statistics):
@@ -161,8 +159,7 @@ def find_down_sampling(text: str) -> DownSampling | None:
     """The rule that `read_down_sampling` reads; its advantages are compared within the chosen, unless the paper of the
     rule or `STATISTICS` says otherwise. None for `none`.
 
-    Raises:
-        ConfigError: a rule in a file cannot be found.
+    Raises `ConfigError`: a rule in a file cannot be found.
     """
     name, size, statistics = read_down_sampling(text)
     if name == "none":

@@ -22,7 +22,6 @@ from array_api_compat import array_namespace
 from numpy.typing import NDArray
 
 from covey.algorithms.advantages import (
-    at_least_one,
     batch_std,
     combine_rewards,
     episode_advantages,
@@ -33,7 +32,7 @@ from covey.algorithms.advantages import (
     prepare,
     rloo_advantages,
 )
-from covey.algorithms.arrays import Array, as_float, locked, lookup, to_library_of, unknown_name
+from covey.algorithms.arrays import Array, as_float, at_least_one, locked, lookup, to_library_of, unknown_name
 from covey.algorithms.grouping import Grouping
 from covey.algorithms.objective import Objective
 from covey.algorithms.outcomes import Outcomes, Turns
@@ -118,8 +117,7 @@ class Estimator:
 
         `conversing` is True where a row holds several turns. See `Objective.shares_credit`.
 
-        Raises:
-            ConfigError: The estimator returns a wrong shape for the small step, or the loss has no gradient.
+        Raises `ConfigError`: The estimator returns a wrong shape for the small step, or the loss has no gradient.
         """
         objective.require_gradient(slope, array)
         step = small_step(conversing)
@@ -140,8 +138,7 @@ class Estimator:
     def checked(self, step: Outcomes) -> NDArray[np.float64]:
         """Call the user's function and check its result, `[N, 1]` or `[N, T]`.
 
-        Raises:
-            ConfigError: The function raised, or did not return advantages.
+        Raises `ConfigError`: The function raised, or did not return advantages.
         """
         found = self._shaped(self._called(step), step)
         if not np.isfinite(np.where(step.tokens, found, 0.0)).all():
@@ -262,16 +259,11 @@ def gdpo(step: Outcomes, *, std_correction: int | None = None, epsilon: float | 
 @states(group_relative=False, scaled=False)
 def reinforce_plus_plus(step: Outcomes, *, gamma: float = 1.0) -> Array:
     """REINFORCE++ (arXiv 2501.03262): discounted return of each token, normalised over all tokens of the batch.
+    `gamma` is the discount for each token that follows.
 
     Example: completions with 2 and 1 tokens have the rewards 0 and 3. The tokens' returns 0, 0, 3 have mean 1 and
     sample variance 3, so the advantages are -1/sqrt(3), -1/sqrt(3), 2/sqrt(3).
-
-    Args:
-        step: see `Outcomes`.
-        gamma: discount for each token that follows.
-
-    Returns:
-        `[N, T]`.
+    Returns `[N, T]`.
     """
     rewards, _, scorable = prepare(step.rewards, step.groups)
     xp = array_namespace(rewards)
@@ -287,9 +279,7 @@ def reinforce_plus_plus_baseline(step: Outcomes) -> Array:
     batch. A group of one has no baseline, so groups of one are REINFORCE++.
 
     If lengths differ, the batch's mean is not 0, so a group of equal rewards has advantages too.
-
-    Returns:
-        `[N, T]`.
+    Returns `[N, T]`.
     """
     rewards, groups, scorable = prepare(step.rewards, step.groups)
     xp = array_namespace(rewards)
@@ -303,9 +293,7 @@ def reinforce_plus_plus_baseline(step: Outcomes) -> Array:
 @states(group_relative=False, scaled=False, greedy_baseline=True)
 def remax(step: Outcomes) -> Array:
     """ReMax (arXiv 2310.10505): reward minus that of the prompt's greedy completion; 1 and 0 against 1 give 0 and -1.
-
-    Returns:
-        `[N]`, 0 where either cannot be scored.
+    Returns `[N]`, 0 where either cannot be scored.
     """
     assert step.greedy is not None, "the run has asked for greedy_baseline"
     rewards, _, scorable = prepare(step.rewards, step.groups)
@@ -320,9 +308,7 @@ def opo(step: Outcomes) -> Array:
     """OPO (arXiv 2505.23585, equation 6): the baseline is the group's mean, weighted by length: `sum(l r) / sum(l)`.
 
     Example: rewards 1 and 0 of 1 and 3 tokens give the baseline 1/4 and the advantages 3/4 and -1/4.
-
-    Returns:
-        `[N]`.
+    Returns `[N]`.
     """
     rewards, groups, scorable = prepare(step.rewards, step.groups)
     xp = array_namespace(rewards)
@@ -344,9 +330,7 @@ def optimal_token_baseline(step: Outcomes) -> Array:
     `log pi` with respect to the logits. Example: two completions of one token, with rewards 1 and 0 and `pi = 1/2` each
     from two tokens, have W = 1/2, so the baseline is 1/2. With `pi = 1` the second has W = 0, and the baseline is 1. If
     all W are 0, the advantage is 0.
-
-    Returns:
-        `[N, T]`.
+    Returns `[N, T]`.
     """
     rewards, groups, scorable = prepare(step.rewards, step.groups)
     xp = array_namespace(rewards)
@@ -375,8 +359,7 @@ def gpg(step: Outcomes, *, f_norm: float = 1.0, alpha: Literal["differing", "non
         alpha: The number of completions, divided by the number in groups with `differing` rewards (the paper), or by
             the number with a `nonzero` reward (verl).
 
-    Returns:
-        `[N]`.
+    Returns `[N]`.
     """
     rewards, groups, scorable = prepare(step.rewards, step.groups)
     xp = array_namespace(rewards)
@@ -408,9 +391,7 @@ def grpo_passk(step: Outcomes, *, std_correction: int | None = None) -> Array:
 
     Example: for rewards 3, 1, 1 the lead is 2 and the sample standard deviation 2/sqrt(3); the advantages are sqrt(3),
     0, 0. If two completions are best, all advantages are 0.
-
-    Returns:
-        `[N]`.
+    Returns `[N]`.
     """
     step = _scaled(step, std_correction)
     rewards, groups, scorable = prepare(step.rewards, step.groups)
@@ -434,8 +415,7 @@ ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Array]] = {each.__name__: each for
 def find_estimator(name: str, parameters: Mapping[str, Any] | None = None) -> Estimator:
     """The estimator of a name, `FILE.py:FUNCTION` or `MODULE:FUNCTION`, with its parameters.
 
-    Raises:
-        ConfigError: There is no such estimator, or it does not take these parameters.
+    Raises `ConfigError`: There is no such estimator, or it does not take these parameters.
     """
     parameters = dict(parameters or {})
     function = load_function(name) if ":" in name else lookup(ADVANTAGE_ESTIMATORS, name, "adv_estimator")

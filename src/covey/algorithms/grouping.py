@@ -38,12 +38,7 @@ def _sortable(ids: Array) -> Array:
 
 
 class Grouping:
-    """The groups of N rows, of which only members count.
-
-    Args:
-        groups: `[N]` integers, equal for rows of the same group.
-        member: `[N]` boolean, True for the rows that are looked at.
-    """
+    """The groups of N rows, `[N]` integers, of which only the rows count where `member` `[N]` is True."""
 
     def __init__(self, groups: Array, member: Array) -> None:
         self._member, self._number = member, numbered(groups)

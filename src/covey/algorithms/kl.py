@@ -90,8 +90,7 @@ def exact_kl(policy: Array, reference: Array) -> Array:
         policy: `[..., V]` normalised log-probabilities of the policy; -inf where a token has no probability.
         reference: `[..., V]` the same of the reference.
 
-    Returns:
-        `[...]`. It is infinite where a token is possible under the policy and impossible under the reference.
+    Returns `[...]`. It is infinite where a token is possible under the policy and impossible under the reference.
     """
     xp = array_namespace(policy)
     possible = policy > -float("inf")
@@ -126,8 +125,7 @@ def compute_unbiased_kl(current_logits: Array, reference_logits: Array) -> Array
         current_logits: `[..., V]` logits of the policy, not normalised.
         reference_logits: `[..., V]` logits of the reference.
 
-    Returns:
-        `[...]`.
+    Returns `[...]`.
     """
     xp = array_namespace(current_logits)
     p = xp.exp(log_softmax(current_logits))

@@ -127,8 +127,7 @@ class Loss:
     def surrogate(self, x: LossInputs, parameters: Mapping[str, Any]) -> Surrogate:
         """Call the loss and check its result; all four arrays are set.
 
-        Raises:
-            ConfigError: the result is not a `Surrogate` of `[N, T]` arrays; the message names file and function.
+        Raises `ConfigError`: the result is not a `Surrogate` of `[N, T]` arrays; the message names file and function.
         """
         with self._naming(""):
             found: Any = self.function(x, **parameters)

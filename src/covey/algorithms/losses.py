@@ -380,8 +380,7 @@ LOSSES: dict[str, Loss] = {
 def find_loss(loss_type: str | Loss | Callable[..., Any]) -> Loss:
     """The loss of a name in `LOSSES`, of `FILE.py:NAME` or `MODULE:NAME` (see `load_function`), or a function itself.
 
-    Raises:
-        ConfigError: no such name, file or function.
+    Raises `ConfigError`: no such name, file or function.
     """
     if callable(loss_type):
         return loss_type if isinstance(loss_type, Loss) else loss()(loss_type)
@@ -409,8 +408,7 @@ def function_name(value: Any) -> Any:
 def loss_name(value: Any) -> Any:
     """The setting `loss_type` as text: a name, or for a function the place where it can be found again.
 
-    Raises:
-        ValueError: there is no loss of this name; the message lists all names.
+    Raises `ValueError`: there is no loss of this name; the message lists all names.
     """
     value = function_name(value)
     if isinstance(value, str) and ":" not in value and value not in LOSSES:

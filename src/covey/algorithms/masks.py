@@ -87,11 +87,7 @@ def completion_masks(
 ) -> dict[str, NDArray[np.bool_]]:
     """The masks that do not need the policy: reason -> `[N]`, True where a completion is kept.
 
-    Args:
-        algorithm: the masks and their limits.
-        finish_reasons: of the N completions.
-        texts: of the N completions.
-        answered: returns which completions hold an answer; it is called only if a mask needs it.
+    `answered` returns which of the N completions hold an answer; it is called only if a mask needs it.
     """
     keep = {}
     if algorithm.mask_truncated_completions:
@@ -165,8 +161,7 @@ def off_policy_mask(logp: Array, old: Array, advantages: Array, mask: Array, thr
         mask: `[N, T]` active tokens, over which the mean is taken.
         threshold: in nats per token.
 
-    Returns:
-        `[N, T]` True where kept.
+    Returns `[N, T]` True where kept.
     """
     xp = array_namespace(logp)
     mask = as_mask(mask)
@@ -190,11 +185,9 @@ def reference_drift_mask(
         reduction: `per_token_mean` or `sum` over the row's tokens, which the document leaves open. With `sum` long
             completions easily exceed the threshold.
 
-    Returns:
-        `[N, T]` True where kept.
+    Returns `[N, T]` True where kept.
 
-    Raises:
-        ConfigError: unknown reduction.
+    Raises `ConfigError`: unknown reduction.
     """
     mask = as_mask(mask)
     reduce = lookup(_REDUCTIONS, reduction, "reduction")
@@ -213,8 +206,7 @@ def compute_off_policy_mask(current_log_probs: Array, reference_log_probs: Array
         reference_log_probs: the same shape.
         threshold: in nats.
 
-    Returns:
-        Floats of that shape.
+    Returns floats of that shape.
     """
     xp = array_namespace(current_log_probs)
     difference = current_log_probs - reference_log_probs
@@ -235,11 +227,9 @@ def top_entropy_mask(entropy: Array, mask: Array, quantile: float) -> Array:
         quantile: share of the active tokens to keep, 0 < quantile <= 1; 0.2 keeps the top fifth. Tokens equal to the
             boundary are kept.
 
-    Returns:
-        `[N, T]` True where kept.
+    Returns `[N, T]` True where kept.
 
-    Raises:
-        ConfigError: quantile out of range.
+    Raises `ConfigError`: quantile out of range.
     """
     if not 0 < quantile <= 1:
         raise ConfigError(f"top_entropy_quantile={quantile}: it is the share of tokens to keep; choose 0 < q <= 1")
@@ -266,8 +256,7 @@ def restrict_to_support(logprobs: Array, support: Array) -> Array:
         logprobs: `[..., V]` log-probabilities or logits.
         support: `[..., V]` True for the ids left by top-k/top-p/min-p; at least one in each row.
 
-    Returns:
-        `[..., V]`, -inf outside the support.
+    Returns `[..., V]`, -inf outside the support.
     """
     return log_softmax(masked(logprobs, support, -float("inf")))
 

@@ -68,11 +68,9 @@ def mismatch_correction(
         cap: largest ratio, positive.
         floor: smallest ratio, below `cap`; None = no lower bound.
 
-    Returns:
-        `[N, T]` for token modes (1 where masked), `[N, 1]` for sequence modes.
+    Returns `[N, T]` for token modes (1 where masked), `[N, 1]` for sequence modes.
 
-    Raises:
-        ConfigError: the mode is unknown, the cap is not positive, or the floor is not between 0 and the cap.
+    Raises `ConfigError`: the mode is unknown, the cap is not positive, or the floor is not between 0 and the cap.
     """
     if not cap > 0:
         raise ConfigError(
@@ -94,8 +92,7 @@ def read_correction(text: str) -> tuple[str, Correction]:
 
     Returns the mode as written, which may be `auto` or `off`, and the correction that it stands for.
 
-    Raises:
-        ValueError: the text has another form.
+    Raises `ValueError`: the text has another form.
     """
     mode, *written = text.split(":")
     if mode == "off" and written:

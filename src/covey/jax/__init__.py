@@ -14,18 +14,6 @@ from covey.jax.saving import load_adapter, lora_from_tensors, save_adapter, save
 from covey.jax.trainer import Trainer, TrainState, make_optimizer
 
 __all__ = [
-    "GRPOConfig",
-    "GRPOTrainer",
-    "ModelConfig",
-    "RopeScaling",
-    "TrainState",
-    "Trainer",
-    "Transformer",
-    "jax_reward",
-    "load_adapter",
-    "load_hf",
-    "lora_from_tensors",
-    "make_optimizer",
-    "save_adapter",
-    "save_model",
-]
+    "GRPOConfig", "GRPOTrainer", "ModelConfig", "RopeScaling", "TrainState", "Trainer", "Transformer", "jax_reward",
+    "load_adapter", "load_hf", "lora_from_tensors", "make_optimizer", "save_adapter", "save_model",
+]  # fmt: skip

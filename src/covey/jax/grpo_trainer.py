@@ -110,8 +110,7 @@ class GRPOTrainer(Trainer):
             dummy_input: `[B, L]` token ids.
             params: `{"params": ...}` to begin with, e.g. from `load_hf`; None = random ones.
 
-        Raises:
-            ConfigError: the dummy input has another shape or type, or the parameters do not fit the model.
+        Raises `ConfigError`: the dummy input has another shape or type, or the parameters do not fit the model.
         """
         check_tokens("dummy_input", dummy_input)
         shapes = jax.eval_shape(self.policy_model.init, key, dummy_input)
@@ -168,8 +167,7 @@ class GRPOTrainer(Trainer):
             batch: a result of `rollout`, or `prompts` as lists of ids, or as `[B, P]` padded on the right with
                 `prompt_lengths` `[B]`. Optional `columns`: name -> one entry for each prompt.
 
-        Raises:
-            ConfigError: prompts are empty, have another shape or unknown ids, or cannot be divided among the mesh.
+        Raises `ConfigError`: prompts are empty, have another shape or unknown ids, or cannot be divided among the mesh.
         """
         if "constants" in batch:
             return batch

@@ -34,10 +34,6 @@ class Place(NamedTuple):
     def is_transposed(self) -> bool:
         return self.path[-1] in ("kernel", "head", "a", "b")
 
-    @property
-    def saved_shape(self) -> tuple[int, ...]:
-        return self.shape[::-1] if self.is_transposed else self.shape
-
 
 def places(config: ModelConfig) -> Iterator[Place]:
     """All weights of `Transformer(config)`; a tied embedding is there once."""
@@ -75,8 +71,7 @@ def load_hf(
         lora_rank: LoRA rank of the returned config; `create_train_state` makes the factors.
         lora_alpha: see `ModelConfig`.
 
-    Returns:
-        The config, and `{"params": ...}` for `Transformer(config).apply`.
+    Returns the config, and `{"params": ...}` for `Transformer(config).apply`.
 
     Raises:
         ModelError: the folder has no such files, `Transformer` does not support the architecture, or the weights do not
@@ -96,7 +91,8 @@ def collection(
 ) -> dict[str, Any]:
     """A Flax collection from tensors by name, which are taken out of `tensors`, so that memory holds them once."""
     wanted = list(wanted)
-    check_fits({place.name: place.saved_shape for place in wanted}, tensors, what, fix)
+    shapes = {place.name: place.shape[::-1] if place.is_transposed else place.shape for place in wanted}
+    check_fits(shapes, tensors, what, fix)
     found: dict[tuple[str, ...], Any] = {}
     for place in wanted:
         array = np.asarray(tensors.pop(place.name), dtype)

@@ -222,8 +222,7 @@ class Transformer(nn.Module):
             columns: `[N, T]` the columns of `tokens` whose logits are wanted; None = all. The output head is the
                 largest layer of a small model: it runs on no others.
 
-        Returns:
-            `[N, L, V]` or `[N, T, V]` logits, in at least float32; with a cache `(logits, cache)`.
+        Returns `[N, L, V]` or `[N, T, V]` logits, in at least float32; with a cache `(logits, cache)`.
         """
         c = self.config
         embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size))

@@ -60,8 +60,7 @@ def lora_from_tensors(
         tensors: from `load_adapter` or `adapter_tensors`.
         source: where they come from, for messages.
 
-    Raises:
-        ModelError: a tensor is missing, has no place in the model, has another shape, or is not finite.
+    Raises `ModelError`: a tensor is missing, has no place in the model, has another shape, or is not finite.
     """
     wanted = list(_factors(config, config.lora_modules))
     fix = "set lora_rank and lora_modules to what load_adapter returns, and use the adapter's own base model"
@@ -105,8 +104,7 @@ def load_adapter(folder: str | Path) -> LoadedAdapter:
     Args:
         folder: holds `adapter_config.json` and `adapter_model.safetensors`.
 
-    Returns:
-        `(rank, alpha, target_modules, tensors)`, see `LoadedAdapter`. Shapes are checked by `lora_from_tensors`.
+    Returns `(rank, alpha, target_modules, tensors)`, see `LoadedAdapter`. Shapes are checked by `lora_from_tensors`.
 
     Raises:
         ModelError: files are missing or damaged, or the adapter is not plain LoRA on linear layers of a `Transformer`.

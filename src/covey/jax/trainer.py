@@ -140,11 +140,9 @@ class Trainer(ABC):
             save_steps: write a checkpoint every this many steps; 0 = never. Checkpoints are written between batches,
                 never between passes over one.
 
-        Returns:
-            The state after the last step.
+        Returns the state after the last step.
 
-        Raises:
-            ConfigError: `save_steps` is set without a folder.
+        Raises `ConfigError`: `save_steps` is set without a folder.
         """
         if save_steps and checkpoint_folder is None:
             raise ConfigError(f"save_steps={save_steps}: there is nowhere to save to; pass checkpoint_folder")
@@ -174,11 +172,9 @@ class Trainer(ABC):
     def save_checkpoint(self, state: TrainState, folder: str | Path) -> Path:
         """Write the state to `folder/STEP`; the folder appears only when it is complete.
 
-        Returns:
-            The folder written.
+        Returns the folder written.
 
-        Raises:
-            CheckpointError: there is already a checkpoint of this step, or the folder cannot be written.
+        Raises `CheckpointError`: there is already a checkpoint of this step, or the folder cannot be written.
         """
         path = Path(folder).absolute() / str(int(state.step))
         if path.exists():
@@ -197,8 +193,7 @@ class Trainer(ABC):
             folder: the folder given to `save_checkpoint`, or one `STEP` folder in it.
             state: from `create_train_state`, for shapes, types, placement and the optimiser.
 
-        Raises:
-            CheckpointError: there is no checkpoint, it is damaged, or it belongs to another model or optimiser.
+        Raises `CheckpointError`: there is no checkpoint, it is damaged, or it belongs to another model or optimiser.
         """
         path = _newest(Path(folder).absolute())
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, self._tree(state))
@@ -248,8 +243,7 @@ def make_optimizer(
         max_grad_norm: larger gradients are scaled down to this norm; 0 = never.
         betas: of AdamW.
 
-    Raises:
-        ConfigError: the schedule is unknown, or needs `max_steps` above `warmup_steps`.
+    Raises `ConfigError`: the schedule is unknown, or needs `max_steps` above `warmup_steps`.
     """
     if lr_scheduler_type not in ("constant", "linear", "cosine"):
         raise ConfigError(f"lr_scheduler_type={lr_scheduler_type!r}: no such schedule; use constant, linear or cosine")

@@ -148,8 +148,7 @@ class Projection:
     views of one matrix, so no memory is added and their owner keeps them. Nothing is kept for the backward but `x A'`,
     `[M, r]` a layer; the caller keeps or recomputes `x`.
 
-    Raises:
-        ModelError: a layer is of another kind.
+    Raises `ModelError`: a layer is of another kind.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:

@@ -31,8 +31,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from covey.pytorch.models.form import Head, wide, wide_dtype
+from covey.pytorch.models.form import Head, wide
 from covey.pytorch.products import product_into
+from covey.pytorch.rounding import wide_dtype
 from covey.types import Support
 
 ExactKL = Literal["exact", "exact_weighted"]

@@ -115,8 +115,7 @@ class Policy:
             offload                 keep moments and reference of a GPU's policy in the host's memory
             how                     of `PackedModel`: prefix_sharing, fused_layers, gradient_checkpointing, autocast
 
-        Raises:
-            ModelError: see `load_model`, `attach_lora`, `attach_adapter` and `PackedModel`.
+        Raises `ModelError`: see `load_model`, `attach_lora`, `attach_adapter` and `PackedModel`.
         """
         trains_all = not use_peft and adapter is None and not isinstance(model, PeftModel)
         if trains_all and (quantization != "none" or (isinstance(model, nn.Module) and says_quantised(model))):
@@ -192,8 +191,7 @@ class Policy:
             exact_kl: return the exact divergence from the reference too; runs the reference once.
             paths: what the pieces before a piece have left.
 
-        Returns:
-            Differentiable scores `[U]`; under `torch.no_grad()` nothing is kept for a backward pass.
+        Returns differentiable scores `[U]`; under `torch.no_grad()` nothing is kept for a backward pass.
         """
         if reference:
             with self.reference.active():

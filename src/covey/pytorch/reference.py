@@ -93,8 +93,7 @@ class Reference:
         """Hold on to another checkpoint: a folder with an adapter of the policy's form, or a model of its form, loaded
         or by its name. Beside an adapter a model needs the model's own layers (`model.fused_layers` off).
 
-        Raises:
-            ModelError: it is of another form; the reference is what it was.
+        Raises `ModelError`: it is of another form; the reference is what it was.
         """
         lora, path = isinstance(self._model, PeftModel), other if isinstance(other, str | Path) else None
         if lora and path and (Path(path) / CONFIG_FILE).is_file():

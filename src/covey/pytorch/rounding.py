@@ -31,8 +31,8 @@ _ALWAYS_FINE = (1e-3, 1e-2)
 """Nats added to these limits: in float32 the model is its own truth, and its own error 0."""
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The precision of the truth for a computation in `dtype`."""
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Float64 for float64, else float32: the precision of logits, and of the truth for a computation in `dtype`."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -86,12 +86,12 @@ def truth_and_own(model: nn.Module, dtype: torch.dtype, compute: Callable[[torch
 
     Of a quantised model the first is with what its weights stand for, in full, and the second as its layers compute.
     """
-    with computing_in(model, wide(dtype), dequantise=True):
-        truth = compute(wide(dtype))
-    if wide(dtype) == dtype and not any(quantised_layers(model)):
+    with computing_in(model, wide_dtype(dtype), dequantise=True):
+        truth = compute(wide_dtype(dtype))
+    if wide_dtype(dtype) == dtype and not any(quantised_layers(model)):
         return truth, truth
     with computing_in(model, dtype):
-        return truth, compute(wide(dtype))
+        return truth, compute(wide_dtype(dtype))
 
 
 def unexplained(found: Tensor, own: Tensor, truth: Tensor) -> str:

@@ -111,8 +111,7 @@ class Player:
         settings: EnvironmentConfig,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
-        self.pool = self._pool = pool
-        self._template, self._decode = template, decode
+        self.pool, self._template, self._decode = pool, template, decode
         self._tokenizer, self.settings, self.ends_turn = tokenizer, settings, tuple(eos_token_ids[:1])
         self.stats = PlayStats()
         self.longest_turn, self._warned = 1 << 31, False
@@ -121,8 +120,8 @@ class Player:
     def prepare(self, tasks: Sequence[Prompt], *, num_generations: int, streams: Sequence[tuple[int, ...]]) -> None:
         """Begin the episodes of a later call of `play` with the same arguments: their worlds are reset meanwhile."""
         self._settle()
-        for place, live in zip(range(len(self._pool)), _episodes(tasks, num_generations, streams), strict=False):
-            self._pool.reset(place, dict(live.prompt.columns), live.stream[0])
+        for place, live in zip(range(len(self.pool)), _episodes(tasks, num_generations, streams), strict=False):
+            self.pool.reset(place, dict(live.prompt.columns), live.stream[0])
             self._prepared.append((live.prompt.uid, live.stream))
 
     def begins_at(self, place: int, live: LiveEpisode) -> bool:
@@ -133,14 +132,14 @@ class Player:
         if prepared == (live.prompt.uid, live.stream):
             return True
         if prepared[1]:
-            self._pool.cancel(place)
+            self.pool.cancel(place)
         return False
 
     def _settle(self, first: int = 0) -> None:
         """Forget what has been prepared, from a place on."""
         for place, prepared in enumerate(self._prepared):
             if place >= first and prepared[1]:
-                self._pool.cancel(place)
+                self.pool.cancel(place)
         self._prepared = self._prepared[:first]
 
     def play(
@@ -169,7 +168,7 @@ class Player:
 
     def close(self) -> None:
         """End the environments' processes."""
-        self._pool.close()
+        self.pool.close()
 
     def choices(self, live: LiveEpisode) -> tuple[tuple[int, ...], ...] | None:
         """The admissible actions as token sequences, where nothing else may be said.
@@ -265,7 +264,7 @@ class _EpisodeLoop:
         group: int,
     ) -> None:
         self._player, self._settings, self._stats = player, player.settings, player.stats
-        self._pool, self._decode = player._pool, player._decode
+        self._pool, self._decode = player.pool, player._decode
         self._waiting, self._total = deque(episodes), len(episodes)
         self._at: dict[int, LiveEpisode] = {}  # by place
         self._of: dict[int, LiveEpisode] = {}  # by row

@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.algorithms import (
-    Estimator,
-    Outcomes,
-    Turns,
-    combine_masks,
-    combine_rewards,
-    soft_overlong_punishment,
-)
+from covey.algorithms import Estimator, Outcomes, Turns, combine_masks, combine_rewards, soft_overlong_punishment
 from covey.algorithms.down_sampling import DownSampling
 from covey.algorithms.masks import completion_masks
 from covey.rollout.scoring import HasAnswer, has_text
@@ -61,15 +54,9 @@ def make_batch(
     Masked completions still count in their group's mean: only their tokens leave the loss. What `down_sampling` leaves
     out is masked too, and counts in the mean as its statistics say.
 
-    Args:
-        groups: of the step.
-        algorithm: section of the config.
-        rewards: likewise.
-        environment: likewise.
-        reward_weights: one for each reward function, in the order of `Group.reward_parts`.
-        max_completion_length: sampling limit in tokens, for the overlong punishment.
-        has_answer: for the validity mask.
-        score: asked where the estimator states `needs_reference` or `needs_sum_pi_squared`.
+    `algorithm`, `rewards` and `environment` are sections of the config. There is a weight for each reward function, in
+    the order of `Group.reward_parts`. The overlong punishment needs the sampling limit, in tokens; the validity mask
+    asks `has_answer`, and an estimator that states `needs_reference` or `needs_sum_pi_squared` asks `score`.
 
     Raises `ConfigError`: The estimator is somebody's own and raised, or returned what are no advantages.
     """

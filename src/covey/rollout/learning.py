@@ -169,7 +169,7 @@ NO_VERSION = -1
 """The version of an engine that holds no weights."""
 
 
-def check_call(settings: SamplingSettings, policy_version: int, *, held: int, tokenizer: Any, model: str) -> None:
+def check_call(settings: SamplingSettings, policy_version: int, *, held: int, tokenizer: Any) -> None:
     """Refuse what an engine in this process cannot sample.
 
     Raises `GenerationError`: other weights are held, or there is no tokenizer to see stop strings with; `ConfigError`:
@@ -184,7 +184,7 @@ def check_call(settings: SamplingSettings, policy_version: int, *, held: int, to
     if settings.stop_strings and tokenizer is None:
         raise GenerationError(
             f"stop_strings={settings.stop_strings!r}: the engine has no tokenizer to see text with; "
-            f"build it with Engine({model}, tokenizer)"
+            "build it with Engine(model, tokenizer)"
         )
 
 

@@ -36,15 +36,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from covey.rollout.tries import Node, build_trie, partition
 from covey.types import Episode, IntArray, Support
-
-Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +110,6 @@ class Pack:
     def leave(self) -> IntArray:
         """`[M]` packed index after the last token that sees each token: `k <= q < leave[k]`."""
         return leave_of(self.branches, self.num_tokens)
-
-    def take(self, values_NT: NDArray[Scalar]) -> NDArray[Scalar]:
-        """Values `[N, T]` of the whole batch -> `[S]` of this pack."""
-        return values_NT[self.rows[self.row], self.column]
 
     def put(self, values_S: NDArray[Any], into_NT: NDArray[Any]) -> None:
         """Write values `[S]` of this pack into an array `[N, T]` of the whole batch."""

@@ -54,7 +54,7 @@ def build_trie(sequences: Mapping[int, IntArray]) -> Node:
     order = {row: place for place, row in enumerate(sequences)}
     keys = {row: ids.astype(">u4").tobytes() for row, ids in sequences.items()}  # bytes in the order of the numbers
     rows = sorted(sequences, key=lambda row: (keys[row], order[row]))
-    shared = np.array([0, *(_common(sequences[one], sequences[two]) for one, two in pairwise(rows))])
+    shared = np.array([0, *(in_common(sequences[one], sequences[two]) for one, two in pairwise(rows))])
     root = Node(0, 0, rows[0] if rows else 0)
     waiting = [(root, 0, len(rows))]  # a node, and its rows in the sorted order
     while waiting:
@@ -83,11 +83,14 @@ def _finish(root: Node, order: Mapping[int, int]) -> None:
         first[id(node)] = min(places, default=0)
 
 
-def _common(one: IntArray, two: IntArray) -> int:
-    """How many first ids are equal."""
+def in_common(one: IntArray, two: IntArray) -> int:
+    """How many tokens two sequences begin with in common."""
     length = min(len(one), len(two))
+    if length == 0 or one[0] != two[0]:
+        return 0
     differs = one[:length] != two[:length]
-    return int(np.argmax(differs)) if differs.any() else length
+    first = int(differs.argmax())
+    return first if differs[first] else length
 
 
 def partition(root: Node, budget: int) -> list[list[int]]:

@@ -326,8 +326,6 @@ class Session(Generic[D]):
         """What this session has done so far, in numbers."""
         return self.device.stats
 
-    # ------------------------------------------------------------------ inside
-
     def _begin_turn(self, row: Row, limit: int, stream: tuple[int, ...], choices: Choices | None) -> None:
         stop = row.settings.stop_strings
         row.turn, row.limit, row.stream, row.key = len(row.own), limit, stream, stream_key(stream)

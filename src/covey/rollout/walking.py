@@ -49,11 +49,6 @@ class Piece:
         """Whether others follow it."""
         return bool(self.followers)
 
-    @property
-    def num_tokens(self) -> int:
-        """M."""
-        return len(self.token_ids)
-
 
 State = TypeVar("State")
 

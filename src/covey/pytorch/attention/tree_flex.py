@@ -80,8 +80,7 @@ class Mask:
     def of(cls, branches: Sequence[Branch], past: int, window: int | None, block: int) -> Mask:
         """The mask of a pack after `past` tokens. There are at least two blocks of queries, and one more of keys.
 
-        Raises:
-            ValueError: of the branches without a parent, one leaves the past after one that comes before it.
+        Raises `ValueError`: of the branches without a parent, one leaves the past after one that comes before it.
         """
         roots = [branch for branch in branches if branch.parent < 0]
         at = np.array([branch.at for branch in roots])

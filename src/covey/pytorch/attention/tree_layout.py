@@ -213,8 +213,7 @@ class TreeLayout:
 
         At most so many tokens are `repeated` in place of a call of their own; the results are the same.
 
-        Raises:
-            ValueError: a trunk of several branches, or one that leaves the past before its end.
+        Raises `ValueError`: a trunk of several branches, or one that leaves the past before its end.
         """
         if trunk and (len(branches), branches[0].at) != (1, past):
             raise ValueError(

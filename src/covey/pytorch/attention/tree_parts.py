@@ -54,8 +54,7 @@ def forward(
         past: of `layout.past` tokens, None where that is 0.
         rule: how the layer attends.
 
-    Returns:
-        The output `[M, H, Dv]`, and its log-sum-exp `[M, H]` in float32 or wider.
+    Returns the output `[M, H, Dv]`, and its log-sum-exp `[M, H]` in float32 or wider.
     """
     rule = layout.felt(rule)
     kernel, window = kernel_for(q, v, rule), rule.window

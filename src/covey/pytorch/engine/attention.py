@@ -158,7 +158,7 @@ class DecodeAttention:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         rows, kv_heads, value_dim = self._rows, key.shape[1], value.shape[-1]
         rep = query.shape[1] // kv_heads
-        keys, values = self._cache.slot_tensors(layer)
+        keys, values = self._cache.block_tensors(layer, 0, self._cache.slots, self._cache.slot_tokens)
         where = self._write_index(kv_heads)
         keys.view(-1, key.shape[-1]).index_copy_(0, where, key.reshape(rows * kv_heads, -1))
         values.view(-1, value_dim).index_copy_(0, where, value.reshape(rows * kv_heads, -1))
@@ -166,13 +166,8 @@ class DecodeAttention:
         if rule.window is not None and rule.window > int((self._before + self._own_host).max()):
             rule = rule._replace(window=None)
         query = query.reshape(rows, kv_heads, rep, -1)
-        out, lse = _attend(
-            query,
-            keys[:rows, :, : self._longest],
-            values[:rows, :, : self._longest],
-            self._own_mask(rule.window, query.dtype),
-            rule,
-        )
+        keys, values = (x[:rows, :, : self._longest] for x in (keys, values))
+        out, lse = _attend(query, keys, values, self._own_mask(rule.window, query.dtype), rule)
         for level in self._levels:
             out, lse = _merge(out, lse, *level.attend(layer, query, rule))
         return out.view(rows, -1, value_dim)
@@ -240,10 +235,8 @@ class _Level:
             lses.append(lses[0].new_full((1, rep), -torch.inf))
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         lse = lses[0] if len(lses) == 1 else torch.cat(lses)
-        return (
-            out.index_select(0, scatter).view(rows, kv_heads, rep, -1),
-            lse.index_select(0, scatter).view(rows, kv_heads, rep),
-        )
+        out, lse = (x.index_select(0, scatter) for x in (out, lse))
+        return out.view(rows, kv_heads, rep, -1), lse.view(rows, kv_heads, rep)
 
     def _indices(self, kv_heads: int) -> tuple[list[Tensor], Tensor]:
         """Which of `[rows * kv_heads]` queries each place of a run takes, and where each finds its answer."""

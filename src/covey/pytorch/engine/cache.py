@@ -128,10 +128,6 @@ class KVCache:
         for store in self._stores(block):
             store.zero_()
 
-    def slot_tensors(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All slots: keys `[slots, kv_heads, slot_tokens, key_dim]`, and values."""
-        return self.block_tensors(layer, 0, self.slots, self.slot_tokens)
-
     def block_tensors(self, layer: int, start: int, count: int, capacity: int) -> tuple[Tensor, Tensor]:
         """`count` neighbouring blocks: keys `[count, kv_heads, capacity, key_dim]`, and values."""
         segment = self._segment(start)

@@ -21,7 +21,7 @@ from covey.pytorch.engine.cache import KVCache, block_capacity
 from covey.pytorch.engine.fast_runner import FastRunner
 from covey.pytorch.engine.merge import EffectiveWeights, bare_model
 from covey.pytorch.engine.runner import AttentionRunner, RecomputeRunner, Runner, Step
-from covey.pytorch.rounding import truth_and_own, unexplained, wide
+from covey.pytorch.rounding import truth_and_own, unexplained, wide_dtype
 
 _PROMPTS = (7, 4, 6)
 _MORE = 3
@@ -36,8 +36,7 @@ def choose_runner(
 
     A runner that is `named` is not compared with anything and not loaded.
 
-    Raises:
-        ModelError: none does, or the model's own logits are not finite.
+    Raises `ModelError`: none does, or the model's own logits are not finite.
     """
     if named:
         return _KINDS[named](model, dtype, device), ""
@@ -122,4 +121,4 @@ def _run(runner: Runner, sequences: list[Any], dtype: torch.dtype, device: torch
         )
         logits.append(runner.forward(step))
     found = torch.cat([torch.stack([step[i] for step in logits]) for i in range(len(_PROMPTS))])
-    return found.to(wide(dtype)).log_softmax(-1)
+    return found.to(wide_dtype(dtype)).log_softmax(-1)

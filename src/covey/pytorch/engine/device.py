@@ -189,7 +189,7 @@ class TorchDevice(Device):
         """Compute what is missing of the rows' branches; the logits after each, `[n, V]`."""
         started, tree = time.perf_counter(), self._tree
         histories = [row.history() for row in rows]
-        new = tree.unfilled([row.place for row in rows])
+        new = list(dict.fromkeys(part for row in rows for part in row.place.path if part.filled < part.length))
         copies = [BlockCopy(*parts) for copy in tree.copies for parts in tree.moves(copy)]
         computed: dict[int, Tensor] = {}
         if not new:
@@ -247,10 +247,9 @@ class TorchDevice(Device):
                 here, there = (self._cache.slot(number) for number in (len(self._rows), place))
                 self._cache.copy(here, 0, there, 0, moved.held - moved.turn)
                 self._rows[place] = moved
-            if row.keep:
-                self._tree.park(row.place)
-            else:
-                self._tree.release(row.place)
+            row.place.parked += row.keep
+            self._tree.release(row.place)
+            if not row.keep:
                 row.place = None
 
     def _tensor(self, values: Sequence[int] | NDArray[np.int64]) -> Tensor:

@@ -49,8 +49,7 @@ class Engine:
         runner: how the model is run, see `runner`; default: the first way that computes what the model itself does.
             With it no weights are taken at construction, and those of `model` need not be there.
 
-    Raises:
-        ModelError: the model cannot be run, or `context_length` exceeds the model's.
+    Raises `ModelError`: the model cannot be run, or `context_length` exceeds the model's.
     """
 
     def __init__(
@@ -161,8 +160,7 @@ class Engine:
             The completions, and `[n, C]` log-probabilities at temperature 1 with nothing cut off, summed over the
             tokens of a continuation.
 
-        Raises:
-            GenerationError: as of a call; or a prompt leaves a continuation no room in the context.
+        Raises `GenerationError`: as of a call; or a prompt leaves a continuation no room in the context.
         """
         longest = max(map(len, continuations), default=1)
         least = replace(settings, max_tokens=max(longest, settings.max_tokens))
@@ -205,8 +203,7 @@ class Engine:
             own_tokens: longest conversation after its first prompt, in tokens. Memory is taken as it grows.
             prompt_lengths: tokens of first prompts.
 
-        Raises:
-            GenerationError: other weights are held, or not even one conversation fits the cache.
+        Raises `GenerationError`: other weights are held, or not even one conversation fits the cache.
         """
         session = self._open(settings, policy_version)
         rows = min(rows, self._max_batch_size)
@@ -241,7 +238,7 @@ class Engine:
         _LOG.warning(said, str(error).splitlines()[0], self._max_batch_size)
 
     def _open(self, settings: SamplingSettings, policy_version: int) -> Session[TorchDevice]:
-        check_call(settings, policy_version, held=self._version, tokenizer=self._tokenizer, model="model")
+        check_call(settings, policy_version, held=self._version, tokenizer=self._tokenizer)
         device = TorchDevice(self._runner, self._cache, self._max_batch_size, self.context_length, self._device)
         self._session = Session(device, settings, policy_version=policy_version, tokenizer=self._tokenizer)
         return self._session

@@ -27,6 +27,7 @@ import numpy as np
 from torch import Tensor
 
 from covey.pytorch.engine.cache import Block, KVCache
+from covey.rollout.tries import in_common
 from covey.types import IntArray
 
 _SHARED_TOKENS = 64
@@ -106,7 +107,7 @@ class Tree:
         rank = (at, False, False)
         for branch in branches:
             found: Branch | None = branch
-            held = at + _common(branch.token_ids, token_ids[at:])
+            held = at + in_common(branch.token_ids, token_ids[at:])
             if held == branch.end:
                 deeper, further = self._deepest(branch.children, token_ids, held)
                 found, held = (deeper, further) if deeper is not None else (branch, held)
@@ -140,11 +141,6 @@ class Tree:
             self._detach([branch])
         self._collect(branch)
 
-    def park(self, branch: Branch) -> None:
-        """A row at the end of a branch waits for what is said to it."""
-        branch.parked += 1
-        self.release(branch)
-
     def append(self, branch: Branch, token_ids: IntArray) -> tuple[Branch, int]:
         """Room for what a row at the end of `branch` has sampled; the caller stores it."""
         if not len(token_ids) or not branch.attached or not self._holds:
@@ -174,10 +170,6 @@ class Tree:
         if grown is not branch:
             self._collect(branch)
         return grown, at
-
-    def unfilled(self, rows: Sequence[Branch]) -> list[Branch]:
-        """What the next pass computes of these branches and their paths, parents first."""
-        return list(dict.fromkeys(one for branch in rows for one in branch.path if one.filled < one.length))
 
     def computed(self, branches: Sequence[Branch]) -> None:
         for branch in branches:
@@ -349,13 +341,3 @@ def _subtrees(branches: Sequence[Branch]) -> Iterator[Branch]:
     for branch in list(branches):
         yield from _subtrees(branch.children)
         yield branch
-
-
-def _common(one: IntArray, other: IntArray) -> int:
-    """How many tokens two sequences begin with in common."""
-    length = min(len(one), len(other))
-    if length == 0 or one[0] != other[0]:
-        return 0
-    differ = one[:length] != other[:length]
-    first = int(differ.argmax())
-    return first if differ[first] else length

@@ -79,7 +79,7 @@ class VLLMEngine:
         for name, value in _VARIABLES.items():
             os.environ.setdefault(name, value)
         vllm = _installed()
-        self._vllm, self._tokenizer, self._options, self._dtype = vllm, tokenizer, options, dtype
+        self._vllm, self._tokenizer, self._dtype = vllm, tokenizer, dtype
         self._vocabulary = len(bare_model(model).get_input_embeddings().weight)  # type: ignore[operator]
         on_cpu = bool(vllm.platforms.current_platform.is_cpu())
         rank = _rank(model) if options.llm_argument("enable_lora", not on_cpu) else 0
@@ -189,7 +189,7 @@ class VLLMEngine:
         return self._open(settings, policy_version, own_tokens)
 
     def _open(self, settings: SamplingSettings, policy_version: int, own_tokens: int) -> Session[VLLMDevice]:
-        check_call(settings, policy_version, held=self._version, tokenizer=self._tokenizer, model="model")
+        check_call(settings, policy_version, held=self._version, tokenizer=self._tokenizer)
         if settings.keep_support:
             raise GenerationError(f"vLLM cannot keep supports; set algorithm.keep_sampling_mask to false, {INSTEAD}")
         if self._session is not None:

@@ -41,6 +41,7 @@ from covey.pytorch.attention.probe import missing_windows
 from covey.pytorch.attention.tree_attention import rule_of
 from covey.pytorch.attention.tree_layout import Rule
 from covey.pytorch.products import linear
+from covey.pytorch.rounding import wide_dtype
 
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary variants whose frequencies do not depend on the sequence length."""
@@ -325,13 +326,8 @@ def listen(base: Any) -> list[AttentionForm]:
     return [heard[i] for i in sorted(heard)]
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which logits are computed: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def wide(x: Tensor) -> Tensor:
-    """`x` in that precision."""
+    """`x` in the precision in which logits are computed."""
     return x.to(wide_dtype(x.dtype))
 
 

@@ -93,8 +93,7 @@ def load_model(
         quantization: hold its linear layers in fewer bits, see `quantised`; "none" = as they are. Such a
             model is read into the host's memory in full; the device gets the small one. A built model is changed.
 
-    Raises:
-        ModelError: there is no such model, it cannot be read, quantised, or does not fit the device asked for.
+    Raises `ModelError`: there is no such model, it cannot be read, quantised, or does not fit the device asked for.
     """
     require_package(quantization)
     if isinstance(model, nn.Module):
