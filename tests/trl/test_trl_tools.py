@@ -165,7 +165,7 @@ class TestTools:
             call("broken", a=2): "no 2 today",
             call("add", a=3, c=4): "'b'",
             call("nothing"): "There is no tool nothing",
-            "<tool_call>{oops</tool_call>": "no JSON",
+            "<tool_call>{oops</tool_call>": "it is not JSON",
             '<tool_call>{"a": 1}</tool_call>': "look like",
             '<tool_call>{"name": "add", "arguments": [1]}</tool_call>': "object",
             call("add", a=1, b=1): "2",
