@@ -147,6 +147,16 @@ def load_world(config: GRPOConfig) -> World | None:
     return get_world(config.environment.world)
 
 
+def with_adapter(config: GRPOConfig, policy: TrainedPolicy) -> GRPOConfig:
+    """The `lora_...` settings of the adapter that was passed in their place, as a config or on the model."""
+    own: Any = getattr(policy.model, "active_peft_config", None)
+    if config.model.adapter is not None or not hasattr(own, "lora_alpha"):
+        return config
+    targets = own.target_modules
+    named = {} if not targets else {"lora_target_modules": targets if isinstance(targets, str) else sorted(targets)}
+    return config.replace(lora_r=own.r, lora_alpha=own.lora_alpha, lora_dropout=own.lora_dropout, **named)
+
+
 def with_defaults(config: GRPOConfig, source: Task | World | None) -> GRPOConfig:
     """Completions as long as the task's answers or the world's actions need, unless the user said how long."""
     if source is None or "max_completion_length" in config.sampling.model_fields_set:

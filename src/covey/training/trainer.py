@@ -184,6 +184,8 @@ class GRPOTrainer:
         self.phases = setup.phase_plan(args)
         self.length = setup.run_length(args, self.phases, len(self.data.train))
         self.policy = backend.make_policy(args, model, processing_class, peft_config)
+        if peft_config is not None or hasattr(model, "peft_config"):
+            self.args = args = setup.with_adapter(args, self.policy)
         if ref_model is not None:
             self.policy.reference.hold(ref_model)
         engine = make_sampler(args, backend, self.policy)
