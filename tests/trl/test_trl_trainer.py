@@ -129,8 +129,10 @@ class TestTraining:
         model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="float32")
         lora = LoraConfig(target_modules=["q_proj", "v_proj"])
         model, config = (get_peft_model(model, lora), None) if wrapped else (model, lora)
-        trainer = make(model=model, peft_config=config)
+        trainer = make(model=model, peft_config=config, beta=0.1)
         assert isinstance(trainer.model, PeftModel)
+        assert (trainer.ref_model, trainer.temperature, trainer.is_fsdp_enabled) == (None, 1.0, False)
+        assert trainer.get_num_trainable_parameters() == trainer.model.get_nb_trainable_parameters()[0]
         assert moved_by_training(trainer) == {name for name in weights(trainer) if ".lora_" in name}
         trainer.save_model(tmp_path / "saved")
         fresh = AutoModelForCausalLM.from_pretrained(model_folder, dtype="float32")

@@ -24,6 +24,7 @@ from covey.observe.observers import BaseObserver, Metrics
 
 _SHOWN = (("reward", "reward"), ("kl", "KL"), ("completions/mean_length", "length"))
 """Of the step; what was held out is shown with the step at which it was measured."""
+_MOST_SKIPPED = 3  # steps without an update that are each told of
 
 
 def visible(text: str, limit: int = 400) -> str:
@@ -71,11 +72,9 @@ def format_number(value: Any) -> str:
 
 def counted(settings: Mapping[str, Any], step: int) -> int:
     """A step of a run in optimiser steps, where those limit the run (as in `covey.trl`); else as it is."""
-    most: int | None = settings.get("schedule", {}).get("max_optimizer_steps")
-    if most is None:
-        return step
-    algorithm = settings.get("algorithm", {})
-    return min(step * algorithm.get("num_iterations", 1) * algorithm.get("num_minibatches", 1), most)
+    most, algorithm = settings.get("schedule", {}).get("max_optimizer_steps"), settings.get("algorithm", {})
+    each: int = algorithm.get("num_iterations", 1) * algorithm.get("num_minibatches", 1)
+    return step if most is None else min(step * each, int(most))
 
 
 @contextmanager
@@ -105,7 +104,7 @@ class ConsoleProgress(BaseObserver):
         self._live = self._console.is_terminal if live is None else live
         self._display: Any = None  # the one output of a notebook: what was said, and a line of what goes on
         self._lines, self._line, self._shown_at = deque[str](maxlen=100), "", 0.0
-        self._held_out = ""
+        self._held_out, self._skipped = "", 0
         self._counted = partial(counted, {})
         self._total: int | None = None
         self._started = time.monotonic()
@@ -181,7 +180,9 @@ class ConsoleProgress(BaseObserver):
         if kind == "failed":  # the error itself is printed by whoever catches it
             message = message.rpartition("\n")[2]
         message = re.sub(r"\bstep (\d+)", lambda found: f"step {self._counted(int(found[1]))}", message)
-        self._say(f"{kind}: {visible(message, 2000)}")
+        self._skipped += kind == "skipped"
+        if kind != "skipped" or self._skipped <= _MOST_SKIPPED:
+            self._say(f"{kind}: {visible(message, 2000)}")
 
     def on_run_end(self, status: str) -> None:
         """Stop the bar and say how it ended."""
@@ -190,6 +191,8 @@ class ConsoleProgress(BaseObserver):
             self._bar = None
         self._lines.append(self._line)
         self._line = ""
+        if self._skipped > _MOST_SKIPPED:
+            self._say(f"skipped: {self._skipped} steps in all, see log.txt")
         self._say(f"{status} after {_duration(time.monotonic() - self._started)}")
 
     def _time_left(self, step: int) -> str:
