@@ -134,8 +134,7 @@ def _rewards(settings: Mapping[str, Any], records: Sequence[Record]) -> list[str
 
 
 def _chosen(settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    model = settings.get("model", {})
-    lora = model.get("use_peft", True) and "adapter" not in model
+    lora = settings.get("model", {}).get("use_peft", True) and "adapter" not in settings.get("model", {})
     return [
         (f"{section}.{name}", _shown(settings[section][name]))
         for section, names in _SETTINGS.items()

@@ -153,8 +153,9 @@ def with_adapter(config: GRPOConfig, policy: TrainedPolicy) -> GRPOConfig:
     if config.model.adapter is not None or not hasattr(own, "lora_alpha"):
         return config
     targets = own.target_modules
-    named = {} if not targets else {"lora_target_modules": targets if isinstance(targets, str) else sorted(targets)}
-    return config.replace(lora_r=own.r, lora_alpha=own.lora_alpha, lora_dropout=own.lora_dropout, **named)
+    lora: dict[str, Any] = {"lora_r": own.r, "lora_alpha": own.lora_alpha, "lora_dropout": own.lora_dropout}
+    lora |= {"lora_target_modules": targets if isinstance(targets, str) else sorted(targets)} if targets else {}
+    return config.replace(**lora)
 
 
 def with_defaults(config: GRPOConfig, source: Task | World | None) -> GRPOConfig:

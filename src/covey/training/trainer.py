@@ -234,6 +234,7 @@ class GRPOTrainer:
             resume_from_checkpoint = checked_path("resume_from_checkpoint", resume_from_checkpoint)
         with self._recording(resume_from_checkpoint) as recorder, self._sampling(recorder) as samples:
             self._evaluate_when_due(recorder)
+            recorder.checkpoint_when_due()
             while not self._finished():
                 started = time.perf_counter()
                 sampled = samples.next()
