@@ -221,9 +221,13 @@ class TestFolders:
             assert resumed.state.global_step == 4
             assert changed(resumed, weights(whole)) == set()
 
-    @pytest.mark.parametrize("strategy", ["steps", "no"])
+    @pytest.mark.parametrize("strategy", ["steps", "no", "before a step"])
     def test_what_a_stopped_run_says_of_resuming_holds(self, strategy: str, make: Any, tmp_path: Path) -> None:
-        """Also where no checkpoints are wanted: the one of the stop is there."""
+        """Also where no checkpoints are wanted, or none of step 0: the one of the stop is there."""
+        options: dict[str, Any] = {"save_strategy": strategy}
+        if strategy == "before a step":
+            options = {"eval_strategy": "steps", "eval_on_start": True, "load_best_model_at_end": True}
+            options |= {"save_steps": 1, "eval_steps": 1, "held_out": ROWS[:1], "per_device_eval_batch_size": 3}
         calls = []
 
         def fragile(completions: list[Any], **columns: Any) -> list[float]:
@@ -233,12 +237,13 @@ class TestFolders:
             return unique_letters(completions)
 
         with pytest.raises(RuntimeError, match="the judge is away"):
-            make(fragile, save_strategy=strategy).train()
+            make(fragile, **options).train()
         said = (tmp_path / "covey" / "log.txt").read_text()
         assert "Nothing is lost: continue with `trainer.train(resume_from_checkpoint=True)`" in said
-        resumed = make(save_strategy=strategy)
+        resumed = make(**options)
         assert resumed.train(resume_from_checkpoint=True).global_step == 3
-        assert json.loads((tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1
+        first = json.loads((tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()[0])
+        assert first["step"] == (strategy != "before a step")
 
     def test_training_again(self, make: Any, tmp_path: Path) -> None:
         """A second `train`, and a cell that is run again, begin a new run. Nothing of the first one is lost, and its
