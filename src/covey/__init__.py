@@ -25,6 +25,8 @@ for _name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
 
 
 def __getattr__(name: str) -> Any:
+    if name.endswith(("Trainer", "Config", "Arguments", "Parser", "Callback")) and name not in __all__:
+        raise ImportError(f"covey has no {name}; if it is TRL's, see covey.trl: from covey.trl import {name}")
     if name not in __all__:
         raise AttributeError(f"module 'covey' has no attribute {name!r}")
     home = import_module("covey.training.trainer" if name == "GRPOTrainer" else "covey.config")

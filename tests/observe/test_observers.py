@@ -109,6 +109,20 @@ def test_plain_console_prints_a_line_every_few_steps() -> None:
     progress.on_run_start({}, {"total_steps": 9, "start_step": 4, "name": "demo", "last_eval": last})  # a resume
     progress.on_step(6, {"reward": 0.5})
     assert text.getvalue().splitlines()[-1].startswith("step 6/9  reward 0.500  held-out 0.300 (step 3)")
+    by_optimiser = {"schedule": {"max_optimizer_steps": 7}, "algorithm": {"num_iterations": 2, "num_minibatches": 1}}
+    progress.on_run_start(by_optimiser, {"total_steps": 4, "start_step": 1, "name": "demo", "last_eval": last})
+    progress.on_step(4, {"reward": 0.5})
+    progress.on_event("adapter", "adapter/ holds the adapter of step 2, beside step_000002")
+    *_, begun, line, said = text.getvalue().splitlines()
+    for step in range(1, 6):
+        progress.on_event("skipped", f"step {step}: nothing to train on")
+    progress.on_run_end("finished")
+    assert text.getvalue().splitlines()[-3:-1] == [
+        *("skipped: step 6: nothing to train on", "skipped: 5 steps in all, see log.txt"),
+    ]
+    assert begun == "demo: 7 steps, from step 2"
+    assert line.startswith("step 7/7  reward 0.500  held-out 0.300 (step 6)")
+    assert said == "adapter: adapter/ holds the adapter of step 4, beside step_000002"
 
 
 def test_a_notebook_has_one_output_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -227,6 +228,21 @@ def test_early_stop_and_best_model(settings: Settings) -> None:
     assert holds_adapter(trainer, Path(settings["output_dir"], "best"))
 
 
+def test_the_page_s_callback_stops_at_a_target(settings: Settings) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configure.md").read_text()
+    found: dict[str, Any] = {}
+    exec(
+        next(code for code in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "StopAtTarget" in code), found
+    )
+    left = iter((0.0, 0.0, 1.0))
+
+    def right(prompts: list[str], **columns: Any) -> list[float]:
+        return [next(left) if len(prompts) == 2 else 1.0] * len(prompts)
+
+    options = {"max_steps": 12, "eval_steps": 1, "correctness": "right", "callbacks": [found["StopAtTarget"]()]}
+    assert ended(settings, right, **options).state.global_step == 2
+
+
 def test_loaded_model_peft_config_and_callbacks(settings: Settings) -> None:
     seen: list[str] = []
 
@@ -322,8 +338,8 @@ def test_a_run_whose_first_evaluation_is_the_best_ends_with_those_weights(settin
     assert trainer.state.best_step == 0
     assert same_weights(before, trainer)
     what, name = ("adapter", "adapter_model") if use_peft else ("model", "model")
-    said = f"adapter/ holds the {what} of step 0, the best evaluation (eval/reward 1)"
     run, file = settings["output_dir"], RunFolder.read(settings["output_dir"]).adapter / f"{name}.safetensors"
+    said = f"the {what} of step 0, the best evaluation (eval/reward 1), is in {file.parent}"
     assert runs.events(run, "adapter") == [said]
     saved = load_file(file)
     ended(settings, held_out(*FALLING), resume=True, **changes)  # and so does its resume
@@ -332,7 +348,7 @@ def test_a_run_whose_first_evaluation_is_the_best_ends_with_those_weights(settin
     (RunFolder.read(run).checkpoints / "step_000000" / "policy.safetensors").unlink()
     ended(settings, held_out(*FALLING), resume=True, **changes)  # with the best weights gone, the last ones are kept
     assert "the weights of step 0" in runs.events(run, "warning")[-1]
-    assert runs.events(run, "adapter")[-1] == f"adapter/ holds the {what} of step 3, the last one"
+    assert runs.events(run, "adapter")[-1] == f"the {what} of step 3, the last one, is in {file.parent}"
 
 
 def test_a_kill_between_best_and_checkpoint_repeats_steps(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """`push_to_hub` and model cards of `covey.trl.GRPOTrainer`, against a small hub on loopback."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM, LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
-from trl_runs import trained
+from trl_runs import ROWS, trained
 
 from command import Command
 from covey.errors import HubError
@@ -66,6 +67,26 @@ def test_a_card_before_and_without_a_run(make: Any, tmp_path: Path) -> None:
     assert {"a", "b", "covey"} <= set(card.data.tags)
     assert "# mine" in card.text
     assert "Held out" not in card.text
+
+
+def test_a_card_tells_of_the_adapter_of_problems_and_of_optimiser_steps(make: Any, tmp_path: Path) -> None:
+    options = {
+        "num_generations_eval": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "num_iterations": 2,
+        "max_steps": 4,
+    }
+    lora = LoraConfig(r=4, lora_alpha=6, target_modules=["v_proj", "q_proj"])
+    trainer = trained(make(held_out=ROWS[:3], peft_config=lora, per_device_eval_batch_size=4, **options))
+    trainer.create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    for told in ("Steps: 4\n", "`model.lora_r`: 4\n", "`model.lora_alpha`: 6.0\n", "|  | 4 | reward "):
+        assert told in card
+    assert re.search(r" to .* \| 3 \|", card)  # an interval over 3 problems, of 12 completions
+    kept = (tmp_path / "covey" / "config.toml").read_text()
+    assert re.search(r'lora_r = 4\nlora_alpha = 6.0\n.*\nlora_target_modules = \[\s*"q_proj",\s*"v_proj",\s*\]', kept)
+    assert make(model=trainer.model, out=tmp_path / "again").run.args.lora_r == 4
 
 
 def test_missing_rights_are_one_clear_error(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Evaluations as transformers' users know them: a loss, sets by name, streams, early stopping, the best of several."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,46 @@ class TestEvaluations:
         assert trainer.train().global_step == 3
         kept = Path(trainer.args.output_dir) / "checkpoint-1"
         assert (trainer.state.best_model_checkpoint, kept.is_dir()) == (str(kept), True)
+
+    @pytest.mark.parametrize(("limit", "kept"), [(1, {2, 4}), (2, {2, 4}), (3, {2, 3, 4})])
+    def test_evaluations_come_before_checkpoints_and_the_best_counts(
+        self, make: Any, tmp_path: Path, limit: int, kept: set[int]
+    ) -> None:
+        """As in TRL: also in `trainer_state.json`; and of step 0, which nothing was learned in, there is none."""
+        told: list[tuple[str, int, Any]] = []
+
+        class Watching(TrainerCallback):
+            def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                told.append(("evaluate", state.global_step, state.best_global_step))
+
+            def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                told.append(("save", state.global_step, state.best_global_step))
+
+        left = iter((0.125, 0.25, 1.0, 0.5, 0.5))
+        score = Seen(lambda completions, **_: [next(left) if len(completions) == 9 else 0.0] * len(completions))
+        options = {"max_steps": 4, "eval_on_start": True, "save_total_limit": limit, "callbacks": [Watching()]}
+        trainer = trained(make(score, held_out=HELD_OUT, **(BEST | options)))
+        assert told[:5] == [
+            ("evaluate", 0, None),
+            ("evaluate", 1, 0),
+            ("save", 1, 1),
+            ("evaluate", 2, 1),
+            ("save", 2, 2),
+        ]
+        assert {int(path.name[11:]) for path in tmp_path.glob("checkpoint-*")} == kept
+        state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+        assert (state["log_history"][-1]["step"], state["log_history"][-1]["eval_reward"]) == (2, 1.0)
+        assert (state["best_metric"], state["best_model_checkpoint"]) == (1.0, str(tmp_path / "checkpoint-2"))
+        assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+
+    def test_an_evaluation_has_the_metrics_of_a_step(self, make: Any) -> None:
+        trainer = trained(make(beta=0.1, max_completion_length=1, logging_steps=3))
+        found = trainer.evaluate(HELD_OUT)
+        names = "reward reward_std kl frac_reward_zero_std rewards/unique_letters/std completions/max_length"
+        assert {f"eval_{name}" for name in names.split()} <= set(found)
+        for metrics, prefix in ((found, "eval_"), (trainer.state.log_history[0], "")):
+            lengths = [metrics[f"{prefix}completions/{name}_terminated_length"] for name in ("mean", "min", "max")]
+            assert set(lengths) <= {0.0, 1.0}  # 0 where none has ended
 
     def test_a_metric_that_a_function_logs_chooses_the_best(self, make: Any) -> None:
         """What is logged in an evaluation stays in it."""

@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 import signal
 import sys
 import types
@@ -87,6 +88,12 @@ def test_a_table_of_completions_on_the_screen_and_at_trackers(monkeypatch: pytes
     assert columns(rows, 7, unique_prompts=True)["completion"] == ["c0", "c2"]
     console = Console(width=100, record=True, file=io.StringIO())
     show(table, 2, console)
+    chat = '[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]'
+    show(table | {"prompt": [chat] * 3}, 1, chats := Console(width=100, record=True, file=io.StringIO()))
+    shown = [cell.strip() for cell in re.findall(r"│ ([^│]+)│", chats.export_text())]
+    assert [word for word in shown if word in ("SYSTEM", "Be brief.", "USER", "Why?")] == [
+        *("SYSTEM", "Be brief.", "USER", "Why?"),
+    ]
     text = console.export_text()
     assert ("Step 7" in text, sum(f"c{at}" in text for at in range(3))) == (True, 2)
 
@@ -281,9 +288,12 @@ def test_the_engine_samples_where_nothing_was_replaced_and_the_reference_stays(m
     assert changed(trainer, before) == set(before)
 
 
-@pytest.mark.parametrize("name", ["SFTTrainer", "DPOConfig"])
+@pytest.mark.parametrize("name", ["SFTTrainer", "DPOConfig", "LogCompletionsCallback", "is_conversational"])
 def test_what_trl_has_besides_is_one_sentence(name: str) -> None:
     import covey.trl
 
     raises(ImportError, rf"^covey\.trl has no {name}: it has GRPO only; import it from trl", getattr, covey.trl, name)
     assert not hasattr(covey.trl, "nonsense")
+    if name[0].isupper():
+        with pytest.raises(ImportError, match=f"^covey has no {name}; if it is TRL's, see covey.trl"):
+            getattr(covey, name)

@@ -127,8 +127,10 @@ class TestTraining:
         model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="float32")
         lora = LoraConfig(target_modules=["q_proj", "v_proj"])
         model, config = (get_peft_model(model, lora), None) if wrapped else (model, lora)
-        trainer = make(model=model, peft_config=config)
+        trainer = make(model=model, peft_config=config, beta=0.1)
         assert isinstance(trainer.model, PeftModel)
+        assert (trainer.ref_model, trainer.temperature, trainer.is_fsdp_enabled) == (None, 1.0, False)
+        assert trainer.get_num_trainable_parameters() == trainer.model.get_nb_trainable_parameters()[0]
         assert moved_by_training(trainer) == {name for name in weights(trainer) if ".lora_" in name}
         trainer.save_model(tmp_path / "saved")
         fresh = AutoModelForCausalLM.from_pretrained(model_folder, dtype="float32")
@@ -214,9 +216,13 @@ class TestFolders:
             resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
             assert (resumed.state.global_step, changed(resumed, weights(whole))) == (4, set())
 
-    @pytest.mark.parametrize("strategy", ["steps", "no"])
+    @pytest.mark.parametrize("strategy", ["steps", "no", "before a step"])
     def test_what_a_stopped_run_says_of_resuming_holds(self, strategy: str, make: Any, tmp_path: Path) -> None:
-        """Also where no checkpoints are wanted: the one of the stop is there."""
+        """Also where no checkpoints are wanted, or none of step 0: the one of the stop is there."""
+        options: dict[str, Any] = {"save_strategy": strategy}
+        if strategy == "before a step":
+            options = {"eval_strategy": "steps", "eval_on_start": True, "load_best_model_at_end": True}
+            options |= {"save_steps": 1, "eval_steps": 1, "held_out": ROWS[:1], "per_device_eval_batch_size": 3}
         calls = []
 
         def fragile(completions: list[Any], **columns: Any) -> list[float]:
@@ -225,11 +231,12 @@ class TestFolders:
                 raise ConnectionError("the judge is away")
             return unique_letters(completions)
 
-        raises(RuntimeError, "the judge is away", make(fragile, save_strategy=strategy).train)
+        raises(RuntimeError, "the judge is away", make(fragile, **options).train)
         said = (tmp_path / "covey" / "log.txt").read_text()
         assert "Nothing is lost: continue with `trainer.train(resume_from_checkpoint=True)`" in said
-        assert make(save_strategy=strategy).train(resume_from_checkpoint=True).global_step == 3
-        assert json.loads((tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1
+        assert make(**options).train(resume_from_checkpoint=True).global_step == 3
+        first = json.loads((tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()[0])
+        assert first["step"] == (strategy != "before a step")
 
     def test_training_again(self, make: Any, tmp_path: Path) -> None:
         """A second `train`, and a cell that is run again, begin a new run. Nothing of the first one is lost, and its

@@ -17,6 +17,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from covey.files import explained, write_atomically
 from covey.observe.comparison import answers_of
+from covey.observe.console import counted
 from covey.observe.records import Record
 from covey.observe.run_folder import RunFolder
 
@@ -81,11 +82,11 @@ def model_card(
         "## Training",
         _list(
             {"Base model": shown, "Data": data, "Rewards": ", ".join(_rewards(settings, records)) or "see above"}
-            | ({"Steps": f"{step}"} if run else {})
+            | ({"Steps": f"{counted(settings, step)}"} if run else {})
         ),
     ]
     if evaluations:
-        lines += ["## Held out", _held_out(run, evaluations)]
+        lines += ["## Held out", _held_out(run, evaluations, settings)]
     if run and run.curve_path.exists():
         lines.append(f"![reward, held-out results and length over the run]({CURVE})")
     if settings:
@@ -133,7 +134,7 @@ def _rewards(settings: Mapping[str, Any], records: Sequence[Record]) -> list[str
 
 
 def _chosen(settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    lora = settings.get("model", {}).get("use_peft", True)
+    lora = settings.get("model", {}).get("use_peft", True) and "adapter" not in settings.get("model", {})
     return [
         (f"{section}.{name}", _shown(settings[section][name]))
         for section, names in _SETTINGS.items()
@@ -156,32 +157,34 @@ def _metric(record: Record) -> str:
     return "accuracy" if record.get("eval/accuracy") is not None else "reward"
 
 
-def _held_out(run: RunFolder | None, evaluations: Sequence[Record]) -> str:
+def _held_out(run: RunFolder | None, evaluations: Sequence[Record], settings: Mapping[str, Any]) -> str:
     """A table of the first and the last evaluation."""
+    each = settings.get("evaluation", {}).get("num_generations_eval", 1)
     lines = ["| held out | step | | 95 % interval | problems |", "| - | - | - | - | - |"]
     shown = [("before", evaluations[0]), ("after", evaluations[-1])] if len(evaluations) > 1 else [("", evaluations[0])]
     for label, record in shown:
         kind = _metric(record)
         value, low, high = record.get(f"eval/{kind}"), record.get(f"eval/{kind}_low"), record.get(f"eval/{kind}_high")
-        if kind == "reward" and run is not None:
-            low, high = _reward_interval(run, record["step"])
+        if run is not None and (kind == "reward" or each > 1):
+            low, high = _interval(run, record["step"], rewards=kind == "reward")
         percent, unit = (100.0, " %") if kind == "accuracy" else (1.0, "")
         number = "-" if value is None else f"{kind} {percent * value:.4g}{unit}"
         interval = "-" if low is None or high is None else f"{percent * low:.4g} to {percent * high:.4g}{unit}"
-        problems = f"{record.get('eval/num_completions') or 0:.0f}"
-        lines.append(f"| {label} | {record['step']} | {number} | {interval} | {problems} |")
+        problems = math.ceil((record.get("eval/num_completions") or 0) / each)
+        lines.append(f"| {label} | {counted(settings, record['step'])} | {number} | {interval} | {problems} |")
     return "\n".join(lines)
 
 
-def _reward_interval(run: RunFolder, step: int) -> tuple[float | None, float | None]:
-    """Of the mean reward: 1.96 standard errors over problems, whose completions are averaged first."""
+def _interval(run: RunFolder, step: int, *, rewards: bool) -> tuple[float | None, float | None]:
+    """Of a mean: 1.96 standard errors over problems, whose completions are averaged first; they are not independent."""
     if step not in run.evaluation_steps():
         return None, None
-    means = [score for score, _ in answers_of(run.read_evaluation(step), rewards=True)["by_uid"].values()]
+    means = [score for score, _ in answers_of(run.read_evaluation(step), rewards=rewards)["by_uid"].values()]
     if len(means) < 2:
         return None, None
     half = 1.96 * stdev(means) / math.sqrt(len(means))
-    return fmean(means) - half, fmean(means) + half
+    low, high = fmean(means) - half, fmean(means) + half
+    return (low, high) if rewards else (max(low, 0.0), min(high, 1.0))
 
 
 def _results(last: Sequence[Record], data: str) -> list[EvalResult] | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from statistics import fmean
 from typing import Any
@@ -22,6 +24,7 @@ from covey.observe.observers import BaseObserver, Metrics
 
 _SHOWN = (("reward", "reward"), ("kl", "KL"), ("completions/mean_length", "length"))
 """Of the step; what was held out is shown with the step at which it was measured."""
+_MOST_SKIPPED = 3  # steps without an update that are each told of
 
 
 def visible(text: str, limit: int = 400) -> str:
@@ -67,6 +70,13 @@ def format_number(value: Any) -> str:
     return f"{value:d}" if isinstance(value, int) else f"{value:#.3g}".rstrip(".")
 
 
+def counted(settings: Mapping[str, Any], step: int) -> int:
+    """A step of a run in optimiser steps, where those limit the run (as in `covey.trl`); else as it is."""
+    most, algorithm = settings.get("schedule", {}).get("max_optimizer_steps"), settings.get("algorithm", {})
+    each: int = algorithm.get("num_iterations", 1) * algorithm.get("num_minibatches", 1)
+    return step if most is None else min(step * each, int(most))
+
+
 @contextmanager
 def progress_bar(console: Console, activity: str) -> Iterator[Callable[[int, int], None]]:
     """A bar that `(done, total)` calls move; without a terminal nothing is shown."""
@@ -94,20 +104,22 @@ class ConsoleProgress(BaseObserver):
         self._live = self._console.is_terminal if live is None else live
         self._display: Any = None  # the one output of a notebook: what was said, and a line of what goes on
         self._lines, self._line, self._shown_at = deque[str](maxlen=100), "", 0.0
-        self._held_out = ""
+        self._held_out, self._skipped = "", 0
+        self._counted = partial(counted, {})
         self._total: int | None = None
-        self._start_step = 0
         self._started = time.monotonic()
         self._step_times: list[float] = []
         self._bar: Progress | None = None
 
     def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         """Say what runs and begin the bar. `info`: `total_steps`, `start_step`, `name`, `last_eval` (of a resume)."""
-        self._total, self._start_step = info.get("total_steps"), int(info.get("start_step") or 0)
+        self._counted = partial(counted, config)
+        self._total, start = info.get("total_steps"), self._counted(int(info.get("start_step") or 0))
+        total = self._total and self._counted(self._total)
         self._started = time.monotonic()
         name = visible(str(info.get("name") or "run"), 80)
-        length = f"{self._total} steps" if self._total else "no fixed number of steps"
-        resumed = f", from step {self._start_step}" if self._start_step else ""
+        length = f"{total} steps" if total else "no fixed number of steps"
+        resumed = f", from step {start}" if start else ""
         self._say(f"{name}: {length}{resumed}")
         if info.get("last_eval"):
             self._note_held_out(info["last_eval"]["step"], info["last_eval"])
@@ -116,7 +128,7 @@ class ConsoleProgress(BaseObserver):
             activity = TextColumn("{task.fields[activity]}", style="dim", markup=False)
             progress = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), numbers, activity)
             self._bar = Progress(*progress, TimeElapsedColumn(), TimeRemainingColumn(), console=self._console)
-            begun: dict[str, Any] = {"total": self._total, "completed": self._start_step}
+            begun: dict[str, Any] = {"total": total, "completed": start}
             self._task = self._bar.add_task("train", **begun, numbers="", activity="")
             self._bar.start()
 
@@ -126,10 +138,10 @@ class ConsoleProgress(BaseObserver):
         numbers += self._held_out
         self._step_times.append(float(metrics.get("step_time", 0.0)))
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, numbers=numbers, activity="")
+            self._bar.update(self._task, completed=self._counted(step), numbers=numbers, activity="")
         elif self._console.is_jupyter or step % self._every == 0 or step == self._total:
-            of_total = f"/{self._total}" if self._total else ""
-            self._line = f"step {step}{of_total}  {numbers}{self._time_left(step)}"
+            of_total = f"/{self._counted(self._total)}" if self._total else ""
+            self._line = f"step {self._counted(step)}{of_total}  {numbers}{self._time_left(step)}"
             self._show(self._line) if self._console.is_jupyter else self._say(self._line)
 
     def on_eval(self, step: int, metrics: Metrics) -> None:
@@ -141,13 +153,13 @@ class ConsoleProgress(BaseObserver):
         interval += "".join(f", {visible(kind, 40)} {format_number(value)}" for kind, value in kinds)
         about = (("eval/accuracy", "accuracy", interval), ("eval/reward", "reward", ""))
         values = [f"{label} {format_number(metrics[name])}{more}" for name, label, more in about if name in metrics]
-        self._say(f"evaluation at step {step}: {', '.join(values) or 'done'}")
+        self._say(f"evaluation at step {self._counted(step)}: {', '.join(values) or 'done'}")
 
     def _note_held_out(self, step: int, metrics: Metrics) -> None:
         for name in ("eval/reward", "eval/accuracy"):  # the second, where there is one
             if name in metrics:
                 what = "held-out" if name == "eval/accuracy" else "held-out reward"
-                self._held_out = f"  {what} {format_number(metrics[name])} (step {step})"
+                self._held_out = f"  {what} {format_number(metrics[name])} (step {self._counted(step)})"
 
     def on_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         if step % self._every:
@@ -167,7 +179,10 @@ class ConsoleProgress(BaseObserver):
     def on_event(self, kind: str, message: str) -> None:
         if kind == "failed":  # the error itself is printed by whoever catches it
             message = message.rpartition("\n")[2]
-        self._say(f"{kind}: {visible(message, 2000)}")
+        message = re.sub(r"\bstep (\d+)", lambda found: f"step {self._counted(int(found[1]))}", message)
+        self._skipped += kind == "skipped"
+        if kind != "skipped" or self._skipped <= _MOST_SKIPPED:
+            self._say(f"{kind}: {visible(message, 2000)}")
 
     def on_run_end(self, status: str) -> None:
         """Stop the bar and say how it ended."""
@@ -176,6 +191,8 @@ class ConsoleProgress(BaseObserver):
             self._bar = None
         self._lines.append(self._line)
         self._line = ""
+        if self._skipped > _MOST_SKIPPED:
+            self._say(f"skipped: {self._skipped} steps in all, see log.txt")
         self._say(f"{status} after {_duration(time.monotonic() - self._started)}")
 
     def _time_left(self, step: int) -> str:

@@ -473,7 +473,7 @@ class RunFolder:
         kind = "adapter" if path == self.adapter else "best"
         said = [str(event.get("message")) for event in self.read_events() if event.get("kind") == kind]
         if kind == "adapter":
-            return f"{path} ({said[-1]})" if said else f"{path}, the end of the run"
+            return f"{path} ({said[-1].partition(', is in ')[0]})" if said else f"{path}, the end of the run"
         step = f": {said[-1]}" if said else ""
         if self.adapter.exists():
             return f"{path}, the best evaluation{step}"

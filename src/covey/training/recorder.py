@@ -86,7 +86,7 @@ class Recorder:
         self._observers = Observers()
         self._doctor = Doctor()
         self._consistent = True
-        self._unsaved = True
+        self._unsaved, self._best_unsaved = True, False
         self._phase = -1
         self._notes: list[str] = []
         self._failures: set[tuple[str, str]] = set()
@@ -145,7 +145,7 @@ class Recorder:
         with folder.publishing(folder.adapter) as aside:
             self._run.policy.save_pretrained(aside)
         what = "the adapter" if self._run.args.model.use_peft else "the model"
-        self.event("adapter", f"{folder.adapter.name}/ holds {what} of {whose}")
+        self.event("adapter", f"{what} of {whose}, is in {folder.adapter}")
         draw_run(folder)
 
     def _take_best(self, folder: RunFolder) -> str:
@@ -302,8 +302,7 @@ class Recorder:
                 with folder.publishing(folder.best) as aside:
                     self._run.policy.save_pretrained(aside)
                 folder.append_event("best", f"step {state.global_step} ({state.best_metric_name} {value:.4g})")
-            if self._run.args.evaluation.load_best_model_at_end:
-                self._save(folder)
+            self._best_unsaved = self._run.args.evaluation.load_best_model_at_end
         elif state.global_step > 0:
             state.evaluations_without_improvement += 1
         return metrics
@@ -323,9 +322,10 @@ class Recorder:
     # ------------------------------------------------------------------ checkpoints
 
     def checkpoint_when_due(self) -> None:
-        """Every `save_steps` steps, or when a callback asks for one."""
+        """Every `save_steps` steps, when a callback asks for one, or after the best evaluation, which may be wanted."""
         step, every = self._run.state.global_step, self._settings.save_steps
-        if self._callbacks.take("should_save") or (every > 0 and step % every == 0):
+        asked, self._best_unsaved = self._callbacks.take("should_save") or self._best_unsaved, False
+        if asked or (step > 0 and every > 0 and step % every == 0):
             assert self._folder is not None
             self._save(self._folder)
 

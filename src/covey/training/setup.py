@@ -148,6 +148,17 @@ def load_world(config: GRPOConfig) -> World | None:
     return get_world(config.environment.world)
 
 
+def with_adapter(config: GRPOConfig, policy: TrainedPolicy) -> GRPOConfig:
+    """The `lora_...` settings of the adapter that was passed in their place, as a config or on the model."""
+    own: Any = getattr(policy.model, "active_peft_config", None)
+    if config.model.adapter is not None or not hasattr(own, "lora_alpha"):
+        return config
+    targets = own.target_modules
+    lora: dict[str, Any] = {"lora_r": own.r, "lora_alpha": own.lora_alpha, "lora_dropout": own.lora_dropout}
+    lora |= {"lora_target_modules": targets if isinstance(targets, str) else sorted(targets)} if targets else {}
+    return config.replace(**lora)
+
+
 def with_defaults(config: GRPOConfig, source: Task | World | None) -> GRPOConfig:
     """Completions as long as the task's answers or the world's actions need, unless the user said how long."""
     if source is None or "max_completion_length" in config.sampling.model_fields_set:

@@ -179,6 +179,8 @@ class GRPOTrainer:
         self.phases = setup.phase_plan(args)
         self.length = setup.run_length(args, self.phases, len(self.data.train))
         self.policy = backend.make_policy(args, model, processing_class, peft_config)
+        if peft_config is not None or hasattr(model, "peft_config"):
+            self.args = args = setup.with_adapter(args, self.policy)
         if ref_model is not None:
             self.policy.reference.hold(ref_model)
         if not waits:
@@ -244,6 +246,7 @@ class GRPOTrainer:
             resume_from_checkpoint = checked_path("resume_from_checkpoint", resume_from_checkpoint)
         with self._recording(resume_from_checkpoint) as recorder, self._sampling(recorder) as samples:
             self._evaluate_when_due(recorder)
+            recorder.checkpoint_when_due()
             while not self._finished():
                 started = time.perf_counter()
                 sampled = samples.next()

@@ -32,6 +32,7 @@ __all__ += [
 
 
 def __getattr__(name: str) -> object:
-    if name.endswith(("Trainer", "Config")):
-        raise ImportError(f"covey.trl has no {name}: it has GRPO only; import it from trl, and train on what it saves")
+    if name[:1].isupper() or name in ("is_conversational", "apply_chat_template", "extract_prompt"):
+        more = ", and train on what it saves" if name.endswith(("Trainer", "Config")) else ""
+        raise ImportError(f"covey.trl has no {name}: it has GRPO only; import it from trl{more}")
     raise AttributeError(f"module 'covey.trl' has no attribute {name!r}")

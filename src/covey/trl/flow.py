@@ -13,6 +13,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ import covey
 from covey.algorithms import policy_loss
 from covey.errors import ConfigError
 from covey.rollout.learning import loss_weights
-from covey.training.evaluate import Evaluation
+from covey.training.evaluate import Evaluation, rollout_metrics
 from covey.trl.arguments import GRPOConfig
 from covey.types import Group
+
+_ENDED = tuple(f"completions/{name}_terminated_length" for name in ("mean", "min", "max"))  # 0 of none, as in TRL
 
 
 class Rates:
@@ -69,6 +72,7 @@ class Flow:
 
     def on_log(self, _args: Any, inner: Any, control: TrainerControl, logs: Mapping[str, Any]) -> TrainerControl:
         numbers = {name: float(value) for name, value in logs.items() if isinstance(value, int | float)}
+        numbers |= {name: 0.0 for name in _ENDED if name not in numbers}
         if self.args.entropy_coef:
             numbers.setdefault("entropy_coef", self.args.entropy_coef)
         for name, value in numbers.items():
@@ -106,7 +110,7 @@ class Flow:
         return self._ask(control)
 
     def on_save(self, _args: Any, _state: Any, control: TrainerControl, **_: Any) -> TrainerControl:
-        if self._asked_to_save or self.args.save_strategy != SaveStrategy.NO:
+        if self.state.global_step and (self._asked_to_save or self.args.save_strategy != SaveStrategy.NO):
             self._asked_to_save = False
             self._save()
             self._tell("on_save")
@@ -243,12 +247,14 @@ class Run(covey.GRPOTrainer):
         self.best_metric = compared_by
 
     def evaluation(self, *values: Any, **options: Any) -> Evaluation:
-        """With `eval/loss`: that of its completions as one step of the policy that sampled them."""
+        """With what a step measures too, and `eval/loss`: of its completions as one step of the policy that sampled."""
         found = super().evaluation(*values, **options)
-        found.metrics["eval/loss"] = self._loss(found.rollout.groups)
-        return found
+        step = rollout_metrics(found.rollout, self.estimator, self.args.algorithm.scaling["correction"])
+        step |= self._loss(found.rollout.groups)
+        own = {f"eval/{name}": step.get(name, 0.0) for name in (*step, *_ENDED) if not name.startswith("time/")}
+        return replace(found, metrics=own | found.metrics)
 
-    def _loss(self, groups: Sequence[Group]) -> float:
+    def _loss(self, groups: Sequence[Group]) -> dict[str, float]:
         args = self.args
         objective, temperature = args.algorithm.objective(), args.evaluation.eval_temperature
         batch = self.make_batch(groups, self.phases.at(self._elapsed()))
@@ -264,4 +270,7 @@ class Run(covey.GRPOTrainer):
             known["selected"] = objective.select(logp, logp, batch.advantages, batch.mask, known.get("entropy"))
         of, given = torch.from_numpy, {name: torch.from_numpy(np.asarray(value)) for name, value in known.items()}
         old, masks = of(logp), of(np.asarray(batch.mask))
-        return float(policy_loss(old, old, of(batch.advantages), masks, of(weights), objective, **given).loss)
+        terms = policy_loss(old, old, of(batch.advantages), masks, of(weights), objective, **given)
+        sums, tokens = terms.metrics, max(float(terms.metrics["active_tokens"]), 1.0)
+        means = {name: float(sums[f"{name}_sum"]) / tokens for name in ("kl", "entropy") if f"{name}_sum" in sums}
+        return {"loss": float(terms.loss), **means}

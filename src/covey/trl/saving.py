@@ -64,8 +64,8 @@ class Saving:
             (aside / POINTER).write_text(json.dumps({"checkpoint": newest.name, "hashed": True}) + "\n")
         if self.args.save_total_limit:
             whole = [path for path in reversed(self._listed()) if not self._problem(path, hashes=False)]
-            doomed = [path for path in whole if str(path) != self.state.best_model_checkpoint]
-            for old in doomed[: -self.args.save_total_limit]:
+            doomed = [path for path in whole[:-1] if str(path) != self.state.best_model_checkpoint]
+            for old in doomed[: max(len(whole) - self.args.save_total_limit, 0)]:  # the two others count too, and stay
                 remove_folder(old)
 
     def _listed(self) -> list[Path]:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback
 
+from covey.observe.completions import messages
 from covey.observe.console import accept_any_text
 
 Row = Mapping[str, Any]
@@ -43,9 +44,14 @@ def show(table: Mapping[str, Sequence[Any]], number: int | None = None, console:
     for name in names:
         shown.add_column(name, overflow="fold")
     for row in rows:
-        shown.add_row(*(Text(f"{value:.2f}" if isinstance(value, float) else str(value)) for value in row))
+        shown.add_row(*(Text(_cell(value)) for value in row))
     accept_any_text(sys.stdout)
     (console or Console()).print(shown)
+
+
+def _cell(value: Any) -> str:
+    said = messages(f"{value:.2f}" if isinstance(value, float) else str(value), 1_000_000)
+    return "\n".join(f"{each['role'].upper()}\n{each['content']}".removeprefix("\n") for each in said)
 
 
 def send(table: Mapping[str, Sequence[Any]], report_to: Sequence[str], callbacks: Sequence[Any]) -> None:

@@ -235,15 +235,14 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
                 ) from error
         return found
 
-    model = model_wrapped = property(
-        attrgetter("run.policy_model"), doc="The module that is trained, with its adapter."
-    )
-    # With LoRA it is the same network with its adapter off.
-    ref_model = property(attrgetter("run.ref_model"), doc="The frozen reference, None where `beta` is 0.")
+    model = model_wrapped = property(attrgetter("run.policy_model"), doc="What is trained, with its adapter.")
+    control = property(attrgetter("_flow.control"), doc="What callbacks have asked for, a `TrainerControl`.")
     processing_class = tokenizer = property(attrgetter("run.policy.tokenizer"), doc="The tokenizer.")
     optimizer = property(attrgetter("run.learner.optimizer"), doc="The optimiser.")
     num_generations = property(attrgetter("args.num_generations"), doc="Completions for each prompt.")
     beta = property(attrgetter("args.beta"), doc="Weight of the KL.")
+    temperature = property(attrgetter("args.temperature"), doc="Divides the logits before sampling.")
+    max_completion_length = property(attrgetter("args.max_completion_length"), doc="Longest completion, in tokens.")
     add_callback = property(attrgetter("callback_handler.add_callback"), doc="Adds a callback, or a class of one.")
     pop_callback = property(attrgetter("callback_handler.pop_callback"), doc="Takes a callback out and returns it.")
     remove_callback = property(attrgetter("callback_handler.remove_callback"), doc="Takes a callback out.")
@@ -251,6 +250,10 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
     _tools_accept_completion_idx = property(attrgetter("_acting.toolset.accepts_index"))
     _environment_pool = property(attrgetter("_acting.toolset.pools"))
     aux_loss_enabled = False  # the balance loss of a mixture of experts is not computed
+    is_fsdp_enabled = is_deepspeed_enabled = False
+
+    # None where `beta` is 0, and with LoRA, where it is the model with its adapter off.
+    ref_model = property(lambda self: None if self.run.policy.uses_peft else self.run.ref_model, doc="The reference.")
 
     @property
     def lr_scheduler(self) -> Any:
@@ -307,6 +310,10 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
     def __repr__(self) -> str:
         return f"covey.trl.{self.run!r}"
 
+    def get_num_trainable_parameters(self) -> int:
+        """Numbers that are trained."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
     def is_world_process_zero(self) -> bool:
         """True: there is one process."""
         return True
@@ -336,7 +343,8 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         try:
             self.run.train(resume_from_checkpoint=inner)
         except (KeyboardInterrupt, CoveyError):
-            if self.args.save_strategy == SaveStrategy.NO and list_checkpoints(self._checkpoints):
+            unsaved = self.args.save_strategy == SaveStrategy.NO or not self.state.global_step
+            if unsaved and list_checkpoints(self._checkpoints):
                 self._save_checkpoint()  # without it, what the run says of resuming would not hold
             raise
         if self.args.push_to_hub:
