@@ -410,8 +410,10 @@ def source_hashes(config: GRPOConfig) -> dict[str, str]:
         return {setting: sampled_hash(files) for setting, files in found.items() if files}
 
 
-def changed_settings(checkpoint: Checkpoint, config: GRPOConfig) -> list[str]:
-    """Sentences on the settings, and the files, that are not those that the checkpoint was made with."""
+def changed_settings(checkpoint: Checkpoint, config: GRPOConfig, *, adapter_given: bool = False) -> list[str]:
+    """Sentences on the settings, and the files, that are not those that the checkpoint was made with. Of an adapter that
+    was passed as an object the weights' shapes decide, since version 0.1.0 did not write its settings.
+    """
     before, changed = checkpoint.state.get("settings", {}), []
     with damage_explained(checkpoint):
         sources, present = dict(checkpoint.state.get("sources", {})), source_hashes(config)
@@ -426,7 +428,8 @@ def changed_settings(checkpoint: Checkpoint, config: GRPOConfig) -> list[str]:
                 if was == value or name in free:
                     continue
                 changed.append(f"{section}.{name} {was!r:.60} -> {value!r:.60}")
-                if name in _SHAPE.get(section, ()) and f"{section}.{name}" not in moved:
+                refused = name in _SHAPE.get(section, ()) and f"{section}.{name}" not in moved
+                if refused and not (adapter_given and name.startswith("lora_")):
                     raise ConfigError(
                         f"{section}.{name}={value!r:.80}: the checkpoint {checkpoint.path} was made with {was!r:.80}; "
                         f"resume with that, or start a new run in another run.output_dir"

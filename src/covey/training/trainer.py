@@ -179,7 +179,8 @@ class GRPOTrainer:
         self.phases = setup.phase_plan(args)
         self.length = setup.run_length(args, self.phases, len(self.data.train))
         self.policy = backend.make_policy(args, model, processing_class, peft_config)
-        if peft_config is not None or hasattr(model, "peft_config"):
+        self.adapter_given = peft_config is not None or hasattr(model, "peft_config")
+        if self.adapter_given:
             self.args = args = setup.with_adapter(args, self.policy)
         if ref_model is not None:
             self.policy.reference.hold(ref_model)
