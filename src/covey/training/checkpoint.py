@@ -411,8 +411,8 @@ def source_hashes(config: GRPOConfig) -> dict[str, str]:
 
 
 def changed_settings(checkpoint: Checkpoint, config: GRPOConfig, *, adapter_given: bool = False) -> list[str]:
-    """Sentences on the settings, and the files, that are not those that the checkpoint was made with. Of an adapter that
-    was passed as an object the weights' shapes decide, since version 0.1.0 did not write its settings.
+    """Sentences on the settings, and the files, that are not those that the checkpoint was made with. Of an adapter
+    that was passed as an object the weights' shapes decide, since version 0.1.0 did not write its settings.
     """
     before, changed = checkpoint.state.get("settings", {}), []
     with damage_explained(checkpoint):
