@@ -271,6 +271,7 @@ def test_one_writer_in_and_among_processes_and_a_dead_one_does_not_count(tmp_pat
 import os, sys, time
 from covey.observe.run_folder import RunFolder
 run = RunFolder.create(sys.argv[1])
+run.append_metrics(1, {})
 child = os.fork()
 if child == 0:
     time.sleep(60)  # an orphaned worker, which must not keep the lock
@@ -284,11 +285,13 @@ time.sleep(60)
     try:
         with pytest.raises(RunFolderError, match=f"being written by process {writer.pid} on "):
             RunFolder.open(tmp_path / "other")
+        with pytest.raises(RunFolderError, match=f"being written by process {writer.pid} on "):
+            RunFolder.check_new(tmp_path / "other")
         writer.send_signal(signal.SIGKILL)
         writer.wait()
         os.kill(orphan, 0)
         with RunFolder.open(tmp_path / "other") as run:
-            run.append_metrics(1, {})
+            run.append_metrics(2, {})
     finally:
         os.kill(orphan, signal.SIGKILL)
         writer.kill()

@@ -13,6 +13,7 @@
     best/ adapter/          the best and the final policy, for use elsewhere
     learning_curve.png      drawn from metrics.jsonl
     events.jsonl log.txt    what happened, for programs and for people
+    mcp.log                 what a run that `covey mcp` started printed
     run.lock                held by the process that writes
 
 Everything but the appended files is written aside and renamed, so a kill leaves nothing half-written.
@@ -116,7 +117,8 @@ class FolderLock:
 
 DEFAULT_FREE_BYTES = 200_000_000
 _TABLE = re.compile(r"^(step|eval)_(\d{6,})\.parquet$")
-_IGNORED = {FolderLock.NAME, ".DS_Store"}
+STARTED_LOG = "mcp.log"
+_IGNORED = {FolderLock.NAME, STARTED_LOG, ".DS_Store"}
 _FOLDERS = ("completions", "checkpoints", "ledger", "batches", "best", "adapter")
 _FILES = (
     *("config.toml", "versions.json", "metrics.jsonl", "questions.jsonl", "events.jsonl", "log.txt"),
@@ -209,8 +211,8 @@ class RunFolder:
         """Find out whether `create` would work, and raise what it would, before a model is loaded. Changes nothing."""
         folder = Path(path).expanduser().absolute()
         if there := cls.is_run(folder):
-            cls.read(folder)._require_replaceable(overwrite)
             FolderLock(folder).release()  # nobody writes it
+            cls.read(folder)._require_replaceable(overwrite)
         with files.explained(folder, "create the run folder"):
             present = [entry.name for entry in folder.iterdir()] if folder.exists() and not there else []
         foreign = sorted(name for name in present if name not in _IGNORED | _FRESH and not files.is_leftover(name))
@@ -465,8 +467,11 @@ class RunFolder:
 
     def is_finished(self) -> bool:
         """True when the run's last event is its end."""
-        ends = [event.get("message") for event in self.read_events() if event.get("kind") == "run"]
-        return bool(ends) and ends[-1] == "finished"
+        return self.last_state() == "finished"
+
+    def last_state(self) -> str:
+        """What the events told last of the run: started, resumed at step N, finished, stopped, failed; "" = nothing."""
+        return next((str(event.get("message")) for event in self.read_events()[::-1] if event.get("kind") == "run"), "")
 
     def describe_weights(self, path: Path) -> str:
         """Of which step `best` or `adapter` are, as the run's events tell it."""
