@@ -332,6 +332,16 @@ def test_a_run_is_judged_by_its_end(tmp_path: Path, covey: Command) -> None:
     assert (one["code"], one["since"], one["until"], one["present"]) == ("kl_high", 11, 20, True)
     new = run_of(tmp_path / "new", [])
     assert shows(covey, 0, new) == f"{new}: 0 steps; there is nothing to judge yet\n"
+    with RunFolder.open(new) as folder:
+        (folder.checkpoints / "step_000000").mkdir()
+        folder.append_event("failed", "reward function 'f' failed\nNothing is lost: continue with `covey resume new`")
+        folder.append_event("run", "failed")
+    assert "run_failed, since step 0\n  reward function 'f' failed\n  Nothing is lost: " in shows(covey, 1, new)
+    (one,) = json.loads(shows(covey, 1, new, "--json"))["findings"]
+    assert (one["code"], one["fix"]) == ("run_failed", "Nothing is lost: continue with `covey resume new`")
+    assert "nothing to tell: reward function 'f' failed\nNothing is lost" in covey("report", new)[2]
+    (new / "checkpoints" / "step_000002").mkdir()
+    assert "step_000002, but no line of a step in its metrics.jsonl" in shows(covey, 2, new)
     assert "as far as so few steps say" in covey("doctor", run_of(tmp_path / "three", [{}] * 3))[1]
 
 

@@ -131,9 +131,9 @@ def _compare(
     notes: list[str] = []
     compared = [_compared(folder, label, notes) for folder, label in zip(folders, run_labels(runs), strict=True)]
     if not any(run.records or run.evaluations for run in compared):
-        lost = any(any(folder.checkpoints.glob("step_*")) for folder in folders)
-        why = "metrics.jsonl is gone or empty; restore it from a backup" if lost else "nothing is recorded yet"
-        raise DataError(f"{runs[0]}: {why}, so there is nothing to tell")
+        lost = any(path.name != "step_000000" for folder in folders for path in folder.checkpoints.glob("step_*"))
+        why = "metrics.jsonl is gone or empty; restore it from a backup" if lost else folders[0].failure()
+        raise DataError(f"{runs[0]}: there is nothing to tell: {why or 'nothing is recorded yet'}")
     asked = [questions_of(folder.read_answers()) for folder in folders]
     known = {name for run in compared for record in run.records for name in record}
     shown, point = [name for name in comparison.SHOWN if name in known], comparison.equal_step(compared)

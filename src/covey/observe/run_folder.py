@@ -473,6 +473,11 @@ class RunFolder:
         """What the events told last of the run: started, resumed at step N, finished, stopped, failed; "" = nothing."""
         return next((str(event.get("message")) for event in self.read_events()[::-1] if event.get("kind") == "run"), "")
 
+    def failure(self) -> str:
+        """Why the run failed and how to go on, if that is its end; else ""."""
+        told = [str(event.get("message")) for event in self.read_events() if event.get("kind") == "failed"]
+        return told[-1] if told and self.last_state() == "failed" else ""
+
     def describe_weights(self, path: Path) -> str:
         """Of which step `best` or `adapter` are, as the run's events tell it."""
         kind = "adapter" if path == self.adapter else "best"
