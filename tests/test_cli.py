@@ -78,6 +78,8 @@ def test_train_eval_sample_report(covey: Command, recipe_folder: Path, tmp_path:
     assert covey(*arguments, "--seed", "1")[1] != first
     found = json.loads(covey.done("report", run, "-o", picture, "--json"))
     assert (found["runs"], found["equal_step"]) == (["run"], 2)
+    found = json.loads(covey.done("report", run, "--html", tmp_path / "run.html", "--json"))
+    assert (found["runs"], (tmp_path / "run.html").is_file()) == (["run"], True)
     assert picture.stat().st_size > 5_000
 
 
@@ -474,6 +476,21 @@ def test_an_ascii_console_shows_a_question_mark(run: Path) -> None:
     stream.write("± 日本 \ud800")
     stream.flush()
     assert stream.buffer.getvalue() == b"? ?? ?"  # type: ignore[attr-defined]
+
+
+def test_output_that_takes_no_more_is_no_traceback(run: Path) -> None:
+    shell, folder = f"{sys.executable} -m covey", shlex.quote(str(run))
+    for command, found, said in (
+        (f"{shell} report {folder} > /dev/full", 2, "covey: standard output: the disk is full; free some space\n"),
+        (
+            f"{shell} report --json {folder} > /dev/full",
+            2,
+            "covey: standard output: the disk is full; free some space\n",
+        ),
+        (f"set -o pipefail; {shell} config --explain | head -1", 141, ""),
+    ):
+        done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=120, text=True)
+        assert (done.returncode, done.stderr) == (found, said)
 
 
 def test_commands_in_advice_can_be_pasted(run: Path) -> None:

@@ -6,6 +6,7 @@ message and ends with exit status 2; anything else is a bug and shows its traceb
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -87,9 +88,16 @@ def main() -> None:
         if isinstance(error, ClusterLostError):
             os._exit(error.exit_status)  # what Ray does at the end of a process would wait for it
         sys.exit(error.exit_status)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        err.print(f"covey: {error.filename or 'standard output'}: the disk is full; free some space", style="red")
+        os._exit(2)  # what standard output still holds would fail again
     except KeyboardInterrupt:
         err.print("covey: interrupted", style="red")
         sys.exit(130)
+    except SystemExit as end:
+        sys.exit(141 if out.quiet else end.code)  # rich is quiet once nobody reads on: as if SIGPIPE had ended it
 
 
 def _warning_in_a_line(

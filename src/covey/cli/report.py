@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from covey.cli.results import difference, percent
-from covey.cli.weights import AsJson, err, print_json
+from covey.cli.weights import AsJson, err, out, print_json
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError, DataError, RunFolderError
 from covey.files import explained, open_regular, write_atomically
@@ -44,7 +44,6 @@ _TEXT, _EXCERPT, _NOTE = 2_000, 300, 300
 _WRAPPED = 50_000
 _EVAL = "The evaluation that is compared: a step, first or last. With --worst or --question it is read."
 _OUTPUT = "Write curves (.png), all that is told (.json), or the completions, whole (.jsonl); may be repeated."
-out = Console()
 _log = logging.getLogger("covey.observe")
 
 
@@ -79,8 +78,9 @@ def report(
             ends = ".png for curves, .json for what is told, or .jsonl for completions"
             raise ConfigError(f"--output {path}: give a name that ends in {ends}; a page is --html FILE")
     if html is not None:
-        _write_page(runs, html)
-        return
+        _write_page(runs, html, err if as_json else out)
+        if not as_json and not files:
+            return
     lines = [path for path in files if path.suffix == ".jsonl"]
     if step is not None or worst or question or lines:
         if others := [str(path) for path in files if path not in lines]:
@@ -91,7 +91,7 @@ def report(
         _compare(runs, evaluation, number, files, reader, seeds=seeds, as_json=as_json)
 
 
-def _write_page(runs: Sequence[Path], path: Path) -> None:
+def _write_page(runs: Sequence[Path], path: Path, console: Console) -> None:
     from covey.watch.export import export_runs
     from covey.watch.run import WatchedRun
 
@@ -101,9 +101,8 @@ def _write_page(runs: Sequence[Path], path: Path) -> None:
         raise ConfigError(f"--html {path}: {'it is a folder' if path.is_dir() else 'its folder does not exist'}")
     with closing(TableReader()) as reader:
         left_out = export_runs([WatchedRun(run, reader) for run in runs], path)
-    say(out, f"{path}: {path.stat().st_size / 1e6:.1f} MB")
-    for sentence in left_out:
-        say(out, sentence)
+    for sentence in (f"{path}: {path.stat().st_size / 1e6:.1f} MB", *left_out):
+        say(console, sentence)
 
 
 # ---------------------------------------------------------------------- runs side by side
