@@ -168,6 +168,8 @@ def test_config_prints_what_a_recipe_means_and_explains(covey: Command, recipe_f
         (("eval", "{model}"), "--task"),
         (("eval", "{model}", "--show", "-1"), "greater than or equal to 0"),
         (("sample", "{model}", "hi", "-n", "1000000000"), "-n 1000000000 x --max-tokens 128: needs at least"),
+        (("sample", "{model}", "hi", "--temperature", "1e-320"), "set it to 0 (greedy) or at least 0.001"),
+        (("sample", "{model}", "hi", "--temperature", "inf"), "eval_temperature=inf"),
         (("sample", "{tmp}/nowhere", "hi"), "nowhere"),
         (("sample", "{model}", "hi", "--adapter", "{tmp}/none"), "none"),
         (("train", "{recipe}", "model.adapter={tmp}/other", "run.output_dir={tmp}/d"), "other"),

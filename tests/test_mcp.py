@@ -127,7 +127,7 @@ def test_a_run_from_plan_to_report(recipe_folder: Path, tmp_path: Path) -> None:
         assert "continue with" in "".join(event["message"] for event in ended["events"])
         assert (await tool("doctor", run=str(run)))["steps"] >= 3
         assert (await tool("report", runs=[str(run)]))["runs"] == ["run"]
-        assert not RunFolder.read(run).is_finished()
+        assert RunFolder.read(run).last_state() == "stopped"
         assert "holds another run" in str(await tool("start", recipe=recipe, settings=settings))
         await tool("start", recipe=recipe, settings=[settings[0], "schedule.max_steps=1", "run.overwrite=true"])
         assert await tool("follow", run=str(run)) == {"state": "starting", "metrics": [], "events": []}

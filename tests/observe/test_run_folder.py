@@ -129,9 +129,13 @@ def test_checking_changes_nothing(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_without_permission_is_explained(tmp_path):
-    tmp_path.chmod(0o555)
-    with pytest.raises(RunFolderError, match="permission denied"):
-        RunFolder.create(tmp_path)
+    run = tmp_path / "run"
+    RunFolder.create(run).close()
+    for folder, begin in ((tmp_path, RunFolder.create), (run, RunFolder.open)):
+        folder.chmod(0o555)
+        with pytest.raises(RunFolderError, match=f"{folder}: cannot write: permission denied"):
+            begin(folder)
+        folder.chmod(0o755)
 
 
 def test_metrics_come_back_with_null_for_what_is_no_number(tmp_path):

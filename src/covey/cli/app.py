@@ -233,19 +233,14 @@ def evaluate(
     result = trainer.evaluation()
     before = None if other is None else _trainer(other).evaluation()
     if as_json:
-        found: dict[str, Any] = {
-            "model": _name(config),
-            "metrics": result.metrics,
-            "left_out": int((~result.judged).sum()),
-        }
+
+        def told(one: GRPOConfig, of: Evaluation) -> dict[str, Any]:
+            return {"model": _name(one), "metrics": of.metrics, "left_out": int((~of.judged).sum())}
+
+        found = told(config, result)
         if other is not None and before is not None:
             compared = paired(before, result)
-            found["baseline"] = {
-                "model": _name(other),
-                "metrics": before.metrics,
-                "left_out": int((~before.judged).sum()),
-            }
-            found["against_baseline"] = compared and asdict(compared)
+            found |= {"baseline": told(other, before), "against_baseline": compared and asdict(compared)}
         print_json(out, found)
         return
     _show(result, show)
@@ -283,7 +278,9 @@ def sample(
 
     setup.require_room_for(f"-n {number} x --max-tokens {max_tokens}", number * len(prompt), max_tokens)
     prompt = [os.fsencode(text).decode("utf-8", "replace") for text in prompt]  # of any locale
-    config = config_for(model, adapter, None).replace(max_completion_length=max_tokens)
+    config = config_for(model, adapter, None).replace(
+        max_completion_length=max_tokens, eval_temperature=temperature, num_generations_eval=1
+    )
     conversation, own_system = form_of(model)
     task = setup.load_task(config) if system is None and conversation is None else None
     BACKEND.check(config)

@@ -94,8 +94,7 @@ def _of_run(path: Path, as_json: bool) -> bool:
         found.append(Finding(Diagnosis("run_failed", why, fix), last_step, last_step, True))
     present = [one for one in found if one.present]
     if as_json:
-        fields = ("since", "until", "present")
-        told = [asdict(one.diagnosis) | {name: getattr(one, name) for name in fields} for one in found]
+        told = [asdict(one.diagnosis) | {k: getattr(one, k) for k in ("since", "until", "present")} for one in found]
         out.print_json(data={"steps": len(steps), "findings": told})
         return bool(present)
     last = f", the last one {steps[-1]}" if steps else "; there is nothing to judge yet"

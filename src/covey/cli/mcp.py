@@ -108,8 +108,7 @@ class Started:
         folder = Path(config.run.output_dir).expanduser().absolute()
         path = folder.resolve()
         if (before := self._processes.get(path)) and before.poll() is None:
-            fix = "follow or stop it, or choose another run.output_dir"
-            raise ConfigError(f"{folder}: process {before.pid}, started here, is training into it; {fix}")
+            raise ConfigError(f"{folder}: process {before.pid}, started here, trains into it; follow or stop it first")
         RunFolder.check_new(folder, overwrite=config.run.overwrite)
         self._replaced[path] = (path / "versions.json").read_bytes() if RunFolder.is_run(path) else b""
         log = folder / STARTED_LOG

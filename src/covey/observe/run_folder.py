@@ -33,6 +33,7 @@ import re
 import shlex
 import socket
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -465,10 +466,6 @@ class RunFolder:
         """Steps at which an evaluation left a table, ascending."""
         return self._steps("eval")
 
-    def is_finished(self) -> bool:
-        """True when the run's last event is its end."""
-        return self.last_state() == "finished"
-
     def last_state(self) -> str:
         """What the events told last of the run: started, resumed at step N, finished, stopped, failed; "" = nothing."""
         return next((str(event.get("message")) for event in self.read_events()[::-1] if event.get("kind") == "run"), "")
@@ -532,8 +529,6 @@ def collect_versions() -> Record:
 
 def _probe(folder: Path, needed_bytes: int) -> None:
     """Fail now if the folder cannot be written."""
-    probe = folder / "probe"
-    files.write_atomically(probe, "")
-    with files.explained(probe, "delete"):
-        probe.unlink()
+    with files.explained(folder), tempfile.TemporaryFile(dir=folder):
+        pass
     files.require_free_space(folder, needed_bytes, "the run")
