@@ -74,6 +74,8 @@ def test_train_eval_sample_report(covey: Command, recipe_folder: Path, tmp_path:
     assert covey(*arguments, "--seed", "1")[1] != first
     found = json.loads(covey.done("report", run, "-o", picture, "--json"))
     assert (found["runs"], found["equal_step"]) == (["run"], 2)
+    found = json.loads(covey.done("report", run, "--html", tmp_path / "run.html", "--json"))
+    assert (found["runs"], (tmp_path / "run.html").is_file()) == (["run"], True)
     assert picture.stat().st_size > 5_000
 
 
@@ -165,6 +167,8 @@ def test_config_prints_what_a_recipe_means_and_explains(covey: Command, recipe_f
         ),
         (("eval", "{model}", "--show", "-1"), "greater than or equal to 0"),
         (("sample", "{model}", "hi", "-n", "1000000000"), "-n 1000000000 x --max-tokens 128: needs at least"),
+        (("sample", "{model}", "hi", "--temperature", "1e-320"), "set it to 0 (greedy) or at least 0.001"),
+        (("sample", "{model}", "hi", "--temperature", "inf"), "eval_temperature=inf"),
         (("sample", "{tmp}/nowhere", "hi"), "nowhere"),
         (("sample", "{model}", "hi", "--adapter", "{tmp}/none"), "none"),
         (("train", "{recipe}", "model.adapter={tmp}/other", "run.output_dir={tmp}/d"), "other"),
@@ -326,6 +330,16 @@ def test_a_run_is_judged_by_its_end(tmp_path: Path, covey: Command) -> None:
     assert (one["code"], one["since"], one["until"], one["present"]) == ("kl_high", 11, 20, True)
     new = run_of(tmp_path / "new", [])
     assert shows(covey, 0, new) == f"{new}: 0 steps; nothing to check yet\n"
+    with RunFolder.open(new) as folder:
+        (folder.checkpoints / "step_000000").mkdir()
+        folder.append_event("failed", "reward function 'f' failed\nNothing is lost: continue with `covey resume new`")
+        folder.append_event("run", "failed")
+    assert "run_failed, since step 0\n  reward function 'f' failed\n  Nothing is lost: " in shows(covey, 1, new)
+    (one,) = json.loads(shows(covey, 1, new, "--json"))["findings"]
+    assert (one["code"], one["fix"]) == ("run_failed", "Nothing is lost: continue with `covey resume new`")
+    assert "nothing to tell: reward function 'f' failed\nNothing is lost" in covey("report", new)[2]
+    (new / "checkpoints" / "step_000002").mkdir()
+    assert "step_000002, but metrics.jsonl has no step" in shows(covey, 2, new)
     assert "in these few steps" in covey("doctor", run_of(tmp_path / "three", [{}] * 3))[1]
 
 
@@ -453,6 +467,21 @@ def test_an_ascii_console_shows_a_question_mark(run: Path) -> None:
     stream.write("± 日本 \ud800")
     stream.flush()
     assert stream.buffer.getvalue() == b"? ?? ?"  # type: ignore[attr-defined]
+
+
+def test_output_that_takes_no_more_is_no_traceback(run: Path) -> None:
+    shell, folder = f"{sys.executable} -m covey", shlex.quote(str(run))
+    for command, found, said in (
+        (f"{shell} report {folder} > /dev/full", 2, "covey: standard output: the disk is full; free some space\n"),
+        (
+            f"{shell} report --json {folder} > /dev/full",
+            2,
+            "covey: standard output: the disk is full; free some space\n",
+        ),
+        (f"set -o pipefail; {shell} config --explain | head -1", 141, ""),
+    ):
+        done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=120, text=True)
+        assert (done.returncode, done.stderr) == (found, said)
 
 
 def test_commands_in_advice_can_be_pasted(run: Path) -> None:

@@ -3,12 +3,14 @@
 import asyncio
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import covey
 from covey.observe.run_folder import RunFolder
 
 mcp = pytest.importorskip("mcp")
@@ -40,7 +42,7 @@ def ask(story: Any) -> None:
     async def asked() -> None:
         server = mcp.StdioServerParameters(command=sys.executable, args=["-m", "covey", "mcp"], env=dict(os.environ))
         async with mcp.stdio_client(server) as streams, mcp.ClientSession(*streams) as session:
-            await session.initialize()
+            assert (await session.initialize()).server_info.version == covey.__version__
             assert tuple(sorted(tool.name for tool in (await session.list_tools()).tools)) == TOOLS
             await story(Assistant(session))
 
@@ -48,17 +50,59 @@ def ask(story: Any) -> None:
 
 
 def test_what_cannot_be_is_an_error_in_words_and_the_server_goes_on(recipe_folder: Path, tmp_path: Path) -> None:
+    for name, end in (("ended", "failed"), ("killed", "started")):
+        with RunFolder.create(tmp_path / name) as run:
+            run.append_event("run", end)
+    precious, linked, taken = tmp_path / "precious.txt", tmp_path / "linked", tmp_path / "taken"
+    precious.write_text("mine")
+    for folder in (linked, taken):
+        folder.mkdir()
+    (linked / "mcp.log").symlink_to(precious)
+    (taken / "mcp.log").mkdir()
+
     async def story(tool: Assistant) -> None:
+        for name, state in (("ended", "stopped"), ("killed", "not started here")):
+            assert (await tool("follow", run=str(tmp_path / name)))["state"] == state
+        recipe = {"recipe": str(recipe_folder)}
         for name, arguments, words in (
+            (
+                "start",
+                recipe | {"settings": [f"run.output_dir={linked}"]},
+                "linked/mcp.log: cannot write: it is a link",
+            ),
+            (
+                "start",
+                recipe | {"settings": [f"run.output_dir={taken}"]},
+                "taken/mcp.log: cannot write: it is a folder",
+            ),
+            ("follow", {"run": "a\0b"}, "run='a\\x00b': holds a NUL"),
+            ("plan", {"recipe": "a\0b"}, "recipe='a\\x00b': holds a NUL"),
+            ("report", {"runs": ["a\0b"]}, "holds a NUL"),
+            ("report", {"runs": []}, "at least 1 item"),
+            ("plan", recipe | {"settings": [f"run.run_name={'x' * 300_000}"]}, "Argument list too long"),
+            ("follow", {"run": str(tmp_path / "ended"), "steps": 0}, "greater than or equal to 1"),
+            ("doctor", {"run": str(recipe_folder)}, "holds no run"),
             ("start", {"recipe": "/nowhere.toml"}, "/nowhere.toml"),
             ("start", {"recipe": str(recipe_folder), "settings": ["optim.learning_rat=1"]}, "did you mean"),
             ("follow", {"run": str(tmp_path)}, "holds no run"),
             ("stop", {"run": str(tmp_path)}, "did not start it"),
-            ("doctor", {"run": "--help"}, "--help: is neither"),
+            ("doctor", {"run": "--help"}, "--help holds no run"),
         ):
             assert words in str(await tool(name, **arguments)), name
 
     ask(story)
+    assert precious.read_text() == "mine"
+
+
+def test_a_client_that_goes_away_is_one_line() -> None:
+    hello = {"protocolVersion": "2025-03-26", "capabilities": {}, "clientInfo": {"name": "x", "version": "1"}}
+    asked = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": hello}).encode() + b"\n"
+    end, gone = os.pipe()
+    os.close(end)
+    command = [sys.executable, "-m", "covey", "mcp"]
+    done = subprocess.run(command, input=asked, stdout=gone, stderr=subprocess.PIPE, timeout=120)
+    os.close(gone)
+    assert (done.returncode, done.stderr) == (0, b"covey: the client of covey mcp is gone\n")
 
 
 @pytest.mark.slow
@@ -69,18 +113,20 @@ def test_a_run_from_plan_to_report(recipe_folder: Path, tmp_path: Path) -> None:
     async def story(tool: Assistant) -> None:
         assert "findings" in (await tool("plan", recipe=recipe, settings=settings))
         begun = await tool("start", recipe=recipe, settings=settings)
-        assert begun == {"run": str(run), "output": f"{run}.log", "max_steps": 1000}
+        assert begun == {"run": str(run), "output": f"{run}/mcp.log", "max_steps": 1000}
+        assert f"{run}: process" in str(await tool("start", recipe=recipe, settings=settings))
         seen = await tool.until(run, lambda found: found.get("step", 0) >= 3)
         assert (seen["state"], len(seen["metrics"])) == ("running", 2)
-        assert "holds" in str(await tool("start", recipe=recipe, settings=settings))  # the folder is taken
         ended = await tool("stop", run=str(run))
         assert (ended["state"], ended["exit_status"]) == ("stopped", 130)
         assert "continue with" in "".join(event["message"] for event in ended["events"])
         assert (await tool("doctor", run=str(run)))["steps"] >= 3
         assert (await tool("report", runs=[str(run)]))["runs"] == ["run"]
-        await tool("start", recipe=recipe, settings=[f"run.output_dir={tmp_path / 'short'}", "schedule.max_steps=1"])
-        ended = await tool.until(tmp_path / "short", lambda found: "exit_status" in found)
-        assert (ended["state"], ended["exit_status"]) == ("finished", 0)
+        assert RunFolder.read(run).last_state() == "stopped"
+        assert "holds another run" in str(await tool("start", recipe=recipe, settings=settings))
+        await tool("start", recipe=recipe, settings=[settings[0], "schedule.max_steps=1", "run.overwrite=true"])
+        assert await tool("follow", run=str(run)) == {"state": "starting", "metrics": [], "events": []}
+        ended = await tool.until(run, lambda found: "exit_status" in found)
+        assert (ended["state"], ended["exit_status"], ended["step"]) == ("finished", 0, 1)
 
     ask(story)
-    assert not RunFolder.read(run).is_finished()

@@ -42,7 +42,7 @@ _FIXES = {
     errno.EMFILE: ("too many open files", "raise the limit (`ulimit -n`)"),
     errno.EIO: ("the device reports an input/output error", "check the disk or the network mount"),
     errno.ENAMETOOLONG: ("the name is too long", "choose a shorter run.output_dir"),
-    errno.ELOOP: ("it is a link that leads back to itself", "remove it or choose another run.output_dir"),
+    errno.ELOOP: ("it is a link, to itself or where a file has to be", "remove it or choose another run.output_dir"),
     errno.EISDIR: ("it is a folder, not a file", "remove it or choose another run.output_dir"),
 }
 

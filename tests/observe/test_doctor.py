@@ -102,6 +102,8 @@ HISTORIES = {
     "a KL that is not measured": (UNMEASURED, []),
     "a zero gradient where every group was tied": (TIED_AT_LAST, []),
     "two steps are too few": (history(2, kl=9.0), []),
+    "except for rewards of which there are none": (history(2, frac_reward_none=1.0), ["rewards_none"]),
+    "which one step may have by chance": (history(1, frac_reward_none=1.0), []),
     "except for broken numbers": (history(2, loss=float("nan")), ["not_finite"]),
     "evaluations between steps are no steps": (EVALUATED, []),
     "evaluations between enough steps": ([*EVALUATED, history(1, kl=9.0)[0]], ["kl_high"]),

@@ -307,7 +307,7 @@ def test_a_run_trains_on_without_its_tracker(wandb: Mock, settings: Any, monkeyp
     args = GRPOConfig(**settings | {"num_generations": 2, "report_to": "wandb", "report_completions": 2})
     GRPOTrainer(reward_funcs=[length], args=args, train_dataset=[{"prompt": "say one"}, {"prompt": "say two"}]).train()
     run = RunFolder.read(settings["output_dir"])
-    assert (run.is_finished(), len(told_by_observers(run))) == (True, 1)
+    assert (run.last_state(), len(told_by_observers(run))) == ("finished", 1)
 
 
 def test_too_many_waiting_calls_are_an_error() -> None:

@@ -119,8 +119,12 @@ def test_checking_changes_nothing(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_without_permission_is_explained(tmp_path):
-    tmp_path.chmod(0o555)
-    raises(RunFolderError, "permission denied", RunFolder.create, tmp_path)
+    run = tmp_path / "run"
+    RunFolder.create(run).close()
+    for folder, begin in ((tmp_path, RunFolder.create), (run, RunFolder.open)):
+        folder.chmod(0o555)
+        raises(RunFolderError, f"{folder}: cannot write: permission denied", begin, folder)
+        folder.chmod(0o755)
 
 
 def test_metrics_come_back_with_null_for_what_is_no_number(tmp_path):
@@ -247,6 +251,7 @@ def test_one_writer_in_and_among_processes_and_a_dead_one_does_not_count(tmp_pat
 import os, sys, time
 from covey.observe.run_folder import RunFolder
 run = RunFolder.create(sys.argv[1])
+run.append_metrics(1, {})
 child = os.fork()
 if child == 0:
     time.sleep(60)  # an orphaned worker, which must not keep the lock
@@ -257,12 +262,13 @@ time.sleep(60)
     writer = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     orphan = int(writer.stdout.readline())
     try:
-        raises(RunFolderError, f"being written by process {writer.pid} on ", RunFolder.open, tmp_path / "other")
+        for begin in (RunFolder.open, RunFolder.check_new):
+            raises(RunFolderError, f"being written by process {writer.pid} on ", begin, tmp_path / "other")
         writer.send_signal(signal.SIGKILL)
         writer.wait()
         os.kill(orphan, 0)
         with RunFolder.open(tmp_path / "other") as run:
-            run.append_metrics(1, {})
+            run.append_metrics(2, {})
     finally:
         os.kill(orphan, signal.SIGKILL)
         writer.kill()

@@ -121,6 +121,8 @@ def test_sources_that_are_none() -> None:
         ([], "dataset: no rows"),
         (FakeDataset([]), "FakeDataset: no rows"),
         ([{"prompt": "a"}, "b"], "row 1 is 'b', not an object"),
+        ([{"prompt": "a"}, {"prompt": "b", 0: "c"}], "row 1 has a column 0; rename it"),
+        (FakeFrame([["prompt", "answer", "prompt"]]), "has the column 'prompt' twice"),
         ([["a"]], "row 0 is \\['a'\\], not an object"),
         (None, "a NoneType is not a list of rows"),
         (3, "a int is not a list of rows"),

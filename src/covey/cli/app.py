@@ -6,6 +6,7 @@ message and ends with exit status 2; anything else is a bug and shows its traceb
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -79,9 +80,16 @@ def main() -> None:
         if isinstance(error, ClusterLostError):
             os._exit(error.exit_status)  # what Ray does at the end of a process would wait for it
         sys.exit(error.exit_status)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        err.print(f"covey: {error.filename or 'standard output'}: the disk is full; free some space", style="red")
+        os._exit(2)  # what standard output still holds would fail again
     except KeyboardInterrupt:
         err.print("covey: interrupted", style="red")
         sys.exit(130)
+    except SystemExit as end:
+        sys.exit(141 if out.quiet else end.code)  # rich is quiet once nobody reads on: as if SIGPIPE had ended it
 
 
 def _warning_in_a_line(
@@ -221,8 +229,8 @@ def evaluate(
     before = None if other is None else _trainer(other).evaluation()
     if as_json:
 
-        def told(of: GRPOConfig, by: Evaluation) -> dict[str, Any]:
-            return {"model": _name(of), "metrics": by.metrics, "left_out": int((~by.judged).sum())}
+        def told(one: GRPOConfig, of: Evaluation) -> dict[str, Any]:
+            return {"model": _name(one), "metrics": of.metrics, "left_out": int((~of.judged).sum())}
 
         found = told(config, result)
         if other is not None and before is not None:
@@ -265,7 +273,9 @@ def sample(
 
     setup.require_room_for(f"-n {number} x --max-tokens {max_tokens}", number * len(prompt), max_tokens)
     prompt = [os.fsencode(text).decode("utf-8", "replace") for text in prompt]  # of any locale
-    config = config_for(model, adapter, None).replace(max_completion_length=max_tokens)
+    config = config_for(model, adapter, None).replace(
+        max_completion_length=max_tokens, eval_temperature=temperature, num_generations_eval=1
+    )
     conversation, own_system = form_of(model)
     task = setup.load_task(config) if system is None and conversation is None else None
     BACKEND.check(config)

@@ -15,7 +15,7 @@ from covey.cli.weights import AsJson, Overrides, err, out, recipe_file
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError
 from covey.observe.console import print_table, say, visible
-from covey.observe.doctor import Diagnosis, findings
+from covey.observe.doctor import Diagnosis, Finding, findings
 from covey.observe.records import plain
 from covey.observe.run_folder import RunFolder
 
@@ -83,14 +83,16 @@ def _of_run(path: Path, as_json: bool) -> bool:
     folder = RunFolder.read(path)
     records = folder.read_metrics()
     steps = [record["step"] for record in records if any(not name.startswith(("eval/", "step")) for name in record)]
-    if not steps and (kept := sorted(folder.checkpoints.glob("step_*"))):
+    if not steps and (kept := sorted(folder.checkpoints.glob("step_*"))) and kept[-1].name != "step_000000":
         what = f"there is a checkpoint {kept[-1].name}, but metrics.jsonl has no step"
         raise ConfigError(f"{path}: {what}; restore metrics.jsonl from a backup")
-    found = findings(records)
+    found, last_step = findings(records), max(steps, default=0)
+    if failure := folder.failure():
+        why, _, fix = failure.rpartition("\n")
+        found.append(Finding(Diagnosis("run_failed", why, fix), last_step, last_step, True))
     present = [one for one in found if one.present]
     if as_json:
-        fields = ("since", "until", "present")
-        told = [asdict(one.diagnosis) | {name: getattr(one, name) for name in fields} for one in found]
+        told = [asdict(one.diagnosis) | {k: getattr(one, k) for k in ("since", "until", "present")} for one in found]
         out.print_json(data={"steps": len(steps), "findings": told})
         return bool(present)
     last = f", the last one {steps[-1]}" if steps else "; nothing to check yet"

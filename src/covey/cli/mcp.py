@@ -8,17 +8,22 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from covey.cli.weights import recipe_file
+from pydantic import Field
+
+from covey import __version__
+from covey.cli.weights import err, recipe_file
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError, CoveyError
+from covey.files import explained, no_path
 from covey.observe.records import Record, plain
-from covey.observe.run_folder import RunFolder
+from covey.observe.run_folder import STARTED_LOG, RunFolder
 
 _SECONDS = 900.0
 """The longest that a tool may compute."""
@@ -39,6 +44,7 @@ def mcp() -> None:
 
     server = MCPServer(
         "covey",
+        version=__version__,
         instructions="Train language models with GRPO. Begin with plan on a recipe, then start it, follow it until it "
         "has finished, and ask the doctor when rewards do not rise. A recipe is a TOML file; settings are "
         "SECTION.FIELD=VALUE.",
@@ -46,20 +52,27 @@ def mcp() -> None:
     started = Started()
     for tool in (plan, started.start, started.follow, doctor, report, started.stop):
         server.tool()(_told(tool))
-    server.run("stdio")
+    try:
+        server.run("stdio")
+    except* BrokenPipeError:
+        err.print("covey: the client of covey mcp is gone")
+        os._exit(0)  # what its questions had begun would end in tracebacks
 
 
 def _told(tool: Any) -> Any:
-    """Errors of ours are the tool's answer, without a traceback."""
+    """Errors are the tool's answer, without a traceback."""
     from functools import wraps
 
     from mcp.server.mcpserver.exceptions import ToolError
 
     @wraps(tool)
-    async def told(*args: Any, **named: Any) -> dict[str, Any]:
+    async def told(**named: Any) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = plain(await tool(*args, **named))
-        except CoveyError as error:
+            for name in ("run", "runs", "recipe"):
+                if problem := no_path(named.get(name)):
+                    raise ConfigError(f"{name}={named[name]!r:.100}: {problem}")
+            found: dict[str, Any] = plain(await tool(**named))
+        except (CoveyError, OSError, ValueError) as error:  # no process takes a NUL, or a setting of 300 kB
             raise ToolError(str(error)) from error
         return found
 
@@ -73,10 +86,11 @@ async def plan(recipe: str, settings: list[str] | None = None) -> dict[str, Any]
 
 async def doctor(run: str) -> dict[str, Any]:
     """Problems of a run, from its metrics: each finding has an explanation and a fix."""
+    RunFolder.read(run)  # a recipe is for plan
     return dict(await _covey("doctor", "--json", "--", run))
 
 
-async def report(runs: list[str]) -> dict[str, Any]:
+async def report(runs: Annotated[list[str], Field(min_length=1)]) -> dict[str, Any]:
     """Compare runs: metrics, settings that differ, held-out accuracy, paired tests on the same questions."""
     return dict(await _covey("report", "--json", "--", *runs))
 
@@ -86,42 +100,53 @@ class Started:
 
     def __init__(self) -> None:
         self._processes: dict[Path, subprocess.Popen[bytes]] = {}
+        self._replaced: dict[Path, bytes] = {}  # versions.json of the run that a started one takes the place of
 
     async def start(self, recipe: str, settings: list[str] | None = None) -> dict[str, Any]:
         """Start training with a recipe in the background. Returns the run's folder, for the other tools."""
         config = GRPOConfig.from_toml(recipe_file(Path(recipe)), overrides=settings or [])
-        folder = Path(config.run.output_dir).absolute()
-        RunFolder.check_new(folder)
-        log = folder.with_name(folder.name + ".log")
-        log.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(config.run.output_dir).expanduser().absolute()
+        path = folder.resolve()
+        if (before := self._processes.get(path)) and before.poll() is None:
+            raise ConfigError(f"{folder}: process {before.pid}, started here, trains into it; follow or stop it first")
+        RunFolder.check_new(folder, overwrite=config.run.overwrite)
+        self._replaced[path] = (path / "versions.json").read_bytes() if RunFolder.is_run(path) else b""
+        log = folder / STARTED_LOG
         command = [sys.executable, "-m", "covey", "train", "--", recipe, *(settings or [])]
-        with log.open("wb") as output:
-            self._processes[folder.resolve()] = subprocess.Popen(
+        with explained(log):
+            folder.mkdir(parents=True, exist_ok=True)
+            opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        with os.fdopen(opened, "ab") as output:
+            self._processes[path] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
         return {"run": str(folder), "output": str(log), "max_steps": config.schedule.max_steps}
 
-    async def follow(self, run: str, steps: int = 5) -> dict[str, Any]:
-        """How far a run is: state (starting, running, finished, stopped), metrics of its last steps, last events."""
-        path = Path(run).resolve()
+    async def follow(self, run: str, steps: Annotated[int, Field(ge=1)] = 5) -> dict[str, Any]:
+        """How far a run is: metrics of its last steps, last events, and its state, which is starting, running,
+        finished, stopped (also by an error, see the events), or not started here (it runs elsewhere or was killed).
+        """
+        path = Path(run).expanduser().resolve()
         process = self._processes.get(path)
         found: dict[str, Any] = {"state": "starting", "metrics": [], "events": []}
-        if process is None or RunFolder.is_run(run):
+        begun = RunFolder.is_run(path) and (path / "versions.json").read_bytes() != self._replaced.get(path)
+        if process is None or begun:
             folder = RunFolder.read(run)
             metrics: list[Record] = folder.read_metrics()
-            found |= {"step": folder.last_logged_step(), "metrics": metrics[-max(steps, 1) :]}
+            found |= {"step": folder.last_logged_step(), "metrics": metrics[-steps:]}
             found["held_out"] = [record for record in metrics if "eval/reward" in record][-1:]
             found["events"] = folder.read_events()[-5:]
-            found["state"] = "finished" if folder.is_finished() else "running" if process else "not started here"
+            ended = {"finished": "finished", "stopped": "stopped", "failed": "stopped"}
+            found["state"] = "running" if process else ended.get(folder.last_state(), "not started here")
         if process is not None and process.poll() is not None:
             found["exit_status"] = process.returncode
             found["state"] = "finished" if process.returncode == 0 else "stopped"
-            found["output"] = path.with_name(path.name + ".log").read_text(errors="replace")[-_OUTPUT:]
+            found["output"] = (path / STARTED_LOG).read_text(errors="replace")[-_OUTPUT:]
         return found
 
     async def stop(self, run: str) -> dict[str, Any]:
         """Stop a run that was started here, after a checkpoint of its last step; `covey resume` continues it."""
-        process = self._processes.get(Path(run).resolve())
+        process = self._processes.get(Path(run).expanduser().resolve())
         if process is None:
             raise ConfigError(f"{run}: this server did not start it; stop it where it was started, with Ctrl-C")
         if process.poll() is None:

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from covey.cli.results import difference, percent
-from covey.cli.weights import AsJson, err, print_json
+from covey.cli.weights import AsJson, err, out, print_json
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError, DataError, RunFolderError
 from covey.files import explained, open_regular, write_atomically
@@ -45,7 +45,6 @@ _TEXT, _EXCERPT, _NOTE = 2_000, 300, 300
 _WRAPPED = 50_000
 _EVAL = "The evaluation to compare: a step, first or last. With --worst or --question: the evaluation to read."
 _OUTPUT = "Write curves (.png), the report (.json), or whole completions (.jsonl); may be repeated."
-out = Console()
 _log = logging.getLogger("covey.observe")
 
 
@@ -78,8 +77,9 @@ def report(
             ends = ".png for curves, .json for the report, or .jsonl for completions"
             raise ConfigError(f"--output {path}: give a name that ends in {ends}; for a page use --html FILE")
     if html is not None:
-        _write_page(runs, html)
-        return
+        _write_page(runs, html, err if as_json else out)
+        if not as_json and not files:
+            return
     lines = [path for path in files if path.suffix == ".jsonl"]
     if step is not None or worst or question or lines:
         if others := [str(path) for path in files if path not in lines]:
@@ -90,7 +90,7 @@ def report(
         _compare(runs, evaluation, number, files, reader, seeds=seeds, as_json=as_json)
 
 
-def _write_page(runs: Sequence[Path], path: Path) -> None:
+def _write_page(runs: Sequence[Path], path: Path, console: Console) -> None:
     from covey.watch.export import export_runs
 
     if path.suffix not in (".html", ".htm"):
@@ -99,9 +99,8 @@ def _write_page(runs: Sequence[Path], path: Path) -> None:
         raise ConfigError(f"--html {path}: {'it is a folder' if path.is_dir() else 'its folder does not exist'}")
     with closing(TableReader()) as reader:
         left_out = export_runs([WatchedRun(run, reader) for run in runs], path)
-    say(out, f"{path}: {path.stat().st_size / 1e6:.1f} MB")
-    for sentence in left_out:
-        say(out, sentence)
+    for sentence in (f"{path}: {path.stat().st_size / 1e6:.1f} MB", *left_out):
+        say(console, sentence)
 
 
 # ---------------------------------------------------------------------- runs side by side
@@ -130,9 +129,9 @@ def _compare(
     notes: list[str] = []
     compared = [_compared(folder, label, notes) for folder, label in zip(folders, labels(watched), strict=True)]
     if not any(run.records or run.evaluations for run in compared):
-        lost = any(any(folder.checkpoints.glob("step_*")) for folder in folders)
-        why = "metrics.jsonl is gone or empty; restore it from a backup" if lost else "nothing is recorded yet"
-        raise DataError(f"{runs[0]}: {why}, so there is nothing to tell")
+        lost = any(path.name != "step_000000" for folder in folders for path in folder.checkpoints.glob("step_*"))
+        why = "metrics.jsonl is gone or empty; restore it from a backup" if lost else folders[0].failure()
+        raise DataError(f"{runs[0]}: there is nothing to tell: {why or 'nothing is recorded yet'}")
     asked = [questions_of(folder.read_answers()) for folder in folders]
     known = {name for run in compared for record in run.records for name in record}
     shown, point = [name for name in comparison.SHOWN if name in known], comparison.equal_step(compared)

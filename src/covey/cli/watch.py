@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from covey.cli.weights import out
 from covey.errors import ConfigError
 from covey.observe.console import say
-
-out = Console()
 
 
 def watch(

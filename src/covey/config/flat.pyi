@@ -749,7 +749,7 @@ class Flat:
         """Number of held-out prompts to use, from the first on; none = all."""
     @property
     def eval_temperature(self) -> float:
-        """Sampling temperature in evaluation; 0 = greedy."""
+        """Sampling temperature in evaluation; 0 = greedy, else at least 0.001."""
     @property
     def num_generations_eval(self) -> int:
         """Completions per held-out prompt; above 1 needs eval_temperature above 0."""

@@ -165,7 +165,7 @@ class EvaluationConfig(Section, frozen=True):
     num_eval_prompts: int | None = Field(default=None, ge=1)
     """Number of held-out prompts to use, from the first on; none = all."""
     eval_temperature: float = Field(default=0.0, ge=0, le=100)
-    """Sampling temperature in evaluation; 0 = greedy."""
+    """Sampling temperature in evaluation; 0 = greedy, else at least 0.001."""
     num_generations_eval: int = Field(default=1, ge=1)
     """Completions per held-out prompt; above 1 needs eval_temperature above 0."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
@@ -184,6 +184,8 @@ class EvaluationConfig(Section, frozen=True):
                 f"num_generations_eval={self.num_generations_eval}: all greedy completions of a prompt are the same; "
                 "set evaluation.eval_temperature above 0, or evaluation.num_generations_eval to 1"
             )
+        if 0 < self.eval_temperature < 0.001:
+            yield f"eval_temperature={self.eval_temperature:g}: logits overflow; set it to 0 (greedy) or at least 0.001"
         patience, best = self.early_stopping_patience, self.load_best_model_at_end
         if self.eval_steps == 0 and (best or patience is not None):
             wish = "load_best_model_at_end=True" if best else f"early_stopping_patience={patience}"

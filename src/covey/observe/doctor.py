@@ -232,6 +232,8 @@ def diagnose(history: Sequence[Record], thresholds: Thresholds | None = None) ->
     steps = [step for step in history if is_step(step)]
     recent = _Window(steps[-limits.window :])
     found = list(_broken_numbers(recent))
+    if 1 < len(recent.steps) < limits.min_steps and recent.mean("frac_reward_none") == 1:  # certain already
+        found += list(_worlds(recent, limits)) or [_say("rewards_none", recent, share=1.0)]
     if len(recent.steps) >= limits.min_steps:
         # A mean of 1.9 says nothing of how much is right.
         of_one = all(0 <= value <= 1 for value in _Window(steps).values("reward"))

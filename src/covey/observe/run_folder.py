@@ -13,6 +13,7 @@
     best/ adapter/          the best and the final policy, for use elsewhere
     learning_curve.png      drawn from metrics.jsonl
     events.jsonl log.txt    what happened, for programs and for people
+    mcp.log                 what a run that `covey mcp` started printed
     run.lock                held by the process that writes
 
 Everything but the appended files is written aside and renamed, so a kill leaves nothing half-written.
@@ -32,6 +33,7 @@ import re
 import shlex
 import socket
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -116,7 +118,8 @@ class FolderLock:
 
 DEFAULT_FREE_BYTES = 200_000_000
 _TABLE = re.compile(r"^(step|eval)_(\d{6,})\.parquet$")
-_IGNORED = {FolderLock.NAME, ".DS_Store"}
+STARTED_LOG = "mcp.log"
+_IGNORED = {FolderLock.NAME, STARTED_LOG, ".DS_Store"}
 _FOLDERS = ("completions", "checkpoints", "ledger", "batches", "best", "adapter")
 _FILES = (
     *("config.toml", "versions.json", "metrics.jsonl", "questions.jsonl", "events.jsonl", "log.txt"),
@@ -209,8 +212,8 @@ class RunFolder:
         """Find out whether `create` would work, and raise what it would, before a model is loaded. Changes nothing."""
         folder = Path(path).expanduser().absolute()
         if there := cls.is_run(folder):
-            cls.read(folder)._require_replaceable(overwrite)
             FolderLock(folder).release()  # nobody writes it
+            cls.read(folder)._require_replaceable(overwrite)
         with files.explained(folder, "create the run folder"):
             present = [entry.name for entry in folder.iterdir()] if folder.exists() and not there else []
         foreign = sorted(name for name in present if name not in _IGNORED | _FRESH and not files.is_leftover(name))
@@ -463,10 +466,14 @@ class RunFolder:
         """Steps at which an evaluation left a table, ascending."""
         return self._steps("eval")
 
-    def is_finished(self) -> bool:
-        """True when the run's last event is its end."""
-        ends = [event.get("message") for event in self.read_events() if event.get("kind") == "run"]
-        return bool(ends) and ends[-1] == "finished"
+    def last_state(self) -> str:
+        """What the events told last of the run: started, resumed at step N, finished, stopped, failed; "" = nothing."""
+        return next((str(event.get("message")) for event in self.read_events()[::-1] if event.get("kind") == "run"), "")
+
+    def failure(self) -> str:
+        """Why the run failed and how to go on, if that is its end; else ""."""
+        told = [str(event.get("message")) for event in self.read_events() if event.get("kind") == "failed"]
+        return told[-1] if told and self.last_state() == "failed" else ""
 
     def describe_weights(self, path: Path) -> str:
         """Of which step `best` or `adapter` are, as the run's events tell it."""
@@ -522,8 +529,6 @@ def collect_versions() -> Record:
 
 def _probe(folder: Path, needed_bytes: int) -> None:
     """Fail now if the folder cannot be written."""
-    probe = folder / "probe"
-    files.write_atomically(probe, "")
-    with files.explained(probe, "delete"):
-        probe.unlink()
+    with files.explained(folder), tempfile.TemporaryFile(dir=folder):
+        pass
     files.require_free_space(folder, needed_bytes, "the run")

@@ -182,8 +182,8 @@ class Scorer:
                 if name not in present and name not in _PROVIDED:
                     raise ConfigError(
                         f"reward function {spec.name!r} needs the argument {name!r}, which is not a column of "
-                        f"the dataset (columns: {', '.join(sorted(present)) or 'none'}); rename one of the "
-                        "two, or give the argument a default value"
+                        f"the dataset (columns: {', '.join(sorted(present)) or 'none'}); rename one of the two, give "
+                        "the argument a default value, or with the functions of a task take the task's own rows"
                     )
 
     def score(

@@ -76,6 +76,8 @@ def load_rows(source: Any, *, split: str = "train", what: str = "training") -> l
                 f"{name}: row {index} is {shown(entry)}, not an object with named columns; "
                 'every row must look like {"prompt": ..., ...}'
             )
+        if unnamed := [column for column in entry if not isinstance(column, str)]:
+            raise DataError(f"{name}: row {index} has a column {shown(unnamed[0])}; rename it: its name must be text")
         _refuse_senses(entry, f"row {index}", "column")
         rows.append(dict(entry))
     if not rows:
@@ -556,6 +558,8 @@ def pick_split(source: Mapping[Any, Any], split: str) -> Iterable[Any]:
 def as_entries(source: Any) -> Sequence[Any]:
     """Something with a length that can be iterated over, or an error: a stream may never end."""
     if hasattr(source, "iloc") and hasattr(source, "columns"):  # pandas
+        if twice := [name for name in source.columns if list(source.columns).count(name) > 1]:
+            raise DataError(f"dataset: the DataFrame has the column {shown(twice[0])} twice; rename or remove one")
         source = source.astype(object).where(source.notna(), None).to_dict("records")
     elif hasattr(source, "columns") and (listed := getattr(source, "to_dicts", getattr(source, "to_pylist", None))):
         source = listed()  # polars, Arrow

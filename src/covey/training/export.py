@@ -51,7 +51,7 @@ def kept_weights(folder: RunFolder, config: GRPOConfig, *, best: bool = False, i
     """
     run = folder.path
     again = f"`covey resume {shlex.quote(str(run))}` writes a finished run's adapter anew"
-    if folder.is_finished() and not best and not folder.adapter.is_dir():
+    if folder.last_state() == "finished" and not best and not folder.adapter.is_dir():
         raise ConfigError(f"{run}: the run is finished, and its adapter/ is gone; {again}")
     kept = next((path for path in (folder.adapter, folder.best)[best:] if path.is_dir()), None)
     if kept is None and best:

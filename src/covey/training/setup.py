@@ -226,10 +226,8 @@ def load_data(
         )
     if seen:
         log.warning(
-            "%d of the %d held-out rows (data.eval_dataset) are training rows too, so their accuracy is not a held-out "
-            "result; remove them from one of the two",
-            seen,
-            len(held_out),
+            f"{seen} of the {len(held_out)} held-out rows (data.eval_dataset) are training rows too, so their accuracy "
+            "is not a held-out result; remove them from one of the two"
         )
     if config.evaluation.num_eval_prompts is not None:
         held_out = held_out[: config.evaluation.num_eval_prompts]
