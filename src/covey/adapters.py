@@ -172,12 +172,8 @@ class Adapter:
         tensors |= {f"{name}.lora_b": np.ascontiguousarray(one.b.T) for name, one in pairs.items()}
         first = next(iter(pairs.values()))
         parameters = {"rank": first.a.shape[0], "scale": first.scaling, "dropout": 0.0, "keys": sorted(keys)}
-        told = {
-            "model": base_model,
-            "fine_tune_type": "lora",
-            "num_layers": -1,
-            "lora_parameters": parameters,
-        }  # -1: all
+        # num_layers -1: all
+        told = {"model": base_model, "fine_tune_type": "lora", "num_layers": -1, "lora_parameters": parameters}
         return Adapter(tensors, told)
 
     @property

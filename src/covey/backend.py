@@ -25,7 +25,6 @@ class Backend(Protocol):
 
         Raises `ConfigError`: naming the setting.
         """
-        ...
 
     def make_policy(
         self, config: GRPOConfig, model: Any = None, tokenizer: Any = None, peft_config: Any = None
@@ -34,19 +33,15 @@ class Backend(Protocol):
 
         Raises `ConfigError, ModelError`: there is no such model, or this backend cannot compute it.
         """
-        ...
 
     def make_sampler(self, config: GRPOConfig, policy: TrainedPolicy) -> Sampler:
         """What samples from the policy; it holds a copy of the weights, taken by `sync`."""
-        ...
 
     def make_learner(self, config: GRPOConfig, policy: TrainedPolicy) -> Learner:
         """What computes log-probabilities and gradients of the policy, and its optimiser."""
-        ...
 
     def expect(self, config: GRPOConfig, sampler: Sampler, learner: Learner, prompts: Sequence[Prompt]) -> None:
         """Tell the parts that are compiled for shapes what is to come: all prompts of the run, held-out ones too."""
-        ...
 
 
 def adamw_options(config: GRPOConfig) -> dict[str, Any]:

@@ -25,9 +25,7 @@ from covey.errors import ConfigError, CoveyError, raised_at
 def when_used(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """A `__getattr__` for a package whose names are imported when they are first used.
 
-    Args:
-        package: its name.
-        homes: module -> the names, with blanks between them, that the package has from it.
+    `homes`: module -> the names, with blanks between them, that the package has from it.
     """
     modules = {name: module for module, names in homes.items() for name in names.split()}
 
@@ -42,14 +40,7 @@ def when_used(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def later(package: str, names: str) -> list[Any]:
-    """Modules of a package, each imported when something of it is first asked for.
-
-    Example:
-        >>> if TYPE_CHECKING:
-        ...     from covey.pytorch import learner, logprobs
-        ... else:
-        ...     learner, logprobs = later("covey.pytorch", "learner logprobs")
-    """
+    """Modules of a package, as in `later("covey.pytorch", "learner logprobs")`, each imported when it is first used."""
     return [_Later(f"{package}.{name}") for name in names.split()]
 
 
@@ -208,8 +199,7 @@ def find_factory(kind: str, name: str, factories: Mapping[str, Callable[..., Mad
 
     A factory may itself be a name, `MODULE:NAME`, which is imported when it is asked for.
 
-    Raises:
-        ConfigError: there is no such thing.
+    Raises `ConfigError`: there is no such thing.
     """
     base, _, listed = name.partition(":")
     if names_file(base):

@@ -43,8 +43,7 @@ _channels: dict[int, int] = {}
 def overseen(names: Sequence[str] = (), thread: int = 0, limit: float | None = None) -> Iterator[Callable[[], None]]:
     """Inside, the overseer hears of signals, if this is the main thread, and of a call, if there are `names`.
 
-    Yields:
-        What is to be called once a second, unless the call is made by this thread.
+    It yields what is to be called once a second, unless the call is made by this thread.
     """
     with _lock:
         channel = _channels[os.getpid()] if os.getpid() in _channels else _start()

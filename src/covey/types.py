@@ -333,4 +333,3 @@ class Generator(Protocol):
 
         Raises `GenerationError`: a prompt does not fit the context, or the weights held are not of `policy_version`.
         """
-        ...

@@ -278,7 +278,7 @@ def test_what_the_unit_asks_for_wrongly_is_raised_at_once() -> None:
 def test_the_run_goes_on_with_fewer_and_ends_with_none() -> None:
     world, fleet = ready(2, "die", "", "die", max_restarts=1)
     assert_right(fleet, requests(8))
-    assert "2 times in a row: the run goes on with 1 of 2" in fleet.take_news()[1]
+    assert "2 times in a row: the run continues with 1 of 2" in fleet.take_news()[1]
     world.faults = ["die", "die"]
     with pytest.raises(GenerationError, match=r"sampler 2.*, the last one, failed while starting: no start"):
         fleet(requests(2), SETTINGS, policy_version=1)

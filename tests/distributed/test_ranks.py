@@ -218,7 +218,7 @@ def test_slices_have_the_bits_of_whole_models(found: Found) -> None:
 def test_a_damaged_weight_is_an_error_on_all_ranks_and_odd_files_are_read_whole(found: Found) -> None:
     if made := found.of("made"):
         assert sum("holds NaN or infinity; the file is damaged" in said for said in made["damaged"]) == found.world
-        said = "every rank reads the whole model before it is sharded: it has no safetensors files"
+        said = "each learner reads the whole model before it is sharded: it has no safetensors files"
         assert sum(said in each for each in made["odd"]) == 1
 
 

@@ -64,8 +64,6 @@ class Place:
 class Fleet:
     """Members that sample as one. Raises CoveyError: a member cannot be started; none is left running."""
 
-    runner = "fleet"
-
     def __init__(
         self,
         makers: Sequence[Maker],

@@ -39,7 +39,6 @@ class RankSampler:
         self.engine.publish(self._policy.weights(version))
 
     def release(self) -> None:
-        """Give back the memory for sampling until the next `publish`."""
         self.engine.release()
 
     def sample(self, calls: Calls, policy_version: int, progress: Progress | None = None) -> list[list[Completion]]:
@@ -72,13 +71,11 @@ class LeadingSampler:
         self.context_length = own.engine.context_length
 
     def publish(self, weights: Weights) -> None:
-        """Give the policy's weights to all engines."""
         what = self._own.identity(weights)
         with self._ranks.telling(("sampler", "publish", what, {})):
             self._own.publish(*what)
 
     def release(self) -> None:
-        """Give back all engines' memory for sampling until the next `publish`."""
         with self._ranks.telling(("sampler", "release", (), {})):
             self._own.release()
 
@@ -94,7 +91,6 @@ class LeadingSampler:
         policy_version: int,
         progress: Progress | None = None,
     ) -> list[Completion]:
-        """See `covey.types.Generator`."""
         calls = [(list(unit), settings) for unit in make_units(requests, self._unit_size)]
         return [each for found in self._sample(calls, policy_version, progress) for each in found]
 

@@ -56,7 +56,6 @@ class Member(Protocol):
 
 
 def done(result: T) -> Future[T]:
-    """A future that has its result."""
     future: Future[T] = Future()
     future.set_result(result)
     return future

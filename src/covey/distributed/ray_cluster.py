@@ -18,25 +18,8 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from covey.config.whole import GRPOConfig
-from covey.distributed.guards import (
-    PACKAGES,
-    PROCESS_BYTES,
-    Facts,
-    Node,
-    check_learners,
-    check_memory,
-    check_mixture,
-    check_models,
-    check_room,
-    check_versions,
-    facts_here,
-    gpus_of_learner,
-    gpus_of_sampler,
-    has_room,
-    installed,
-    mixtures,
-    reach,
-)
+from covey.distributed import guards
+from covey.distributed.guards import PACKAGES, PROCESS_BYTES, Facts, Node, facts_here, has_room, installed, reach
 from covey.distributed.members import MemberError
 from covey.errors import ConfigError, CoveyError
 from covey.processes import total_memory
@@ -196,15 +179,15 @@ def _make_probe() -> Any:
 def check_cluster(config: GRPOConfig, learners: int) -> tuple[list[Node], list[str]]:
     """Refuse a cluster that does not do for what a run places there."""
     nodes, model, allowed = nodes_there(), config.model.model, config.run.allow_mixture
-    samplers, of_sampler = config.distributed.samplers or 0, gpus_of_sampler(config, nodes)
-    of_learner = gpus_of_learner(config, nodes)
+    samplers, of_sampler = config.distributed.samplers or 0, guards.gpus_of_sampler(config, nodes)
+    of_learner = guards.gpus_of_learner(config, nodes)
     gpus, here = of_learner if learners else of_sampler, ray.get_runtime_context().get_node_id()
 
     def check_places() -> None:
         if learners:
-            check_learners(nodes, here, (learners, CPUS, of_learner), (samplers, CPUS, of_sampler))
+            guards.check_learners(nodes, here, (learners, CPUS, of_learner), (samplers, CPUS, of_sampler))
         else:
-            check_room(nodes, samplers, CPUS, of_sampler)
+            guards.check_room(nodes, samplers, CPUS, of_sampler)
 
     check_places()
     nodes = with_facts(nodes, model)
@@ -212,14 +195,14 @@ def check_cluster(config: GRPOConfig, learners: int) -> tuple[list[Node], list[s
     differences, versions = list[str](), installed()
     for node in nodes:
         if node.versions is not None and has_room(node, CPUS, gpus):
-            differences += check_versions(f"Ray node {node.name}", node.versions, versions, "this process")
+            differences += guards.check_versions(f"Ray node {node.name}", node.versions, versions, "this process")
     own = Facts(**facts_here(model))
     others = {f"Ray node {node.name}": node.facts for node in nodes if node.facts is not None}
-    check_models(model, own, others)
+    guards.check_models(model, own, others)
     with_gpus = {name: facts for name, facts in others.items() if facts.gpus or not gpus}
-    said = check_mixture([*differences, *mixtures(own, with_gpus, gpus=gpus > 0)], allowed=allowed)
+    said = guards.check_mixture([*differences, *guards.mixtures(own, with_gpus, gpus=gpus > 0)], allowed=allowed)
     if not gpus:
-        check_memory(nodes, learners + samplers, CPUS, own.model_bytes + PROCESS_BYTES)
+        guards.check_memory(nodes, learners + samplers, CPUS, own.model_bytes + PROCESS_BYTES)
     counts = {"learners": learners, "samplers": samplers}
     what = " and ".join(f"{name}={count}" for name, count in counts.items() if count) or "samplers=0"
     await_room(f"distributed.{what}", (learners + samplers) * CPUS, learners * of_learner + samplers * of_sampler)

@@ -129,7 +129,8 @@ class RayRanks:
         deadline, waits = time.monotonic() + chosen.timeout_seconds, False
         while True:
             try:
-                self._preflight()
+                self._gpus = gpus_of_learner(self._config, nodes_there())
+                _, said = check_cluster(self._config, chosen.learners)
                 break
             except ConfigError as error:
                 if not again:
@@ -144,6 +145,8 @@ class RayRanks:
                         "what is lost; start again when there is: the run continues from its last checkpoint"
                     ) from error
                 time.sleep(1)
+        for sentence in said:
+            log.warning("%s", sentence)
         bundle = {"CPU": CPUS} | ({"GPU": self._gpus} if self._gpus else {})
         where = [{"ray.io/node-id": self._here}, *({} for _ in range(chosen.learners - 1))]
         group = placement_group([bundle] * chosen.learners, strategy="PACK", bundle_label_selector=where)
@@ -157,11 +160,6 @@ class RayRanks:
             f"CPUs and {free.get('GPU', 0.0):g} GPUs are free in all: others use the Ray cluster; wait for them, or "
             "use fewer"
         )
-
-    def _preflight(self) -> None:
-        self._gpus = gpus_of_learner(self._config, nodes_there())
-        for sentence in check_cluster(self._config, self._config.distributed.learners)[1]:
-            log.warning("%s", sentence)
 
     def _places(self, group: PlacementGroup) -> list[dict[str, str]]:
         """Which rank it is, and which of those on its machine, as environment variables."""
@@ -250,7 +248,11 @@ class RayRanks:
                 rank_0.send_signal(signal.SIGTERM)
                 with suppress(subprocess.TimeoutExpired):
                     rank_0.wait(_SAVE_SECONDS)
-            self._kill(actors)  # what waits for them fails now
+            for actor in actors.values():  # what waits for them fails now
+                with suppress(Exception):
+                    actor.end.remote()  # reaches it without the head
+            for actor in actors.values() if not self._head.lost else ():
+                kill(actor)
             if rank_0 is not None:
                 with suppress(subprocess.TimeoutExpired):
                     rank_0.wait(_LOOK_SECONDS * 10)
@@ -258,13 +260,6 @@ class RayRanks:
             if rank_0 is not None:
                 rank_0.kill()
                 rank_0.wait()
-
-    def _kill(self, actors: Mapping[int, Any]) -> None:
-        for actor in actors.values():
-            with suppress(Exception):
-                actor.end.remote()  # reaches it without the head
-        for actor in actors.values() if not self._head.lost else ():
-            kill(actor)
 
 
 def _rank_host() -> type:

@@ -24,25 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from covey.adapters import Adapter, fingerprint
 from covey.config.whole import GRPOConfig
-from covey.distributed.guards import (
-    CONNECT_SECONDS,
-    STORED_ADAPTERS,
-    Head,
-    check_store,
-    gpus_of_learner,
-    gpus_of_sampler,
-)
+from covey.distributed import guards, ray_cluster
 from covey.distributed.members import START_SECONDS, Held, Member, MemberError, adapter_hash, in_thread
-from covey.distributed.ray_cluster import (
-    CPUS,
-    answer_of,
-    check_cluster,
-    connect,
-    get_result,
-    is_local,
-    kill,
-    nodes_there,
-)
+from covey.distributed.ray_cluster import CPUS, check_cluster, nodes_there
 from covey.errors import ConfigError
 from covey.pytorch.backend import BACKEND
 from covey.pytorch.engine.merge import bare_model, weights_of
@@ -91,7 +75,6 @@ class EngineHost:
         return adapter_hash(adapter_of(self._model))
 
     def sample(self, requests: Sequence[Request], settings: SamplingSettings, version: int) -> list[Completion]:
-        """One call of the engine."""
         torch.set_num_threads(self._threads)
         self._finished = 0
 
@@ -138,17 +121,16 @@ class RayMember:
 
     def load(self, held: Held) -> Future[str]:
         """One copy in the object store serves all actors."""
-        return answer_of(self._actor.load.remote, *self._cluster.put(held), held.weights.version)
+        return ray_cluster.answer_of(self._actor.load.remote, *self._cluster.put(held), held.weights.version)
 
     def begin(
         self, requests: Sequence[Request], settings: SamplingSettings, version: int, progress: Progress
     ) -> Future[list[Completion]]:
-        """One call of the actor."""
         # Actors may answer for a while longer than the head lives. It is asked here rather than in `load`: between the
         # update and the end of `load` nothing can be saved.
         self._cluster.head.check()
         self._progress, self._total, self._asked = progress, len(requests), None
-        return answer_of(self._actor.sample.remote, list(requests), settings, version)
+        return ray_cluster.answer_of(self._actor.sample.remote, list(requests), settings, version)
 
     def watch(self) -> None:
         """Ask how many completions are over, without waiting for the answer. Raises ClusterLostError."""
@@ -164,7 +146,7 @@ class RayMember:
     def stop(self, *, failed: bool) -> None:
         """Kill the process; one on this machine even if it takes no message any more."""
         if not self._cluster.head.lost:
-            kill(self._actor)
+            ray_cluster.kill(self._actor)
         if failed and self._here:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -200,7 +182,7 @@ class Cluster:
             tensors = dict(held.weights.tensors() if adapter is None else adapter.tensors)
             size = sum(array.nbytes for array in tensors.values())
             if size > self._stored:  # not each time: it asks the head, and would wait for one that is lost
-                check_store(nodes_there(), size)
+                guards.check_store(nodes_there(), size)
                 self._stored = size
             self._put = (held, ray.put(tensors))
         return self._put[1], None if adapter is None else dict(adapter.config)
@@ -210,9 +192,9 @@ class Cluster:
         with self._lock:
             self._session += 1
             for actor in self._actors if self._connected and not self.head.lost else ():
-                kill(actor)
+                ray_cluster.kill(actor)
             self._put, self._actors = None, []
-        wait(self._starting, timeout=CONNECT_SECONDS)  # a call of Ray's after its end would start it again
+        wait(self._starting, timeout=guards.CONNECT_SECONDS)  # a call of Ray's after its end would start it again
         if self._connected and self._own and not self.head.lost:
             ray.shutdown()
         self._connected = False
@@ -222,12 +204,14 @@ class Cluster:
         with self._lock:
             if not self._connected:
                 chosen = self._config.distributed
-                self._own = connect(chosen.ray_address, chosen.actors, STORED_ADAPTERS * self._stored)
-                self._connected, self.head = True, Head(ray.get_runtime_context().gcs_address)
+                self._own = ray_cluster.connect(
+                    chosen.ray_address, chosen.actors, guards.STORED_ADAPTERS * self._stored
+                )
+                self._connected, self.head = True, guards.Head(ray.get_runtime_context().gcs_address)
                 try:
-                    self._gpus = gpus_of_sampler(self._config, nodes_there())
+                    self._gpus = guards.gpus_of_sampler(self._config, nodes_there())
                     nodes, said = check_cluster(self._config, learners=0)
-                    check_store(nodes, self._stored)
+                    guards.check_store(nodes, self._stored)
                 except BaseException:
                     self.close()
                     raise
@@ -245,7 +229,7 @@ class Cluster:
             actor = host.options(**options).remote(self._config, self._dtype, torch.get_num_threads())
             self._actors.append(actor)
         try:
-            about = get_result(actor.start.remote(), max(START_SECONDS, chosen.timeout_seconds))
+            about = ray_cluster.get_result(actor.start.remote(), max(START_SECONDS, chosen.timeout_seconds))
             if self._base and about.get("base", self._base) != self._base:
                 raise ConfigError(
                     f"model.model={self._config.model.model!r:.200}: on {about['host']} it has other weights than in "
@@ -254,15 +238,15 @@ class Cluster:
                 )
             return RayMember(self, actor, about)
         except BaseException:
-            kill(actor)
+            ray_cluster.kill(actor)
             raise
 
 
 def look_at_cluster(config: GRPOConfig) -> list[str]:
     """Connect, look at the cluster as a run would, and leave it; what there is, a line each, or a run's ConfigError."""
-    began, own = time.monotonic(), connect(config.distributed.ray_address, config.distributed.actors)
+    began, own = time.monotonic(), ray_cluster.connect(config.distributed.ray_address, config.distributed.actors)
     samplers = config.distributed.samplers or 0
-    learners = config.distributed.learners if config.distributed.learners > 1 and not is_local() else 0
+    learners = config.distributed.learners if config.distributed.learners > 1 and not ray_cluster.is_local() else 0
     try:
         nodes, said = check_cluster(config, learners)
         address = ray.get_runtime_context().gcs_address
@@ -274,8 +258,8 @@ def look_at_cluster(config: GRPOConfig) -> list[str]:
         f"{node.memory / 1e9:.1f} GB, object store {node.store_bytes / 1e9:.1f} GB"
         for node in nodes
     ]
-    placed = [(learners, "learners", gpus_of_learner)] if learners else []
-    placed += [(samplers, "samplers", gpus_of_sampler)] if samplers or not placed else []
+    placed = [(learners, "learners", guards.gpus_of_learner)] if learners else []
+    placed += [(samplers, "samplers", guards.gpus_of_sampler)] if samplers or not placed else []
     each = [f"distributed.{name}={n}, each {CPUS:g} CPU and {gpus(config, nodes):g} GPU" for n, name, gpus in placed]
     room = f"room for {' and '.join(each)}"
     took = f"looked at in {time.monotonic() - began:.0f} s"

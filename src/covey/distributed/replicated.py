@@ -192,9 +192,8 @@ def _call(learner: Learner, ranks: Ranks, name: str, args: tuple[Any, ...], sett
     before = learner.steps
     args = tuple(each.found() if isinstance(each, _Spelled) else each for each in args)
     found = getattr(learner, name)(*args, **settings)
-    if learner.policy.in_shards:
-        return found
-    if learner.steps != before and (before == 0 or learner.steps % COMPARED_EVERY == 0 or name == "restore"):
+    due = before == 0 or learner.steps % COMPARED_EVERY == 0 or name == "restore"
+    if due and learner.steps != before and not learner.policy.in_shards:
         _compare(learner, ranks)
     return found
 

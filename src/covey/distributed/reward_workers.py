@@ -61,15 +61,13 @@ class Rewards:
         sys.path += [path for path in self.paths if path not in sys.path]
         require_files(self.hashes)
         USER_FILES.update(self.files)
-        return list(pickle.loads(self.pickled)) if self.pickled else named_rewards(self.config)
-
-
-def named_rewards(config: GRPOConfig) -> list[Any]:
-    """The reward functions that the settings name: `rewards.functions`, or else those of `data.task`."""
-    if config.rewards.functions:
-        return [load_function(name) for name in config.rewards.functions]
-    task = configured_task(config.data.task, config.data.dataset, config.data.eval_dataset)
-    return [] if task is None else list(task.reward_funcs)
+        if self.pickled:
+            return list(pickle.loads(self.pickled))
+        data, named = self.config.data, self.config.rewards.functions
+        if named:
+            return [load_function(name) for name in named]
+        task = configured_task(data.task, data.dataset, data.eval_dataset)
+        return [] if task is None else list(task.reward_funcs)
 
 
 class RewardHost:
@@ -90,21 +88,14 @@ class RewardHost:
         if self._scorer is None:
             self.start()
         assert self._scorer is not None
-        heard = _Listening()
-        logging.getLogger().addHandler(heard)
+        heard: Warnings = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: heard.append((record.name, record.levelno, record.getMessage()))  # type: ignore[method-assign]
+        logging.getLogger().addHandler(handler)
         try:
-            return self._scorer.score_rows(asked), heard.records
+            return self._scorer.score_rows(asked), heard
         finally:
-            logging.getLogger().removeHandler(heard)
-
-
-class _Listening(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.records: Warnings = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append((record.name, record.levelno, record.getMessage()))
+            logging.getLogger().removeHandler(handler)
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,6 @@ class RemoteMember:
     def begin(
         self, requests: Sequence[Request], settings: SamplingSettings, version: int, progress: Progress
     ) -> Future[list[Completion]]:
-        """Ask for all of them in one request."""
-
         def ask() -> list[Completion]:
             try:
                 self.engine.dialect.per_request = len(requests)

@@ -235,7 +235,6 @@ class ShardedLearner(Learner):
             ) from error
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """In shards, as they are."""
         policy = self.policy
         return {
             "policy": {name: p.detach() for name, p in policy.named_trainable_parameters()},

@@ -7,7 +7,9 @@ layers, embedding and head: it is about code, and the layers share it.
 from __future__ import annotations
 
 import logging
-from typing import cast
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar, cast
 
 import torch
 from peft import PeftConfig, PeftModel
@@ -30,6 +32,8 @@ from covey.pytorch.reference import Reference
 
 log = logging.getLogger(__name__)
 
+Made = TypeVar("Made")
+
 
 class SlicedPolicy(ShardedPolicy):
     """A sharded policy that was never whole."""
@@ -48,13 +52,7 @@ class SlicedPolicy(ShardedPolicy):
         self._shard(held, checked.reference, ranks, checked._mesh)
         self._root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)  # type: ignore[no-untyped-call]
         require_tied(self.source, self.model, tied)
-        problem = ""
-        try:
-            self._fill(hollow)
-        except ModelError as error:
-            problem = str(error)
-        if problem := next(filter(None, ranks.gather(problem)), ""):
-            raise ModelError(problem)
+        _on_all(ranks, partial(self._fill, hollow), ModelError)
         chosen = config.algorithm
         whole = Reference(
             self.model,
@@ -116,14 +114,7 @@ def read_in_slices(config: GRPOConfig, ranks: Ranks, backend: Backend) -> Sliced
     device = chosen_device(chosen.device)
     all_weights = not chosen.use_peft and chosen.adapter is None
     dtype = chosen_dtype(trained_dtype(chosen.dtype, all_weights=all_weights), device)
-    hollow = few = None
-    obstacle = ""
-    try:
-        hollow = HollowPolicy(ModelFiles.find(chosen.model, dtype=dtype), config)
-    except NotSlicedError as error:
-        obstacle = str(error)
-    _agreed(ranks, obstacle)
-    assert hollow is not None
+    hollow = _on_all(ranks, lambda: HollowPolicy(ModelFiles.find(chosen.model, dtype=dtype), config), NotSlicedError)
     peft = isinstance(hollow.model, PeftModel)
     base = peft and chosen.adapter is None and config.algorithm.reference_update != "ema"
     needed = training_bytes(hollow.model, keeps_copy=uses_reference(config) and not base)
@@ -131,21 +122,27 @@ def read_in_slices(config: GRPOConfig, ranks: Ranks, backend: Backend) -> Sliced
     if over == 1:
         return None
     check_sharded(config)
-    try:
+
+    def few_layers() -> Policy:
         first = hollow.files.few_layers()
         saved = None if chosen.adapter is None else PeftConfig.from_pretrained(str(chosen.adapter))
         settings = config if saved is None else config.replace(adapter=None, use_peft=True)
-        few = cast(Policy, backend.make_policy(settings, first, hollow.files.folder, saved))
-    except NotSlicedError as error:
-        obstacle = str(error)
-    _agreed(ranks, obstacle)
-    assert few is not None
-    return SlicedPolicy(few, hollow, config, ranks, over)
+        return cast(Policy, backend.make_policy(settings, first, hollow.files.folder, saved))
+
+    return SlicedPolicy(_on_all(ranks, few_layers, NotSlicedError), hollow, config, ranks, over)
 
 
-def _agreed(ranks: Ranks, obstacle: str) -> None:
-    if obstacle := next(filter(None, ranks.gather(obstacle)), ""):
-        raise NotSlicedError(obstacle)
+def _on_all(ranks: Ranks, work: Callable[[], Made], kind: type[ModelError]) -> Made:
+    """What `work` makes on this rank. Where it raises a `kind` on one rank, all raise it."""
+    made = None
+    problem = ""
+    try:
+        made = work()
+    except kind as error:
+        problem = str(error)
+    if problem := next(filter(None, ranks.gather(problem)), ""):
+        raise kind(problem)
+    return cast(Made, made)
 
 
 def sampler_dtype(config: GRPOConfig, dtype: torch.dtype) -> torch.dtype:

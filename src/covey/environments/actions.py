@@ -27,12 +27,9 @@ _LONGEST = 1000  # an action of more characters is none: worlds need not cope wi
 
 
 def parse_action(text: str, format: ActionFormat = "text", actions: Sequence[str] | None = None) -> str | None:
-    """The action in a completion, or None if there is none.
+    """The action in the text of a completion, or None if there is none.
 
-    Args:
-        text: of the completion.
-        format: see the table above.
-        actions: the admissible actions, if the world lists them.
+    `format` is one of the table above; `actions` are the admissible ones, if the world lists them.
     """
     said = _READERS[format](text)
     if said is None or not said.strip() or len(said) > _LONGEST:

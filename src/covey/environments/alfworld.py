@@ -118,7 +118,6 @@ class AlfWorldEnvironment(Environment):
         return self._seen(self._game.introduction())
 
     def step(self, action: str) -> tuple[Observation, float, bool, Mapping[str, Any]]:
-        """Do it, if it is possible."""
         known = action in self._game.commands
         self._plan = self._plan[1:] if self._plan[:1] == [action] else []
         said = self._game.do(action)
@@ -156,11 +155,8 @@ def _read_compact(path: Path) -> Iterator[dict[str, Any]]:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
             for line in lines:
                 row = json.loads(line)
-                yield {
-                    **{name: row[name] for name in ("id", "task_type", "goal")},
-                    "anns": row.get("anns", []),
-                    "problem": _compressed(row["pddl_problem"]),
-                }
+                kept = {name: row[name] for name in ("id", "task_type", "goal")}
+                yield kept | {"anns": row.get("anns", []), "problem": _compressed(row["pddl_problem"])}
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: not one ALFWorld game in each line: {type(error).__name__}: {error}") from error
 

@@ -27,36 +27,30 @@ TaskInstance = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the agent sees before a turn.
-
-    Attributes:
-        text: the observation in words.
-        actions: the admissible actions; None = any text is allowed.
-    """
+    """What the agent sees before a turn."""
 
     text: str
+    """The observation in words."""
     actions: tuple[str, ...] | None = None
+    """The admissible actions; None = any text is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of an action.
-
-    Attributes:
-        observation: the next observation.
-        reward: of this step.
-        done: the episode is over.
-        success: the task is solved; False during the episode.
-        valid: the action was valid.
-        info: other plain values from the environment.
-    """
+    """The result of an action."""
 
     observation: Observation
+    """The next observation."""
     reward: float = 0.0
+    """Of this step."""
     done: bool = False
+    """The episode is over."""
     success: bool = False
+    """The task is solved; False during the episode."""
     valid: bool = True
+    """The action was valid."""
     info: Mapping[str, Any] = field(default_factory=dict)
+    """Other plain values from the environment."""
 
 
 Returned = (
@@ -97,34 +91,24 @@ class World(ABC):
     """A source of tasks, and of the environments that play them.
 
     No held-out task may occur in training, whatever the seed.
-
-    Attributes:
-        name: the world's name for `get_world`.
-        system_prompt: the rules, shown before each episode; None = none.
-        max_turns: most turns of an episode; a default for `environment.max_turns`.
-        max_completion_length: tokens that a turn needs; a default for `sampling.max_completion_length`.
     """
 
     name: ClassVar[str]
+    """The world's name for `get_world`."""
     system_prompt: str | None = None
+    """The rules, shown before each episode; None = none."""
     max_turns: int = 20
+    """Most turns of an episode; a default for `environment.max_turns`."""
     max_completion_length: int = 32
+    """Tokens that a turn needs; a default for `sampling.max_completion_length`."""
 
     @abstractmethod
     def train_tasks(self, seed: int) -> list[TaskInstance]:
-        """The training tasks; the same seed gives the same tasks.
-
-        Raises:
-            DataError: they cannot be read.
-        """
+        """The training tasks; the same seed gives the same tasks. Raises `DataError`: they cannot be read."""
 
     @abstractmethod
     def eval_tasks(self) -> list[TaskInstance]:
-        """The held-out tasks, always the same.
-
-        Raises:
-            DataError: they cannot be read.
-        """
+        """The held-out tasks, always the same. Raises `DataError`: they cannot be read."""
 
     @abstractmethod
     def make(self) -> Environment:
@@ -234,12 +218,11 @@ def world_names() -> tuple[str, ...]:
 def get_world(name: str, **options: Any) -> World:
     """Make a world by its name.
 
+    Raises `ConfigError`: there is no such world or option, or the world refuses a value.
+
     Args:
         name: a name with or without options (`"house"`, `"house:rooms=4,max_turns=5"`), or a `World` class, factory or
             object in a file (`"maze.py:Maze"`, `"maze.py:Maze:size=9"`).
         **options: arguments of the world; they replace those in `name`.
-
-    Raises:
-        ConfigError: there is no such world or option, or the world refuses a value.
     """
     return make_named("environment", name, _WORLDS, World, **options)

@@ -42,6 +42,10 @@ from covey.processes import end_python, start_python
 from covey.rewards.jail import messages
 
 _START_SECONDS = 120.0
+_GRACE_SECONDS = 2.0  # that places have for giving back what they hold
+_LOOK_SECONDS = 0.03  # between two looks whether it is a reset's turn
+_NUMBER_BYTES = 4  # of a message to the template: with a channel it is a new place's, without one that place is killed
+_PR_SET_PDEATHSIG = 1
 _SAID = ("reward", "done", "success", "valid")
 RESETS_AT_ONCE = max(8, os.cpu_count() or 1)
 _SERVE = "import sys; from covey.environments.pool import serve_template; serve_template(int(sys.argv[1]))"
@@ -66,15 +70,14 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
 
     A process that takes too long or ends is killed and gives an `EpisodeError`; the next episode gets a new process.
 
+    Raises `ConfigError`: the world cannot be pickled, or (at the first reset) not be imported in the other process.
+
     Args:
         world: makes the environments. It is pickled, so its class must be in a module or `file.py`, not in `__main__`.
         places: number of episodes at the same time.
         reset_seconds: time limit of a reset, in seconds, from when it begins.
         step_seconds: time limit of a step, in seconds.
         resets_at_once: number of resets at the same time; the others wait.
-
-    Raises:
-        ConfigError: the world cannot be pickled, or (at the first reset) not be imported in the other process.
     """
 
     def __init__(
@@ -106,8 +109,7 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
     def wait(self, seconds: float | None = None) -> list[tuple[int, Found]]:
         """The answers since the last call, in the order of the places; empty if no request is open.
 
-        Args:
-            seconds: wait at most this long for the first answer; None = without limit.
+        It waits at most `seconds` for the first answer; None = without limit.
         """
         found, self._early = self._early, []
         until = None if seconds is None else time.monotonic() + seconds
@@ -137,8 +139,7 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
     def expert_action(self, place: int) -> str | None:
         """The action of a perfect player, if the world knows it. It waits for the answer.
 
-        Raises:
-            EpisodeError: the environment fails, or its answer is not an action.
+        Raises `EpisodeError`: the environment fails, or its answer is not an action.
         """
         asked, limit = self._idle(place), self._limits["step"]
         try:
@@ -193,10 +194,7 @@ class _Place:
     limit: float = 0.0
 
     def send(self, message: dict[str, Any], what: str, limit: float) -> None:
-        """Ask. A process that has ended since it last answered is replaced, unless an episode ends with it.
-
-        Raises `OSError, ValueError, TypeError`: it cannot be asked; `ConfigError`: the world cannot be made.
-        """
+        """Ask. A process that has ended since it last answered is replaced, unless an episode ends with it."""
         self.asked, self.limit = what, limit
         if self.channel is not None:
             try:
@@ -235,8 +233,7 @@ class _Place:
             return None
         answer = None
         with suppress(OSError, ValueError):
-            if not seconds or _ready([self.channel.fileno()], seconds):
-                answer = messages.receive(self.channel.fileno())
+            answer = _heard(self.channel, seconds)
         if answer is None:
             self.stop()
         return answer
@@ -284,10 +281,8 @@ class _Template:
                 except OSError:
                     ours.close()
                     raise
-        hello = None
         try:
-            if _ready([ours.fileno()], _START_SECONDS):
-                hello = messages.receive(ours.fileno())
+            hello = _heard(ours, _START_SECONDS)
             if hello is None or "error" in hello:
                 raise OSError("no process came up" + (f": {hello['error']}" if hello else ""))
         except BaseException:
@@ -310,14 +305,12 @@ class _Template:
         """Import and prepare the world, unless that is done. Raises `ConfigError`: it cannot be."""
         if self._control is not None:
             return
-        self._process, ours = start_python(_SERVE)
-        self._control = ours
+        self._process, self._control = start_python(_SERVE)
         first = {"world": self._world, "files": USER_FILES, "resets_at_once": self._resets_at_once}
         answer = None
         with suppress(OSError):
-            messages.send(ours.fileno(), first)
-            if _ready([ours.fileno()], _START_SECONDS):
-                answer = messages.receive(ours.fileno())
+            messages.send(self._control.fileno(), first)
+            answer = _heard(self._control, _START_SECONDS)
         if answer is None or "error" in answer:
             self.stop()
             reason = "it took too long or ended itself" if answer is None else answer["error"]
@@ -330,6 +323,11 @@ def _close(places: list[_Place], template: _Template) -> None:
     template.stop()
 
 
+def _heard(channel: socket.socket, seconds: float) -> dict[str, Any] | None:
+    """The next message; None when there is none in time, or the other side has closed."""
+    return messages.receive(channel.fileno()) if _ready([channel.fileno()], seconds) else None
+
+
 def _ready(channels: Iterable[int], seconds: float) -> list[int]:
     """Those of these file descriptors that can be read, after `seconds` at most, which may be infinite."""
     poll = select.poll()
@@ -337,12 +335,6 @@ def _ready(channels: Iterable[int], seconds: float) -> list[int]:
         poll.register(channel, select.POLLIN)
     limit = None if seconds == math.inf else max(0, math.ceil(min(seconds, 1e6) * 1000))
     return [channel for channel, _ in poll.poll(limit)]
-
-
-_PR_SET_PDEATHSIG = 1
-_GRACE_SECONDS = 2.0  # that places have for giving back what they hold
-_NUMBER_BYTES = 4  # of a message to the template: with a channel it is a new place's, without one that place is killed
-_LOOK_SECONDS = 0.03  # between two looks whether it is a reset's turn
 
 
 def serve_template(control: int) -> None:
@@ -468,7 +460,6 @@ class _Turns:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Wait for a turn."""
         while (taken := next(filter(self._take, range(self._count)), None)) is None:
             time.sleep(_LOOK_SECONDS)
         try:

@@ -99,7 +99,6 @@ class TextWorldEnvironment(Environment):
         return self._seen(_tidy(self._state.feedback)), reward, bool(done), {"success": won, "valid": known}
 
     def expert_action(self) -> str | None:
-        """The next action of a solution."""
         plan = self._state.policy_commands
         return str(plan[0]) if plan else None
 

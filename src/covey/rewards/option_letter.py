@@ -73,9 +73,7 @@ _KINDS = (
     "hospital|area|serogroup|haplotype|blood|toxin|phase|mr|mrs|dr|coxsackie|cyclosporin|amphotericin|polymyxin|"
     "interferon|cyclin|cathepsin"
 )
-_NOUNS = (
-    "cells?|lymphocytes?|symptoms?|waves?|dimers?|peptides?|chains?|fibers?|fibres?|virus|antigens?|sections?|section"
-)
+_NOUNS = "cells?|lymphocytes?|symptoms?|waves?|dimers?|peptides?|chains?|fibers?|fibres?|virus|antigens?|sections?"
 
 
 class _Found(NamedTuple):
@@ -84,11 +82,9 @@ class _Found(NamedTuple):
 
 
 def extract_choice(text: str, letters: Sequence[str] = "ABCD") -> str | None:
-    """The option letter that a text chooses, or None. Raises `ConfigError`: `letters` are not single capital letters.
+    """The option letter, one of `letters`, that a completion's text chooses, or None.
 
-    Args:
-        text: a completion.
-        letters: the capital letters of the options.
+    Raises `ConfigError`: they are not different single capital letters.
     """
     reader = _Reader(tuple(letters))
     cleaned = re.sub(r"[*`]|(?<!\w)_+|_+(?!\w)", "", text[-MAX_TAIL:])

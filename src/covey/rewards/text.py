@@ -9,18 +9,8 @@ from functools import lru_cache, partial
 from typing import Any
 
 from covey.errors import ConfigError, RewardError
-from covey.rewards.extract import (
-    MAX_JSON,
-    MAX_NUMBER_LENGTH,
-    Marker,
-    as_number,
-    completion_text,
-    final_number,
-    number_text,
-    opened_texts,
-    parse_number,
-    read_json,
-)
+from covey.rewards import extract
+from covey.rewards.extract import Marker, completion_text
 from covey.rewards.parallel import WorkerPool
 from covey.types import Message
 
@@ -37,7 +27,7 @@ def exact_match(column: str = "answer", *, ignore_case: bool = False) -> TextRew
     """
 
     def compare(text: str, reference: Any) -> tuple[bool, None]:
-        expected = str(reference) if isinstance(reference, str | bool) else number_text(reference)
+        expected = str(reference) if isinstance(reference, str | bool) else extract.number_text(reference)
         if expected is None:
             kind = type(reference).__name__
             raise ValueError(f"{column}={reference!r:.80}: no text equals a {kind}; give text or a number")
@@ -62,13 +52,13 @@ def numeric_match(
     chosen = tuple(markers)
 
     def compare(text: str, reference: Any) -> tuple[bool, str]:
-        expected = as_number(reference)
+        expected = extract.as_number(reference)
         if expected is None:
             raise ValueError(
-                f"{column}={reference!r:.80} is not a number of at most {MAX_NUMBER_LENGTH} characters; "
+                f"{column}={reference!r:.80} is not a number of at most {extract.MAX_NUMBER_LENGTH} characters; "
                 "correct the dataset, or use exact_match"
             )
-        number = parse_number(text) if strict else final_number(text, chosen)
+        number = extract.parse_number(text) if strict else extract.final_number(text, chosen)
         return expected == number, found_word(number)
 
     return _against_column("strict_numeric_match" if strict else "numeric_match", column, compare)
@@ -98,7 +88,7 @@ def format_reward(
         def fits(text: str) -> bool:
             return (compiled.fullmatch(text.strip()) if full else compiled.search(text)) is not None
 
-        both = zip(map(completion_text, completions), opened_texts(completions, columns), strict=True)
+        both = zip(map(completion_text, completions), extract.opened_texts(completions, columns), strict=True)
         return [float(any(map(fits, {*texts}))) for texts in both]
 
     return named(reward, name, ())
@@ -168,7 +158,7 @@ def tags_reward(*tags: str, name: str = "tags") -> TextReward:
         raise ConfigError(f"tags={tags!r}: give names such as 'think', 'answer'")
 
     def reward(completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
-        return [float(has_tags(text, tags)) for text in opened_texts(completions, columns, f"<{tags[0]}>")]
+        return [float(has_tags(text, tags)) for text in extract.opened_texts(completions, columns, f"<{tags[0]}>")]
 
     return named(reward, name, ())
 
@@ -223,12 +213,12 @@ def json_reward(schema: Mapping[str, Any] | None = None, *, name: str = "json", 
 
 def json_text(text: str) -> str | None:
     """The JSON of a completion, or None if it is none (NaN and Infinity are none) or too long."""
-    if len(text) > MAX_JSON:
+    if len(text) > extract.MAX_JSON:
         return None
     blocks = _JSON_BLOCK.findall(text)
     found = str(blocks[-1]) if blocks else text
     try:
-        read_json(found)
+        extract.read_json(found)
     except ValueError:
         return None
     return found

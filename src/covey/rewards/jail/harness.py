@@ -21,10 +21,10 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from . import JailEndedError, JailError, ProcessEndedError, messages
 from .programs import extract_code, free_names, same_output, same_value
@@ -43,50 +43,41 @@ _REMEMBERED = 4096
 
 @dataclass(frozen=True, slots=True)
 class CallTests:
-    """Call a function and compare what it returns.
-
-    Attributes:
-        entry_point: the function's name.
-        cases: `(arguments, expected)` pairs.
-        tolerance: relative and absolute, between floats. Lists and tuples of equal items are equal.
-    """
+    """Call a function and compare what it returns."""
 
     entry_point: str
+    """The function's name."""
     cases: tuple[tuple[tuple[Any, ...], Any], ...]
+    """`(arguments, expected)` pairs."""
     tolerance: float = 1e-6
+    """Relative and absolute, between floats. Lists and tuples of equal items are equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class AssertTests:
-    """Run test code, such as the assert statements of MBPP or the `check` function of HumanEval.
-
-    Attributes:
-        tests: statements; each counts as one test.
-        setup: trusted code that runs first, in the process of the tests: imports, helper functions.
-        entry_points: names that the program defines, also if a builtin has the same name. Without `entry_points` and
-            `aliases` these are all names that the tests do not define, except modules of the standard library.
-        aliases: more names for what the program defines, e.g. `{"candidate": "add"}`.
-        prefix: text put before the program, e.g. HumanEval's prompt.
-    """
+    """Run test code, such as the assert statements of MBPP or the `check` function of HumanEval."""
 
     tests: tuple[str, ...]
+    """Statements; each counts as one test."""
     setup: str = ""
+    """Trusted code that runs first, in the process of the tests: imports, helper functions."""
     entry_points: tuple[str, ...] = ()
+    """Names that the program defines, also if a builtin has the same name. Without `entry_points` and `aliases` these
+    are all names that the tests do not define, except modules of the standard library."""
     aliases: Mapping[str, str] = field(default_factory=dict)
+    """More names for what the program defines, e.g. `{"candidate": "add"}`."""
     prefix: str = ""
+    """Text put before the program, e.g. HumanEval's prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramTests:
-    """Run the program on inputs and compare its output line by line; white space at the end of lines is ignored.
-
-    Attributes:
-        cases: `(stdin, expected stdout)` pairs.
-        tolerance: allowed difference between numbers; 0 = the texts must be equal.
-    """
+    """Run the program on inputs and compare its output line by line; white space at the end of lines is ignored."""
 
     cases: tuple[tuple[str, str], ...]
+    """`(stdin, expected stdout)` pairs."""
     tolerance: float = 0.0
+    """Allowed difference between numbers; 0 = the texts must be equal."""
 
 
 Tests = CallTests | AssertTests | ProgramTests
@@ -140,7 +131,7 @@ class TestResult:
         return f"{self.passed} of {len(self.outcomes)} tests passed" + "".join(f"; {line}" for line in failed[:3])
 
 
-class TestHarness:
+class TestHarness(AbstractContextManager["TestHarness"]):
     """Runs programs against tests, several at once.
 
     Raises `JailError`: the host does not offer the minimum of protections, or a package is not installed.
@@ -202,9 +193,6 @@ class TestHarness:
         """End the sandbox and all its processes."""
         self._pool.shutdown(cancel_futures=True)
         self._sandbox.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *raised: object) -> None:
         self.close()

@@ -37,10 +37,7 @@ def extract_code(text: str) -> str:
 
 
 def _fenced(text: str) -> Iterator[tuple[str, str]]:
-    """(language, body) of each fenced block that is not empty, the last one to the text's end if nothing closes it.
-
-    One pass over the lines.
-    """
+    """(language, body) of each fenced block that is not empty, the last one to the text's end if nothing closes it."""
     language: str | None = None
     body: list[str] = []
     lines = text.split("\n") if "```" in text or "~~~" in text else []

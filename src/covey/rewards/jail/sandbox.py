@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from . import JailEndedError, JailError, ProcessEndedError, messages
 from .seccomp import Supervisor
@@ -60,21 +60,18 @@ _ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a confined process.
-
-    Attributes:
-        seconds: time from start to end; the kernel ends it after at most one more second of processor time.
-        memory_mb: address space in MiB, including Python itself (about 30).
-        files_mb: size of the files in its scratch directory, in MiB.
-        output_mb: size of its output, in MiB.
-        threads: number of threads at the same time, including the first.
-    """
+    """The limits of a confined process."""
 
     seconds: float = 5.0
+    """Time from start to end; the kernel ends it after at most one more second of processor time."""
     memory_mb: int = 256
+    """Address space in MiB, including Python itself (about 30)."""
     files_mb: int = 16
+    """Size of the files in its scratch directory, in MiB."""
     output_mb: int = 1
+    """Size of its output, in MiB."""
     threads: int = 64
+    """Number of threads at the same time, including the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +98,7 @@ class Protections:
         return f"{words[self.files]}, {network}, {processes}, limits on time, memory, files and output{why}"
 
 
-class Sandbox:
+class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
     """Starts confined processes; see the top of this module.
 
     Raises `JailError`: the host does not offer the minimum of protections, or the zygote does not start.
@@ -179,9 +176,6 @@ class Sandbox:
         """End the zygote and everything that it has started."""
         self._close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *raised: object) -> None:
         self.close()
 
@@ -206,7 +200,7 @@ class Sandbox:
         return dict(json.loads(data))
 
 
-class Confined:
+class Confined(contextlib.AbstractContextManager["Confined"]):
     """One confined process, until the `with` block ends."""
 
     def __init__(self, sandbox: Sandbox, number: int, channel: socket.socket, output: int, limits: Limits) -> None:
@@ -295,9 +289,6 @@ class Confined:
         if self._ended is None:
             self._ended = self._sandbox.end(self._number)
         return self._ended
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *raised: object) -> None:
         try:
