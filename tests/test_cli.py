@@ -159,6 +159,10 @@ def test_config_prints_what_a_recipe_means_and_explains(covey: Command, recipe_f
         (("resume", "x" * 5000), "too long for a path"),
         (("config", "--only", "beta"), "--only='beta': goes with --explain"),
         (("eval", "{model}"), "--task"),
+        (
+            ("eval", "{model}", "--dataset", "missing.jsonl", "--baseline", "{model}"),
+            "compares right answers, and nothing says here which are right; give --task",
+        ),
         (("eval", "{model}", "--show", "-1"), "greater than or equal to 0"),
         (("sample", "{model}", "hi", "-n", "1000000000"), "-n 1000000000 x --max-tokens 128: needs at least"),
         (("sample", "{tmp}/nowhere", "hi"), "nowhere"),

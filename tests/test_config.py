@@ -175,12 +175,14 @@ def test_toml_round_trip_is_exact() -> None:
     assert (GRPOConfig(**config.to_dict()), GRPOConfig(**json.loads(json.dumps(config.to_dict())))) == (config, config)
 
 
-def test_none_is_the_default_wherever_it_is_allowed() -> None:
-    """TOML cannot say None: leaving a setting out must mean the same."""
+def test_none_is_the_default_wherever_it_is_allowed(tmp_path: Path) -> None:
+    """TOML cannot say None: leaving a setting out must mean the same, and so does the word, as in an override."""
     fields = {name: SECTIONS[section].model_fields[name] for name, section in FIELDS.items()}
     nullable = [name for name, field in fields.items() if type(None) in get_args(field.annotation)]
     assert len(nullable) > 10
     assert GRPOConfig(**dict.fromkeys(nullable)) == GRPOConfig()
+    words = recipe(tmp_path, "".join(f'{name} = "None"\n' for name in nullable) + 'scale_rewards = "none"\n')
+    assert GRPOConfig.from_toml(words, ["output_dir=runs/covey", "scale_rewards=group"]) == GRPOConfig()
 
 
 TEXT = st.text(st.characters(codec="utf-8"))
@@ -303,7 +305,7 @@ WRONG = [
     ({"use_unbiased_kl": "yes"}, "use_unbiased_kl='yes': it switches something on or off; write true or false"),
     ({"use_off_policy_masking": True, "reference_drift_threshold": 0.3}, "both set algorithm.reference_drift_thresh"),
     ({"use_unbiased_kls": True}, "did you mean use_unbiased_kl"),
-    ({"loss_parameters": {"delta": "x"}}, "algorithm.delta='x' is str, and must be a number"),
+    ({"loss_parameters": {"delta": "x"}}, "algorithm.loss_parameters.delta='x' is str, and must"),
     ({"adv_parameters": {"std_correction": 0.5}}, "algorithm.adv_parameters: std_correction=0.5 is float, and must be"),
     ({"adv_parameters": {"std_correction": 9}}, "std_correction=9: choose 1 (divided by G - 1) or 0 (by G)"),
     ({"adv_parameters": {"step_score": "foo"}}, "step_score='foo': no such name; choose one of episode, return, step"),
@@ -344,7 +346,7 @@ WRONG = [
     ({"loss_type": "my_loss"}, "or FILE.py:NAME for a loss of your own"),
     ({"loss_type": "vespo", "loss_parameters": {"k_pso": 1}}, "loss_parameters='k_pso': no such name; did you mean"),
     ({"loss_parameters": {"epsilon": 0.1}}, "loss_parameters.epsilon: it is a setting of its own; set"),
-    ({"loss_parameters": {"delta": 1.1}}, "algorithm.delta=1.1: below 1 + epsilon_high = 1.2 it would replace the cli"),
+    ({"loss_parameters": {"delta": 1.1}}, "algorithm.loss_parameters.delta=1.1: below 1 + epsilon_high = 1.2 it "),
     ({"importance_sampling_correction": "token_mask:3:2"}, "the smallest ratio 3 must be 0 or more and less than"),
     ({"importance_sampling_correction": "off:2"}, "off has no bounds; write off alone"),
     ({"importance_sampling_correction": "token_trunc:2"}, "'token_trunc:2': must be auto | off | token_truncate"),
@@ -368,6 +370,11 @@ WRONG = [
     ({"warmup_ratio": 1.0}, "warmup_ratio=1.0: must be a number, 0 or more, below 1; correct it, or write optim."),
     (DECAY, "weight_decay=0.1 and optimizer_parameters={'weight_decay': 0.2}: both set optim.optimizer_parameters, to"),
     ({"shuffle": False, "prompt_order": "random"}, "shuffle=False and prompt_order='random': both set data.prompt_"),
+    ({"dynamic_sampling": 5, "dynamic_sampling_max_tries": 10}, "both set algorithm.dynamic_sampling, to diff"),
+    ({"down_sampling": "first:2", "down_sampling_size": 3}, "down_sampling_size=3 and down_sampling='first:2': both"),
+    ({"down_sampling": "first", "down_sampling_size": 0}, "down_sampling_size=0: must be a whole number, 1 or more"),
+    ({"down_sampling": "frist", "down_sampling_size": 3}, "algorithm.down_sampling='frist': must be none | max"),
+    ({"upload_adapters_to_server": False, "inference_server_url": "http://a:1"}, "both set server.inference_serv"),
     ({"validity_mask": False, "validity_min_length": 5}, "validity_mask=False and validity_min_length=5: both set"),
     ({"use_adaptive_entropy": False, "adaptive_entropy": {"target": 0.3}}, "both set algorithm.adaptive_entropy"),
     ({"reset_seconds": 90.0, "step_seconds": "x"}, "environment.step_seconds='x': must be float"),
@@ -509,6 +516,7 @@ RENAMED = [
     ({"dynamic_sampling": True, "dynamic_sampling_max_tries": 5}, {"dynamic_sampling": 5}),
     ({"down_sampling": "shortest", "down_sampling_size": 8}, {"down_sampling": "shortest:8"}),
     ({"down_sampling": "first", "down_sampling_statistics": "group"}, {"down_sampling": "first:4:group"}),
+    ({"down_sampling": "first:8", "down_sampling_statistics": "group"}, {"down_sampling": "first:8:group"}),
     ({"context_mode": "steps", "max_turn_prompt_tokens": 99}, {"history_length": 2, "max_conversation_tokens": 99}),
     ({"reset_seconds": 90.0}, {"step_seconds": 30.0}),
     ({"engine": "vllm", "sleep_level": 0, "merge_adapter": True}, {"llm_arguments": OFF}),
@@ -545,6 +553,8 @@ def test_an_entry_of_a_table_is_set_beside_the_others() -> None:
     assert config.loss_parameters == {"delta": 4.0, "epsilon_high": 0.3}
     with pytest.warns(UserWarning, match=r"now algorithm\.adaptive_entropy\.target, without effect") as said:
         GRPOConfig(entropy_target=0.3)
+    with pytest.warns(UserWarning, match=r"_cap=5\.0: an old name, now .*, without effect here; leave it out"):
+        GRPOConfig(importance_sampling_correction="off", importance_sampling_cap=5.0)
     assert (said[0].filename, 'data.prompt_order="given"' in rendered("shuffle")[1]) == (__file__, True)
 
 

@@ -224,6 +224,10 @@ def test_kl_cov_is_verl_s(share: float) -> None:
     losses[chosen] += 0.7 * np.abs(LOGP - OLD).reshape(-1)[chosen]
     expected = masked_mean(losses.reshape(SHAPE))
     assert ours("kl_cov", kl_cov_ratio=share, ppo_kl_coef=0.7) == pytest.approx(expected, rel=1e-12)
+    equal = np.full(SHAPE, 0.1, np.float32)  # whose mean is rounded: the first tokens, whatever their log-probabilities
+    logp, mask = LOGP.astype(np.float32), MASK > 0
+    held = alg.make_objective("kl_cov", kl_cov_ratio=share).select(logp, logp, equal, mask)
+    assert np.flatnonzero(held).tolist() == np.flatnonzero(mask)[: max(1, int(mask.sum() * share))].tolist()
 
 
 @pytest.mark.parametrize("share", [0.02, 1.0])

@@ -20,7 +20,8 @@ from covey.jax.grpo_config import GRPOConfig as JaxConfig
 from covey.training.setup import check_estimator
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "gmpo" / "gmpo.py"
-HEAD = "from covey.algorithms import LossInputs, Surrogate, loss\n"
+HEAD = "import numpy as np; from covey.algorithms import LossInputs, Surrogate, loss; "
+HEAD += "from covey.algorithms.arrays import stop_gradient\n"
 WIDE = {"epsilon_high": 1e9, "epsilon": 1.0}  # as without a clip
 
 
@@ -115,6 +116,12 @@ def test_the_sampler_s_log_probabilities_are_those_before_the_correction() -> No
         (mine("Surrogate(-x.advantages * x.logp)", "x, tau"), "lacks its parameter 'tau'; set algorithm.l"),
         (mine("Surrogate(-x.advantages * x.logp)", before="@loss(aggregation='men')\n"), "aggregation='men'"),
         (mine("x", before="@loss(select=lambda x: x.mask[0])\n"), "selects something else than tokens"),
+        (mine("Surrogate(x.advantages * x.old)"), r"\(.*mine.py:2\) has no gradient; compute it from x.logp"),
+        (mine("Surrogate(-x.advantages * stop_gradient(x.logp))"), "has no gradient; "),
+        (
+            mine("Surrogate(np.exp(x.logp) * x.advantages)"),
+            "mine.py:3, in mine; .* the functions of x.xp",
+        ),
         (mine("Surrogate(x.advantages.fill(0))"), "ValueError: .*read-only at .*mine.py:3"),
         (mine("Surrogate(-x.advantages * x.logp, x.ratio)"), "low or high that are not booleans"),
         (mine("x", before="@loss(select=lambda x: 1 / 0)\n"), "its select raised ZeroDivisionError"),
@@ -126,7 +133,7 @@ def test_a_bad_loss_is_an_error_that_names_file_and_function(folder: Path, code:
     if code is not None:
         (folder / "mine.py").write_text(HEAD + code)
     with pytest.raises(ConfigError, match=message) as raised:
-        GRPOConfig(loss_type="mine.py:mine").algorithm.objective()
+        check("mine.py:mine")
     assert "mine" in str(raised.value)
 
 

@@ -130,8 +130,6 @@ def test_settings_and_names_that_differ() -> None:
     two = ComparedRun("b", [], {"optim.learning_rate": 2e-5, "run.output_dir": "b", "run.seed": 1, "data.task": None})
     assert comparison.differing_settings([one, two]) == {"optim.learning_rate": [1e-5, 2e-5]}
     assert comparison.differing_settings([one, ComparedRun("c", [], {})])["run.seed"] == [1, None]
-    same = [Path("a/x"), Path("b/x")]  # each has a name of its own
-    assert (report.run_labels([*same[:1], Path("b/y")]), report.run_labels(same)) == (["x", "y"], ["a/x", "b/x"])
 
 
 def test_metrics_at_an_equal_step_worked_by_hand() -> None:
@@ -227,13 +225,14 @@ def test_a_copied_run_of_another_version(trained: list[Path], covey: Command, tm
     with RunFolder.create(tmp_path / "old") as writer:
         text = (trained[0] / "config.toml").read_text()
         settings, text = tomllib.loads(text), text.replace("[optim]", '[optim]\nold_setting = "[red]x"')
+        text = text.replace("[run]", '[run]\nrun_name = "before"')  # the name that the page shows too
         writer.write_config(text.replace(f"epsilon = {settings['algorithm']['epsilon']}\n", ""))
         for line in RunFolder.read(trained[0]).read_metrics():
             writer.append_metrics(line.pop("step"), line)
     file = tmp_path / "compared.json"
     status, out, err = covey("report", trained[0], tmp_path / "old", "-o", file)
     assert (status, err, json.loads(file.read_text())["settings"]) == (0, "", {"optim.old_setting": [None, "[red]x"]})
-    assert all(words in out for words in ("[red]x", "no table of an evaluation in old: answers are not compared"))
+    assert all(words in out for words in ("[red]x", "no table of an evaluation in before: answers are not compared"))
 
 
 def test_other_questions_are_said(covey: Command, tmp_path: Path) -> None:
@@ -361,6 +360,7 @@ def test_what_cannot_be_told_is_one_message(trained: list[Path], run: Path, cove
         ((*trained, "--worst"), "completions of one run are read; give one run"),
         ((run, "--step", "7"), "--step=7: the run has no table of it; there are 1, 2"),
         ((run, "--step", "x"), "--step='x': no step; give a number"),
+        ((run, "--step", "2:1"), "--step=2:1: the range ends before it begins; write 1:2"),
         ((run, "--step", "²"), "no step; give a number"),
         ((run, "--step", "1", "--eval", "2"), "--step, --eval: a completion is of one of them"),
         ((run, "--question", "nowhere"), "no such completion in 2 tables"),

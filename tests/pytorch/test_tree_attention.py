@@ -307,7 +307,7 @@ def ancestors(branches: list[Branch], past: int, window: int | None) -> np.ndarr
 
 def assert_seen(branches: list[Branch], past: int, window: int | None, block: int) -> None:
     length, mask = branches[-1].stop, Mask.of(branches, past, window, block)
-    dense = mask.dense()
+    dense = sees(np.arange(len(mask.since))[:, None], mask.since[:, None], mask.first, mask.leave, mask.position)
     assert not dense[:length, past : len(mask.first) - len(mask.since)].any()  # nobody sees what fills up the past
     own = dense[:, -len(mask.since) :]
     assert np.array_equal(own[length:], np.eye(len(own), dtype=np.bool_)[length:])  # what fills up the pack: itself

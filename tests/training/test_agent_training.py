@@ -305,11 +305,11 @@ def test_what_is_left_behind_can_be_trained_on(imitating: Settings, tmp_path: Pa
 @pytest.mark.slow
 def test_what_cannot_be_imitated(imitating: Settings, tmp_path: Path) -> None:
     config, quick = GRPOConfig(**imitating), {"episodes": 1, "evaluate": False}
-    trouble = {"world": f"{WORLDS}:Trouble", "action_format": "text"}
+    trouble = {"world": f"{WORLDS}:Trouble", "action_format": "text", "model": "/nowhere"}  # not loaded
     for changes, options, error, words in (
         ({}, {"episodes": 0}, ConfigError, "episodes=0"),
         ({"world": None, "task": "arithmetic"}, {}, ConfigError, r"no environment\.world"),
-        (trouble, {"episodes": 1}, DataError, "expert_action knows no action here"),
+        (trouble, {"episodes": 1}, DataError, "environments know no expert_action"),
         ({"max_completion_length": 4}, quick, ConfigError, "max_completion_length to"),
         ({"learning_rate": 1e30}, quick | {"episodes": 4, "epochs": 3}, ConfigError, "choose a lower"),
         ({"max_turns": 1}, {"episodes": 2}, DataError, "succeeded in none of 2"),

@@ -72,12 +72,12 @@ def test_a_share_of_the_rows_is_held_out(settings: Settings, tmp_path: Path) -> 
 
 def test_a_run_with_a_share_held_out_is_measured_on_it(settings: Settings, tmp_path: Path, covey: Command) -> None:
     named = in_a_file(tmp_path)
-    settings |= {"functions": [f"{named}partial"], "correctness": f"{named}right"}
+    rewards = {"reward_funcs": f"{named}partial", "correctness": f"{named}right"}
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(f'{{"prompt": "say {n}: ", "answer": "{n}"}}\n' for n in range(10)))
-    trainer = GRPOTrainer(args=GRPOConfig(**settings, dataset=str(file), eval_fraction=0.3))
+    trainer = GRPOTrainer(args=GRPOConfig(**settings, dataset=str(file), eval_fraction=0.3), **rewards)
     trainer.train()
-    assert not trainer.only_in_memory
+    assert not trainer.only_in_memory  # names are settings, wherever they are given
     for more, count in (((), 3), (("--dataset", file, "--num", "4"), 4)):
         said = covey.done("eval", settings["output_dir"], *more).splitlines()
         (line,) = (line for line in said if "num_comp" in line)

@@ -291,6 +291,8 @@ def test_what_is_impossible_is_one_clear_error(make: Any) -> None:
         ({"temperature": -1.0}, "^temperature=-1.0"),
         ({"deepspeed": "x.json"}, "deepspeed"),
         ({"vllm_mode": "x"}, "vllm_mode"),
+        ({"delta": 1.1}, "^delta=1.1: below"),
+        ({"reward": "rewards.py:exact"}, r"is passed itself: covey\.functions\.load_function\('rewards\.py:exact'\)"),
         ({"steps_per_generation": 0}, "steps_per_generation=0"),
         ({"eval_strategy": "steps", "per_device_eval_batch_size": 3}, "eval_dataset=None"),
         *(({name: value}, f"{name}=.*a whole number") for name in COUNTS for value in (1.5, "2", True)),

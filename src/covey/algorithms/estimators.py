@@ -121,8 +121,9 @@ class Estimator:
         `conversing` is True where a row holds several turns. See `Objective.shares_credit`.
 
         Raises:
-            ConfigError: What it returns for the small step has another shape than advantages.
+            ConfigError: What it returns for the small step has another shape than advantages, or the loss no gradient.
         """
+        objective.require_gradient(slope, array)
         step = small_step(conversing)
         try:
             found = self._called(step)

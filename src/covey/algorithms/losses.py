@@ -304,7 +304,9 @@ def covariances(x: LossInputs) -> Array:
     count = x.xp.sum(x.xp.astype(x.mask, x.logp.dtype))
     count = x.xp.where(count > 0, count, x.xp.ones_like(count))
     logp, advantages = masked(x.logp, x.mask), masked(x.advantages, x.mask)
-    return (logp - x.xp.sum(logp) / count) * (advantages - x.xp.sum(advantages) / count)
+    spread = advantages - x.xp.sum(advantages) / count
+    level = x.xp.abs(spread) <= 1e-6 * x.xp.max(x.xp.abs(advantages))  # by rounding alone
+    return (logp - x.xp.sum(logp) / count) * masked(spread, ~level)
 
 
 def _share(x: LossInputs, ratio: float) -> Array:
@@ -322,7 +324,8 @@ def _kl_cov_tokens(x: LossInputs, kl_cov_ratio: float) -> Array:
 def kl_cov(x: LossInputs, kl_cov_ratio: float = 2e-4, ppo_kl_coef: float = 1.0) -> Surrogate:
     """KL-Cov (arXiv 2505.22617): `-w A`, plus `ppo_kl_coef · |log w|` on the tokens of the largest covariance.
 
-    Of the step's tokens a share of `kl_cov_ratio` is held back so, rounded down, and at least one.
+    Of the step's tokens a share of `kl_cov_ratio` is held back so, rounded down, and at least one; where covariances
+    are equal, as where all advantages are, the step's first tokens.
     """
     held = x.xp.where(x.selected, magnitude(x.log_ratio), x.xp.zeros_like(x.logp))
     return Surrogate(-x.ratio * x.advantages + ppo_kl_coef * held)

@@ -99,16 +99,23 @@ class Objective:
 
         `slope` makes the derivative of a function of an array, as `jax.grad` does; `array` makes one of NumPy's.
         """
+        alone, nothing = (self._moved([first, 0.0, 0.0], slope, array) for first in (1.0, 0.0))
+        return bool((alone != nothing)[0, 1:].any())
+
+    def require_gradient(self, slope: Any, array: Any) -> None:
+        """Raise `ConfigError` where the loss moves no token; arguments as of `shares_credit`."""
+        if not self.loss.entropy and not (self._moved([1.0, -1.0, 0.5], slope, array) != 0).any():
+            raise self.loss.fault("has no gradient", "compute it from x.logp, x.ratio or x.log_ratio without detach")
+
+    def _moved(self, earned: list[float], slope: Any, array: Any) -> Array:
+        """`[1, 3]` the derivative by each of three tokens' log-probabilities, with these advantages."""
         logp, mask = np.log([[0.5, 0.3, 0.2]]), np.ones((1, 3), np.bool_)
 
-        def moved(earned: list[float]) -> Array:
-            def total(x: Array) -> Array:
-                known = (array(each) for each in (logp, np.array([earned]), mask, -logp, logp, np.ones((1, 1)), ~mask))
-                return array_namespace(x).sum(self.loss.surrogate(LossInputs(x, *known), dict(self.parameters)).loss)
+        def total(x: Array) -> Array:
+            known = (array(each) for each in (logp, np.array([earned]), mask, -logp, logp, np.ones((1, 1)), ~mask))
+            return array_namespace(x).sum(self.loss.surrogate(LossInputs(x, *known), dict(self.parameters)).loss)
 
-            return slope(total)(array(logp))
-
-        return bool((moved([1.0, 0.0, 0.0]) != moved([0.0, 0.0, 0.0]))[0, 1:].any())
+        return slope(total)(array(logp))
 
     def estimate_kl(self, logp: Array, ref: Array, old: Array, mask: Array) -> Array:
         """`[N, T]` the KL of each sampled token, estimated from its log-probabilities; 0 where masked."""

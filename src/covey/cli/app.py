@@ -20,20 +20,12 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from covey import __version__
+from covey.cli import results
 from covey.cli.doctor import doctor
 from covey.cli.export import export
 from covey.cli.mcp import mcp
 from covey.cli.play import play
 from covey.cli.report import report
-from covey.cli.results import (
-    PER_KIND,
-    paired,
-    print_choices,
-    print_difference,
-    print_kinds,
-    print_left_out,
-    print_summary,
-)
 from covey.cli.serve import serve
 from covey.cli.watch import watch
 from covey.cli.weights import AsJson, Overrides, config_for, err, form_of, out, print_json, recipe_file, said_by_signals
@@ -133,7 +125,7 @@ def _train(config: GRPOConfig, folder: Path, *, resume: bool = False) -> None:
         from covey.training import launch
 
         if not launch.start_ranks(config, sys.argv[1:], out.out) and (trainer := launch.run(config, resume=resume)):
-            print_summary(out, trainer, folder)
+            results.print_summary(out, trainer, folder)
 
 
 @app.command()
@@ -213,6 +205,9 @@ def evaluate(
     if config.data.task is None and config.data.dataset is None and not acting:
         config = config.replace(dataset=config.data.eval_dataset)
     measured = setup.load_task(config)
+    if baseline not in (None, "none") and measured is None and not acting and config.rewards.correctness is None:
+        told_by = "give --task, or name a function in rewards.correctness (FILE.py:FUNCTION)"
+        raise ConfigError(f"--baseline: it compares right answers, and nothing says here which are right; {told_by}")
     other = _baseline(config, baseline, always=isinstance(measured, ChoiceTask))
     if isinstance(measured, ChoiceTask):
         asked = {"rotations": rotations, "lead_in": lead_in}
@@ -225,32 +220,27 @@ def evaluate(
     result = trainer.evaluation()
     before = None if other is None else _trainer(other).evaluation()
     if as_json:
-        found: dict[str, Any] = {
-            "model": _name(config),
-            "metrics": result.metrics,
-            "left_out": int((~result.judged).sum()),
-        }
+
+        def told(of: GRPOConfig, by: Evaluation) -> dict[str, Any]:
+            return {"model": _name(of), "metrics": by.metrics, "left_out": int((~by.judged).sum())}
+
+        found = told(config, result)
         if other is not None and before is not None:
-            compared = paired(before, result)
-            found["baseline"] = {
-                "model": _name(other),
-                "metrics": before.metrics,
-                "left_out": int((~before.judged).sum()),
-            }
-            found["against_baseline"] = compared and asdict(compared)
+            compared = results.paired(before, result)
+            found |= {"baseline": told(other, before), "against_baseline": compared and asdict(compared)}
         print_json(out, found)
         return
     _show(result, show)
-    print_left_out(out, _name(config), result)
+    results.print_left_out(out, _name(config), result)
     table = Table("metric", "value")
     for name, value in result.metrics.items():
-        if not name.startswith(PER_KIND):
+        if not name.startswith(results.PER_KIND):
             table.add_row(name, f"{value:.4g}")
     print_table(out, table)
-    print_kinds(out, result)
+    results.print_kinds(out, result)
     if other is not None and before is not None:
-        print_left_out(out, _name(other), before)
-        print_difference(out, _name(other), before, result)
+        results.print_left_out(out, _name(other), before)
+        results.print_difference(out, _name(other), before, result)
 
 
 @app.command()
@@ -376,7 +366,7 @@ def _evaluate_choices(
         mark = "right" if letter == row["answer"] else "wrong"
         out.print(f"{row['question']}\n  {mark} ({letter}): {text!r}", markup=False, highlight=False)
     if not as_json:
-        print_choices(out, found)
+        results.print_choices(out, found)
     if folder is not None:
         for path in write_choice_report(folder, found, f"{_name(config)}: multiple choice"):
             say(err if as_json else out, f"  {path}")

@@ -32,6 +32,7 @@ from covey.observe.completions import messages, parts_and_others
 from covey.observe.console import format_number, print_table, say, visible
 from covey.observe.records import Record, plain
 from covey.observe.run_folder import RunFolder, table_name
+from covey.watch.run import WatchedRun, labels
 from covey.watch.tables import PLACE, TableReader
 
 if TYPE_CHECKING:
@@ -93,7 +94,6 @@ def report(
 
 def _write_page(runs: Sequence[Path], path: Path) -> None:
     from covey.watch.export import export_runs
-    from covey.watch.run import WatchedRun
 
     if path.suffix not in (".html", ".htm"):
         raise ConfigError(f"--html {path}: the file is a page; give it a name that ends in .html")
@@ -123,13 +123,14 @@ def _compare(
 ) -> None:
     from covey.training.evaluate import questions_of
 
-    folders = [RunFolder.read(run) for run in runs]
+    watched = [WatchedRun(run, reader) for run in runs]
+    folders = [run.folder for run in watched]
     places = [folder.path.resolve() for folder in folders]
     twice = [str(run) for run, place in zip(runs, places, strict=True) if places.count(place) > 1]
     if twice:
         raise ConfigError(f"{' and '.join(twice)} are one folder; give each run once")
     notes: list[str] = []
-    compared = [_compared(folder, label, notes) for folder, label in zip(folders, run_labels(runs), strict=True)]
+    compared = [_compared(folder, label, notes) for folder, label in zip(folders, labels(watched), strict=True)]
     if not any(run.records or run.evaluations for run in compared):
         lost = any(any(folder.checkpoints.glob("step_*")) for folder in folders)
         why = "metrics.jsonl is gone or empty; restore it from a backup" if lost else "nothing is recorded yet"
@@ -185,12 +186,6 @@ def _print_rest(
             _show(rows, _EXCERPT)
     except RunFolderError as error:  # a damaged table; the rest is told
         say(out, visible(str(error), 500))
-
-
-def run_labels(runs: Sequence[Path]) -> list[str]:
-    """Names for a legend: of the folders where these differ, else the paths as they were given."""
-    names = [run.name or str(run) for run in runs]
-    return names if len(set(names)) == len(names) else [str(run) for run in runs]
 
 
 def _compared(folder: RunFolder, label: str, notes: list[str]) -> ComparedRun:

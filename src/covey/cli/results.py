@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from covey.errors import ConfigError
 from covey.observe.choices import measured
 from covey.observe.console import print_table, say, visible
 from covey.observe.run_folder import RunFolder
@@ -83,27 +82,16 @@ def print_left_out(out: Console, name: str, result: Evaluation) -> None:
 
 
 def print_difference(out: Console, name: str, before: Evaluation, after: Evaluation) -> None:
-    """Accuracy of a model against that of `name` on the same problems, of those that both could be judged on.
-
-    Raises:
-        ConfigError: nothing says which completions are right.
-    """
+    """Accuracy of a model against that of `name` on the same problems, of those that both could be judged on."""
     found = paired(before, after)
     told = "no episode was judged for both" if found is None else difference(found)
     out.print(f"accuracy against {name}: {told}", markup=False, highlight=False)
 
 
 def paired(before: Evaluation, after: Evaluation) -> PairedDifference | None:
-    """The paired difference in accuracy on the problems that both could be judged on; None without any.
-
-    Raises:
-        ConfigError: nothing says which completions are right.
-    """
-    if before.correct is None or after.correct is None:
-        raise ConfigError(
-            "--baseline compares right answers, and nothing says here which are right; give --task, or "
-            "name a reward in rewards.correctness"
-        )
+    """The paired difference in accuracy on the problems that both could be judged on; None without any."""
+    assert before.correct is not None
+    assert after.correct is not None
     both = before.judged & after.judged
     if not both.any():
         return None

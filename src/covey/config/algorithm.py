@@ -12,6 +12,7 @@ from covey.algorithms.losses import default_epsilon, find_loss, function_name, l
 from covey.algorithms.mismatch import Correction, read_correction
 from covey.algorithms.objective import Objective, make_objective
 from covey.config.section import Options, Section
+from covey.errors import ConfigError
 
 KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+", "abs", "k3_unbiased", "exact", "exact_weighted"]
 _Comparing = Literal["grpo", "naive_grpo", "dr_grpo", "rloo", "gigpo", "gdpo"]
@@ -164,15 +165,13 @@ class AlgorithmConfig(Section, frozen=True):
         """
         loss = find_loss(self.loss_type)
         own = {name: getattr(self, name) for name in loss.parameters if name in type(self).model_fields}
-        return make_objective(
-            loss,
-            beta=self.beta,
-            kl_estimator=self.kl_estimator,
-            entropy_coef=self.entropy_coef,
-            adaptive_entropy=self.adaptive_entropy is not None,
-            **own,
-            **self.loss_parameters,
-        )
+        terms = {name: getattr(self, name) for name in ("beta", "kl_estimator", "entropy_coef")}
+        terms["adaptive_entropy"] = self.adaptive_entropy is not None
+        try:
+            return make_objective(loss, **terms, **own, **self.loss_parameters)
+        except ConfigError as error:
+            in_table = str(error).partition("=")[0] in self.loss_parameters
+            raise ConfigError(f"{'loss_parameters.' * in_table}{error}") from error
 
     @property
     def correction(self) -> Correction | None:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from covey.algorithms.down_sampling import read_down_sampling
 from covey.algorithms.losses import LOSSES, function_name
 from covey.config.section import Section
 from covey.errors import ConfigError
@@ -122,7 +123,7 @@ def _adaptive_entropy(old: Values, known: Values) -> dict[str, Any]:
 def _correction(old: Values, known: Values) -> dict[str, Any]:
     mode, floor, cap = known.get("importance_sampling_correction", "auto"), *old.values()
     bounds = [cap] if floor is None else [floor, cap]
-    if ":" in mode or bounds == [3.0]:
+    if ":" in mode or mode == "off" or bounds == [3.0]:
         return {}
     return {"importance_sampling_correction": ":".join([mode, *(f"{bound!r}" for bound in bounds)])}
 
@@ -147,15 +148,15 @@ def _validity(old: Values, known: Values) -> dict[str, Any]:
 
 
 def _dynamic_sampling(old: Values, known: Values) -> dict[str, Any]:
-    return {"dynamic_sampling": old["dynamic_sampling_max_tries"]} if known.get("dynamic_sampling") is True else {}
+    return {"dynamic_sampling": old["dynamic_sampling_max_tries"]} if known.get("dynamic_sampling") else {}
 
 
 def _down_sampling(old: Values, known: Values) -> dict[str, Any]:
-    rule = function_name(known.get("down_sampling", "none"))
+    rule, size, statistics = read_down_sampling(function_name(known.get("down_sampling", "none")))
     if rule == "none":
         return {}
-    parts = [rule, str(old["down_sampling_size"]), old["down_sampling_statistics"]]
-    return {"down_sampling": ":".join(part for part in parts if part is not None)}
+    size = size if old["down_sampling_size"] == 4 else old["down_sampling_size"]
+    return {"down_sampling": ":".join(filter(None, [rule, str(size), old["down_sampling_statistics"] or statistics]))}
 
 
 def _context(old: Values, known: Values) -> dict[str, Any]:
@@ -246,7 +247,7 @@ PUBLISHED = frozenset({"upload_adapters_to_server"})
 """Old names that a published recipe has: they stay good, and are read without a word."""
 
 
-_JOINED = {"adv_estimator", "step_seconds", "inference_server_url"}
+_JOINED = {"adv_estimator", "step_seconds"}
 """Fields that were settings beside the old name, which may change what they say."""
 
 CHOICES: dict[str, tuple[Any, ...]] = {"std_correction": (0, 1), "sleep_level": (0, 1, 2)}
@@ -270,8 +271,9 @@ def _refused(name: str, value: Any, default: Any) -> str:
         fits = any(type(value) is type(choice) and value == choice for choice in choices)
         return "" if fits else " | ".join(str(choice).lower() for choice in choices)
     most, below = (1, ", below 1") if name == "warmup_ratio" else (math.inf, "")
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < most
-    return "" if fits else f"a number, 0 or more{below}"
+    kind, least = (int, 1) if isinstance(default, int) and default else (int | float, 0)
+    fits = isinstance(value, kind) and not isinstance(value, bool) and least <= value < most
+    return "" if fits else f"a {'whole ' * least}number, {least} or more{below}"
 
 
 def _is_lost(value: Any, now: Any) -> bool:

@@ -258,14 +258,23 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     return settings
 
 
+def is_unset(name: str, value: Any) -> bool:
+    """True for the word `none` where nothing may be set and it is no choice."""
+    optional = name not in FIELDS or types.NoneType in _allowed(name)
+    return optional and str(value).lower() in ("none", "null") and "none" not in _allowed(name)
+
+
+def _allowed(name: str) -> set[Any]:
+    return _alternatives(SECTIONS[FIELDS[name]].model_fields[name].annotation) if name in FIELDS else set()
+
+
 def parse_value(name: str, text: str) -> Any:
     """Read the value of a field or TRL option: TOML, else plain text; `true` and `none` in any case."""
-    allowed = _alternatives(SECTIONS[FIELDS[name]].model_fields[name].annotation) if name in FIELDS else set()
-    lower = text.lower()
-    if lower in ("none", "null") and "none" not in allowed and (types.NoneType in allowed or name not in FIELDS):
+    allowed = _allowed(name)
+    if is_unset(name, text):
         return None
-    if lower in ("true", "false"):
-        text = lower
+    if text.lower() in ("true", "false"):
+        text = text.lower()
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError):

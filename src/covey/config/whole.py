@@ -37,7 +37,7 @@ from covey.config.run import RunConfig
 from covey.config.sampling import ModelConfig, SamplingConfig, VLLMConfig
 from covey.config.section import Section, shown
 from covey.config.server import ServerConfig
-from covey.config.text import explain_error, parse_overrides, unusable
+from covey.config.text import explain_error, is_unset, parse_overrides, unusable
 from covey.config.training import EvaluationConfig, OptimConfig, ScheduleConfig
 from covey.config.vllm import vllm_problems
 from covey.errors import ConfigError
@@ -130,10 +130,10 @@ class GRPOConfig(Section, Flat, frozen=True):
     def from_toml(cls, path: str | Path, overrides: Iterable[str] = ()) -> Self:
         """Read a TOML file whose tables are sections, then apply overrides such as `sampling.num_generations=8`.
 
-        An override's value is read as TOML and otherwise taken as text; `none` unsets an optional field. The section
-        may be left out (`beta=0.02`), and synonyms do as well. A `FILE.py:NAME` and a file of data are looked for
-        beside the TOML file and then in the working directory; a model's or an adapter's folder, and what an override
-        names, there only. What is found has its whole path from then on, so that a run can be resumed from anywhere.
+        An override's value is read as TOML and otherwise taken as text. `none` (in the file "none") unsets an optional
+        field. The section may be left out (`beta=0.02`), and synonyms do too. A `FILE.py:NAME` and a file of data are
+        looked for beside the TOML file and then in the working directory; a model's or an adapter's folder, and what an
+        override names, there only. What is found has its whole path, so that a run can be resumed from anywhere.
         Without `run.output_dir` the run folder is `runs/NAME`, after the file, or the folder of a `recipe.toml`.
 
         Raises `ConfigError`: the file cannot be read, is not TOML, or holds unknown names or bad values.
@@ -150,7 +150,8 @@ class GRPOConfig(Section, Flat, frozen=True):
             raise ConfigError(f"{path!s:.300}: cannot be read ({error}); {fix}") from error
         if is_odd:
             raise ConfigError(f"{path}: is no file; give the path of a TOML file")
-        written = _whole_paths(canonical_names(table), Path(path).parent, Path())
+        named = {name: None if is_unset(name, value) else value for name, value in canonical_names(table).items()}
+        written = _whole_paths(named, Path(path).parent, Path())
         changes = _whole_paths(canonical_names(parse_overrides(overrides), base=written), Path())
         file = Path(path).absolute()
         name = file.parent.name if file.name == "recipe.toml" else file.stem

@@ -151,6 +151,8 @@ def chosen_steps(spec: str, there: list[int], option: str) -> list[int]:
     if not all((text.isdecimal() and len(text) < 13) or (colon and not text) for text in ends):
         raise ConfigError(f"{option}={spec!r:.50}: no step; give a number, a range such as 10:20, first, last or all")
     first, last = int(ends[0] or 0), int(ends[1] or 10**13)
+    if first > last:
+        raise ConfigError(f"{option}={spec}: the range ends before it begins; write {last}:{first}")
     chosen = [number for number in there if first <= number <= last]
     if not chosen:
         near = sorted(there, key=lambda number: min(abs(number - first), abs(number - last)))[:3]

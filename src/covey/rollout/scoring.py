@@ -385,7 +385,8 @@ def _describe(function: RewardLike, name: str, weight: float) -> RewardSpec:
     if isinstance(function, str) or hasattr(function, "state_dict"):
         raise ConfigError(
             f"reward function {function!r:.300}: a reward model is not called directly; wrap it in a "
-            "function f(prompts, completions, **columns) that returns one number for each completion"
+            "function f(prompts, completions, **columns) that returns one number for each completion; functions are "
+            "passed themselves, or all of them by name (FILE.py:FUNCTION)"
         )
     if not callable(function):
         raise ConfigError(

@@ -21,7 +21,8 @@ import numpy as np
 
 from covey.algorithms import make_objective
 from covey.config.whole import GRPOConfig
-from covey.errors import ConfigError, DataError
+from covey.environments.pool import EnvironmentPool
+from covey.errors import ConfigError, DataError, EpisodeError
 from covey.files import checked_path, explained, write_atomically
 from covey.rollout.agents import Dictation, ExpertPlayer
 from covey.training import agents, setup
@@ -70,8 +71,7 @@ def imitate(
         raise ConfigError(
             f"episodes={episodes}, epochs={epochs}, episodes_per_step={episodes_per_step}: 1 or more each"
         )
-    if config.environment.world is None:
-        raise ConfigError("this recipe has no environment.world, so there is no expert to imitate; name a world")
+    _require_expert(config)
     folder = checked_path("folder", folder)
     with explained(folder):
         made = not folder.exists()
@@ -111,6 +111,21 @@ def imitate(
             with suppress(OSError):
                 folder.rmdir()  # it is empty until all is known
         raise
+
+
+def _require_expert(config: GRPOConfig) -> None:
+    """Refuse a world that knows no action at the beginning of its first tasks, before a model is loaded."""
+    if (world := setup.load_world(config)) is None:
+        raise ConfigError("this recipe has no environment.world, so there is no expert to imitate; name a world")
+    tasks = agents.world_data(config, world).train[:3]
+    with EnvironmentPool(world, places=1) as pool, suppress(EpisodeError):  # which costs its own episode
+        for task in tasks:
+            pool.reset(0, dict(task), config.run.seed)
+            pool.wait()
+            if pool.expert_action(0) is not None:
+                return
+        why = "its environments know no expert_action; define one, or train without imitation"
+        raise DataError(f"environment.world={config.environment.world!r}: {why}")
 
 
 def _endings(played: Sequence[Trajectory]) -> tuple[str, ...]:
@@ -170,8 +185,8 @@ def _learn(
 
 def _batch(episodes: Sequence[Episode]) -> Batch:
     """All that was said, with an advantage of 1."""
-    longest = max(episode.num_sampled for episode in episodes)
-    mask = np.arange(longest)[None, :] < np.array([[episode.num_sampled] for episode in episodes])
+    lengths = np.array([[episode.num_sampled] for episode in episodes])
+    mask = np.arange(lengths.max()) < lengths
     return Batch(
         episodes=tuple(episodes),
         group=np.arange(len(episodes)),
@@ -183,7 +198,5 @@ def _batch(episodes: Sequence[Episode]) -> Batch:
 
 
 def _as_lines(played: Sequence[Trajectory]) -> str:
-    return "".join(
-        json.dumps({"turns": len(t.turns), "reward": t.reward, "transcript": transcript(t)}, ensure_ascii=False) + "\n"
-        for t in played
-    )
+    rows = ({"turns": len(t.turns), "reward": t.reward, "transcript": transcript(t)} for t in played)
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -76,6 +76,12 @@ def named_model(args: Any, model: Any) -> tuple[GRPOConfig, Any]:
     return args if model is None else args.replace(model=name), model
 
 
+def named_in_settings(args: GRPOConfig, field: str, given: Any) -> tuple[GRPOConfig, Any]:
+    """Settings that name a function that is given as text, `FILE.py:NAME`, or several; or else what is given."""
+    is_text = isinstance(given, str) or (given and isinstance(given, list | tuple) and {*map(type, given)} == {str})
+    return (args.replace(**{field: given}), None) if is_text else (args, given)
+
+
 def other_reference(config: GRPOConfig, other: Any, model: Any) -> tuple[GRPOConfig, Any]:
     """`ref_model` where it is another checkpoint than the model, else None; and the settings that it needs."""
     path = os.path.expanduser(other) if isinstance(other, str | Path) else None
@@ -120,11 +126,8 @@ def check_estimator(config: GRPOConfig, world: World | None) -> Estimator:
     import torch
 
     conversing = world is not None and config.environment.history_length is None
-    problem = estimator.group_problem(sizes)
-    problem = problem or estimator.credit_problem(
-        config.algorithm.objective(), torch.func.grad, torch.asarray, conversing
-    )
-    if problem is not None:
+    tried = config.algorithm.objective(), torch.func.grad, torch.asarray
+    if problem := estimator.group_problem(sizes) or estimator.credit_problem(*tried, conversing):
         raise ConfigError(problem)
     return estimator
 

@@ -90,7 +90,7 @@ class GRPOTrainer:
     Args:
         model: (or `policy_model`) hub id, folder, .gguf file, `pkg:NAME`, or a loaded model; None = `args.model.model`.
         reward_funcs: (or `reward_function`) one or several: `f(prompts, completions, **columns) -> list[float | None]`,
-            sync or async, or a `Verifier`; None = those of the task.
+            sync or async, or a `Verifier`, or names FILE.py:FUNCTION; None = those of the task.
         args: the settings.
         train_dataset: list of dicts, Hugging Face `Dataset`, file, or hub id, with a `prompt` column; None = those of
             `args.data`.
@@ -150,6 +150,8 @@ class GRPOTrainer:
     ) -> None:
         args, model = setup.named_model(args, setup.one_of(model=model, policy_model=policy_model))
         reward_funcs = setup.one_of(reward_funcs=reward_funcs, reward_function=reward_function)
+        args, reward_funcs = setup.named_in_settings(args, "functions", reward_funcs)
+        args, correctness = setup.named_in_settings(args, "correctness", correctness)
         check_callbacks(callbacks or ())
         sources = (reward_funcs, train_dataset, eval_dataset)
         stranger = None if type(backend).__module__.startswith("covey.") else backend

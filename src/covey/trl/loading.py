@@ -153,9 +153,10 @@ def with_models(reward_funcs: Any, tokenizers: Any, *, trust_remote_code: bool =
             try:
                 reward = transformers.AutoModelForSequenceClassification.from_pretrained(name, **how)
             except (OSError, ValueError) as error:
+                of_file = f"; a function is passed itself: covey.functions.load_function({name!r})" * (":" in name)
                 raise ConfigError(
                     f"reward_funcs[{index}]={name!r}: cannot be loaded as a sequence-classification model "
-                    f"({str(error).splitlines()[0]:.200}); give a folder or hub id of one, or a function"
+                    f"({str(error).splitlines()[0]:.200}); give a folder or hub id of one, or a function{of_file}"
                 ) from error
         if isinstance(reward, nn.Module):
             if tokenizer is None:

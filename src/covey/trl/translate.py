@@ -247,7 +247,7 @@ def in_trl_words(message: str) -> str:
         field = match[2]
         return _TRL_WORDS.get(field, field) if match[1] in SECTIONS and FIELDS.get(field) == match[1] else match[0]
 
-    lines = re.sub(r"\b([a-z]+)\.([a-z_0-9]+)\b", named, message).splitlines()
+    lines = re.sub(r"\b([a-z]+)\.([a-z_0-9]+)\b", named, message.replace("algorithm.loss_parameters.", "")).splitlines()
     return "\n".join(dict.fromkeys(lines))
 
 

@@ -105,11 +105,6 @@ class Mask:
         )
         return cls(block, *(np.concatenate(parts).astype(np.int32) for parts in lists))
 
-    def dense(self) -> Flags:
-        """`[L, S]` the mask itself, to compare with."""
-        queries = np.arange(len(self.since))[:, None]
-        return cast(Flags, sees(queries, self.since[:, None], self.first, self.leave, self.position))
-
     def blocks(self) -> tuple[Flags, Flags]:
         """`[L / block, S / block]` which blocks are partial, and which are full."""
         some = np.stack([self._seen_by(start) for start in range(0, len(self.since), self.block)])
