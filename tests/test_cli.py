@@ -64,6 +64,12 @@ def test_train_eval_sample_report(covey: Command, recipe_folder: Path, tmp_path:
     assert all(words in out for words in ("eval/reward", "say one"))
     found = json.loads(covey.done("eval", run, "--num", "2", "--json"))
     assert f"{found['metrics']['eval/reward']:.4g}" in out
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text('{"prompt": "say one: ", "answer": "1"}\n')
+    settings = (f"data.eval_dataset={asked}", "data.dataset=none", "--num", "1", "--show", "1")
+    status, out, err = covey("eval", recipe_folder, *settings)  # the recipe's own model; nothing is trained
+    assert (status, "say one" in out, "row: answer='1'" in out, "training rows too" in err) == (0, True, True, False)
+    assert covey.done("eval", recipe_folder / "recipe.toml", *settings).splitlines()[:3] == out.splitlines()[:3]
     arguments = ("sample", run, "hello", "-n", "2", "--max-tokens", "5")
     first = covey.done(*arguments)
     assert first.count("log-probability") == 2
@@ -163,6 +169,11 @@ def test_config_prints_what_a_recipe_means_and_explains(covey: Command, recipe_f
             ("eval", "{model}", "--dataset", "missing.jsonl", "--baseline", "{model}"),
             "compares right answers, and nothing says here which are right; give --task",
         ),
+        (
+            ("eval", "{model}", "--dataset", "missing.jsonl"),
+            "no reward function to measure with: set rewards.functions",
+        ),
+        (("eval", "{tmp}/none.toml"), "none.toml"),
         (("eval", "{model}", "--show", "-1"), "greater than or equal to 0"),
         (("sample", "{model}", "hi", "-n", "1000000000"), "-n 1000000000 x --max-tokens 128: needs at least"),
         (("sample", "{tmp}/nowhere", "hi"), "nowhere"),
