@@ -90,7 +90,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python tests/words.py README.md CONTRIBUTING.md SECURITY.md docs/*.md
+	$(BIN)/python tests/words.py README.md AGENTS.md CONTRIBUTING.md SECURITY.md docs/*.md docs/api/*.md
 
 # The wheel in an environment without the working tree: what an outsider installs starts, explains itself, and trains.
 WHEEL := build/wheel

@@ -53,7 +53,7 @@ def test_train_eval_sample_report(covey: Command, recipe_folder: Path, tmp_path:
     status, _, err = covey("train", recipe_folder, f"run.output_dir={run}")
     assert (status, "covey resume" in err) == (2, True)
     for words, said in (
-        (("resume", run, "run.output_dir=elsewhere"), "a run goes on in its own folder"),
+        (("resume", run, "run.output_dir=elsewhere"), "a run continues in its own folder"),
         (("eval", run, "--rotations", "2"), "--rotations=2, --lead-in='': only multiple-choice tasks"),
         (("export", run, tmp_path / "out", "--private"), "--private: goes with --push-to-hub"),
         (("export", run, tmp_path / "out", "--adapter", "--dtype", "float16"), "--dtype=float16: of a whole model"),
@@ -325,7 +325,7 @@ def shows(covey: Command, status: int, *arguments: object) -> str:
 
 
 def test_a_run_is_judged_by_its_end(tmp_path: Path, covey: Command) -> None:
-    assert "12 steps, the last one 12\nnothing is wrong" in shows(covey, 0, run_of(tmp_path / "well", [{}] * 12))
+    assert "12 steps, the last one 12\nno problems found" in shows(covey, 0, run_of(tmp_path / "well", [{}] * 12))
     ill = run_of(tmp_path / "ill", [{}] * 10 + [{"kl": 0.9}] * 10)
     shown = shows(covey, 1, ill)
     assert "kl_high, since step 11" in shown
@@ -336,8 +336,8 @@ def test_a_run_is_judged_by_its_end(tmp_path: Path, covey: Command) -> None:
     (one,) = json.loads(shows(covey, 1, ill, "--json"))["findings"]
     assert (one["code"], one["since"], one["until"], one["present"]) == ("kl_high", 11, 20, True)
     new = run_of(tmp_path / "new", [])
-    assert shows(covey, 0, new) == f"{new}: 0 steps; there is nothing to judge yet\n"
-    assert "as far as so few steps say" in covey("doctor", run_of(tmp_path / "three", [{}] * 3))[1]
+    assert shows(covey, 0, new) == f"{new}: 0 steps; nothing to check yet\n"
+    assert "in these few steps" in covey("doctor", run_of(tmp_path / "three", [{}] * 3))[1]
 
 
 ODD = [1e308, -1e308, 10**400, float("nan"), float("inf"), None, "text", True, [1], {}, 5e-324]
@@ -368,7 +368,7 @@ def test_what_is_no_target(tmp_path: Path, covey: Command, recipe_folder: Path) 
     assert "is neither the folder of a run" in covey("doctor", tmp_path / "none")[2]
     (tmp_path / "bad.toml").write_text("[[[")
     shows(covey, 2, tmp_path / "bad.toml")
-    assert "and settings go with a recipe" in covey("doctor", "--cluster", run_of(tmp_path / "run", [{}] * 6))[2]
+    assert "and settings need a recipe" in covey("doctor", "--cluster", run_of(tmp_path / "run", [{}] * 6))[2]
     assert "nothing of this run is placed on a Ray cluster" in shows(covey, 2, "--cluster", recipe_folder)
     assert "nothing.py" in shows(covey, 2, recipe_folder, "rewards.functions=nothing.py:f")
 
@@ -376,7 +376,7 @@ def test_what_is_no_target(tmp_path: Path, covey: Command, recipe_folder: Path) 
 def test_a_recipe_is_tried(recipe_folder: Path, tmp_path: Path, covey: Command) -> None:
     shown = shows(covey, 1, recipe_folder, f"run.output_dir={tmp_path / 'run'}")  # random models never end an answer
     for words in (
-        *("data: 7 of 7 rows are prompts of", "3 held-out prompts", "completions_truncated\n"),
+        *("data: 7 prompts from 7 rows", "3 held-out prompts", "completions_truncated\n"),
         *("Raise sampling.max_completion_length", "peak memory of the process", "6 steps with 3 evaluations"),
     ):
         assert words in shown

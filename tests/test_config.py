@@ -282,7 +282,7 @@ def test_override_values() -> None:
 
 def test_bad_overrides_and_unreadable_files(tmp_path: Path) -> None:
     for override, message in (
-        ("sampling.num_generations", "written section.name=value"),
+        ("sampling.num_generations", "write section.name=value"),
         ("sampling.num_generation=8", r"did you mean sampling.num_generations\?"),
         ("sampling.num_generations=many", "sampling.num_generations='many': must be int"),
     ):
@@ -300,23 +300,24 @@ WRONG = [
     ({"num_generations": 1}, "sampling.num_generations=1: a group needs at least 2 completions to compare; set sampl"),
     ({"num_generations": 1}, " to compare; set sampling.num_generations to 2 or more"),
     ({"embedding_lr": 2e-4}, "optim.embedding_lr=0.0002: with LoRA the embedding is frozen; remove it"),
-    ({"use_baseline": False}, "use_baseline=False: without its group's mean "),
-    ({"use_baseline": False}, "; remove it"),
-    ({"use_unbiased_kl": "yes"}, "use_unbiased_kl='yes': it switches something on or off; write true or false"),
+    ({"use_baseline": False}, "use_baseline=False: GRPO needs the group's mean"),
+    ({"use_baseline": False}, "; remove "),
+    ({"use_unbiased_kl": "yes"}, "use_unbiased_kl='yes': "),
+    ({"use_unbiased_kl": "yes"}, " true or false"),
     ({"use_off_policy_masking": True, "reference_drift_threshold": 0.3}, "both set algorithm.reference_drift_thresh"),
     ({"use_unbiased_kls": True}, "did you mean use_unbiased_kl"),
     ({"loss_parameters": {"delta": "x"}}, "algorithm.loss_parameters.delta='x' is str, and must"),
     ({"adv_parameters": {"std_correction": 0.5}}, "algorithm.adv_parameters: std_correction=0.5 is float, and must be"),
     ({"adv_parameters": {"std_correction": 9}}, "std_correction=9: choose 1 (divided by G - 1) or 0 (by G)"),
     ({"adv_parameters": {"step_score": "foo"}}, "step_score='foo': no such name; choose one of episode, return, step"),
-    ({"adaptive_entropy": {"goal": 0.2}}, "adaptive_entropy: there is no 'goal' in it; choose target, delta, min, max"),
+    ({"adaptive_entropy": {"goal": 0.2}}, "adaptive_entropy: has no 'goal'; choose target, delta, min, max"),
     ({"adaptive_entropy": {"target": "x"}}, "algorithm.adaptive_entropy.target='x': must be float, >= 0"),
-    ({"optimizer_parameters": {"lr": 1}}, "no 'lr' in it; choose weight_decay, beta1, beta2, epsilon"),
+    ({"optimizer_parameters": {"lr": 1}}, "has no 'lr'; choose weight_decay, beta1, beta2, epsilon"),
     ({"loss_parameters": {"epsilon_high": float("nan")}}, "algorithm.loss_parameters.epsilon_high=nan: must be "),
-    ({"down_sampling": "first:four"}, "'four' is no number and neither selected nor group; write first:4 or first:4:g"),
-    ({"down_sampling": "first:4:all"}, "'all' is no number and neither"),
+    ({"down_sampling": "first:four"}, "'four' is not a number and neither selected nor group; write first:4 or first"),
+    ({"down_sampling": "first:4:all"}, "'all' is not a number and neither"),
     ({"inference_server_kind": "tgi"}, "(`covey serve`), vllm (vLLM's"),
-    ({"inference_server_url": "http://a:1,localhost:9"}, "url='localhost:9': is no address; begin it with http://"),
+    ({"inference_server_url": "http://a:1,localhost:9"}, "url='localhost:9': not an address; begin it with http://"),
     ({"dataset": ""}, "data.dataset='': is empty; "),
     ({"loss_type": "dap"}, "algorithm.loss_type='dap': must be grpo | bnpo | "),
     ({"loss_type": "dap"}, "did you mean 'dapo'?"),
@@ -332,12 +333,12 @@ WRONG = [
     ({"report_to": "neptune"}, "run.report_to='neptune': must be list of (tensorboard | wandb | trackio | mlflow)"),
     ({"lora_target_modules": 5}, "model.lora_target_modules=5: must be str | list of str"),
     ({"stop_strings": [""]}, "an empty text would end every completion"),
-    ({"reward_weights": [0, 0]}, "rewards.reward_weights=[0.0, 0.0]: with no weight"),
+    ({"reward_weights": [0, 0]}, "rewards.reward_weights=[0.0, 0.0]: with these weights"),
     ({"beta": None}, "algorithm.beta=None: must be float, >= 0"),
-    ({"max_steps": 0}, "schedule.max_steps=0: a run without steps trains nothing"),
-    ({"warmup_steps": 5.5}, "optim.warmup_steps=5.5: a number of steps is whole"),
-    ({"phases": [{"name": "a"}]}, "schedule.phases[0]: no length: a phase has exactly one length"),
-    ({"phases": [{"steps": 1, "tokens": 2}]}, "schedule.phases[0]: steps and tokens: a phase has exactly one"),
+    ({"max_steps": 0}, "schedule.max_steps=0: a run of 0 steps trains nothing"),
+    ({"warmup_steps": 5.5}, "optim.warmup_steps=5.5: must be a whole number of steps"),
+    ({"phases": [{"name": "a"}]}, "schedule.phases[0]: no length: a phase needs exactly one length"),
+    ({"phases": [{"steps": 1, "tokens": 2}]}, "schedule.phases[0]: steps and tokens: a phase needs exactly one"),
     ({"phases": [{"steps": 1}, {"minutes": -1}]}, "schedule.phases[1].minutes=-1: must be float | none, > 0"),
     ({"phases": [{"steps": 1, "temprature": 1}]}, "schedule.phases[0].temprature: there is no such setting; did you"),
     ({"phases": [3]}, "schedule.phases[0]=3: a phase is a table"),
@@ -346,7 +347,7 @@ WRONG = [
     ({"loss_type": "my_loss"}, "or FILE.py:NAME for a loss of your own"),
     ({"loss_type": "vespo", "loss_parameters": {"k_pso": 1}}, "loss_parameters='k_pso': no such name; did you mean"),
     ({"loss_parameters": {"epsilon": 0.1}}, "loss_parameters.epsilon: it is a setting of its own; set"),
-    ({"loss_parameters": {"delta": 1.1}}, "algorithm.loss_parameters.delta=1.1: below 1 + epsilon_high = 1.2 it "),
+    ({"loss_parameters": {"delta": 1.1}}, "algorithm.loss_parameters.delta=1.1: below 1 + epsilon_high = 1.2 it would"),
     ({"importance_sampling_correction": "token_mask:3:2"}, "the smallest ratio 3 must be 0 or more and less than"),
     ({"importance_sampling_correction": "off:2"}, "off has no bounds; write off alone"),
     ({"importance_sampling_correction": "token_trunc:2"}, "'token_trunc:2': must be auto | off | token_truncate"),
@@ -355,13 +356,13 @@ WRONG = [
     ({"reference_drift_threshold": "mean:2"}, "'mean:2': must be a number, of the mean over tokens, or sum: and"),
     ({"optimizer_parameters": {"beta1": 1.0}}, "optim.optimizer_parameters.beta1=1.0: must be 0 or more, below 1"),
     ({"adaptive_entropy": {}, "entropy_coef": 2.0}, "entropy_coef=2.0: adaptive_entropy keeps it from min=0.0 to"),
-    ({"use_peft": False, "adapter": "a"}, "model.adapter='a': an adapter is only loaded"),
-    ({"keep_sampling_mask": True}, "algorithm.keep_sampling_mask=True: no token is ever cut"),
-    ({"soft_overlong_cache": 256}, "rewards.soft_overlong_cache=256: it is the last part of"),
-    ({"max_generations": 8, "num_generations": 8}, "sampling.max_generations=8: groups begin with 8 completions"),
-    ({"eval_steps": 0, "load_best_model_at_end": True}, "evaluation.load_best_model_at_end=True: it compares"),
-    ({"eval_steps": 0, "early_stopping_patience": 3}, "evaluation.early_stopping_patience=3: it compares"),
-    ({"num_generations_eval": 4}, "evaluation.num_generations_eval=4: greedy completions"),
+    ({"use_peft": False, "adapter": "a"}, "model.adapter='a' with use_peft=False: an adapter"),
+    ({"keep_sampling_mask": True}, "algorithm.keep_sampling_mask=True: no token is ever excluded"),
+    ({"soft_overlong_cache": 256}, "rewards.soft_overlong_cache=256: must be smaller than"),
+    ({"max_generations": 8, "num_generations": 8}, "sampling.max_generations=8: must be more than the 8 compl"),
+    ({"eval_steps": 0, "load_best_model_at_end": True}, "evaluation.load_best_model_at_end=True: eval_steps=0 makes"),
+    ({"eval_steps": 0, "early_stopping_patience": 3}, "evaluation.early_stopping_patience=3: eval_steps=0 makes"),
+    ({"num_generations_eval": 4}, "evaluation.num_generations_eval=4: all greedy"),
     ({"sleep_level": "x"}, "sleep_level='x': must be 0 | 1 | 2; correct it, or write vllm.llm_arguments"),
     ({"reset_seconds": "long"}, "reset_seconds='long': must be a number, 0 or more; correct it, or write environment."),
     ({"data": {"shuffle": "no"}}, "data.shuffle='no': must be true | false; correct it, or write data.prompt_order"),
@@ -381,9 +382,9 @@ WRONG = [
     ({"learning_rat": 1}, "learning_rat: there is no such setting; did you mean optim.learning_rate?"),
     ({"sampling": {"temprature": 1}}, f"sampling.temprature: {NONE} sampling.temperature?"),
     ({"algoritm": {"beta": 1}}, "algoritm.beta: there is no section 'algoritm'; write algorithm.beta"),
-    ({"algorithm": {"num_generations": 4}}, "no setting of section algorithm; write sampling.num_generations"),
+    ({"algorithm": {"num_generations": 4}}, "is not in section algorithm; write sampling.num_generations"),
     ({"algorithm": {"num_samples_per_prompt": 4}}, "write sampling.num_generations"),
-    ({"sampling": 3}, "sampling: a section takes a table"),
+    ({"sampling": 3}, "sampling: is a section; give it a table"),
     ({"lr": 1e-5}, "lr: there is no such setting; did you mean optim.learning_rate?"),
     ({"model": {"use_lora": True}}, "model.use_lora: there is no such setting; did you mean model.use_peft?"),
     ({"trainer": {"batch_size": 4}}, "there is no section 'trainer'; did you mean data.prompts_per_step?"),
@@ -432,7 +433,7 @@ def test_what_has_no_effect_is_said() -> None:
         ({"inference_server_kind": "vllm"}, "server.inference_server_kind="),
         ({"phases": [{"steps": 1, "name": "a", "learning_rate_cut": 0.1}]}, "phase 'a': learning_rate_cut"),
     ):
-        with pytest.warns(UserWarning, match=f"{re.escape(named)}.* has no effect: it acts only where"):
+        with pytest.warns(UserWarning, match=f"{re.escape(named)}.* has no effect: it acts only if"):
             config = GRPOConfig(**written)
         assert GRPOConfig() == GRPOConfig(**GRPOConfig().to_dict())  # a default is nobody's wish: no warning
         assert config.to_dict()
@@ -455,7 +456,7 @@ def test_what_has_an_effect_is_not_said_to_have_none() -> None:
 def test_names_of_trl_point_to_its_room() -> None:
     """They have one meaning, TRL's, and it is not here."""
     for name in ("per_device_train_batch_size", "bf16", "use_vllm", "eval_strategy", "deepspeed"):
-        assert f"{name}: is an option of TRL's; a TRL script runs with `from covey.trl import" in problem(**{name: 1})
+        assert f"{name}: is an option of TRL; run TRL scripts with `from covey.trl import" in problem(**{name: 1})
 
 
 def rendered(*only: str) -> tuple[int, str]:
@@ -482,8 +483,8 @@ def test_old_names_say_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(old_names.SETTINGS, "old_number", (3, "use new_number"))
     assert GRPOConfig.from_overrides(["old_number=3"]) == GRPOConfig(sampling={"old_number": 3}) == GRPOConfig()
     for old, words in (
-        ({"model": {"backend": "jax"}}, r"^model\.backend='jax': is no setting any more; .*covey\.jax\.GRPOTrainer"),
-        ({"sampling": {"old_number": 4}}, r"sampling\.old_number=4: is no setting any more; use new_number"),
+        ({"model": {"backend": "jax"}}, r"^model\.backend='jax': this setting was removed; .*covey\.jax\.GRPOTrainer"),
+        ({"sampling": {"old_number": 4}}, r"sampling\.old_number=4: this setting was removed; use new_number"),
     ):
         raises(ConfigError, words, GRPOConfig, **old)
     at = {"inference_server_url": "http://127.0.0.1:8000"}  # published names of a server stay
@@ -551,11 +552,13 @@ def test_old_names_mean_what_they_meant(old: Settings, new: dict[str, Any]) -> N
 def test_an_entry_of_a_table_is_set_beside_the_others() -> None:
     config = GRPOConfig(loss_parameters={"delta": 4.0}).with_overrides(["algorithm.loss_parameters.epsilon_high=.3"])
     assert config.loss_parameters == {"delta": 4.0, "epsilon_high": 0.3}
-    with pytest.warns(UserWarning, match=r"now algorithm\.adaptive_entropy\.target, without effect") as said:
+    with pytest.warns(
+        UserWarning, match=r"old name of algorithm\.adaptive_entropy\.target, which has no effect"
+    ) as said:
         GRPOConfig(entropy_target=0.3)
-    with pytest.warns(UserWarning, match=r"_cap=5\.0: an old name, now .*, without effect here; leave it out"):
-        GRPOConfig(importance_sampling_correction="off", importance_sampling_cap=5.0)
     assert (said[0].filename, 'data.prompt_order="given"' in rendered("shuffle")[1]) == (__file__, True)
+    with pytest.warns(UserWarning, match=r"_cap=5\.0.*remove it"):
+        GRPOConfig(importance_sampling_correction="off", importance_sampling_cap=5.0)
 
 
 def test_help_finds_a_setting_by_its_other_names() -> None:

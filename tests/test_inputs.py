@@ -35,7 +35,7 @@ def test_pipes_are_refused(tmp_path: Path) -> None:
     for name in ("rows.jsonl", "recipe.toml"):
         os.mkfifo(tmp_path / name)
     raises(DataError, "is a pipe or a device", load_rows, tmp_path / "rows.jsonl")
-    raises(ConfigError, "is no file", GRPOConfig.from_toml, tmp_path / "recipe.toml")
+    raises(ConfigError, "is not a file", GRPOConfig.from_toml, tmp_path / "recipe.toml")
 
 
 def test_rewards_that_overflow_are_refused_in_short() -> None:
@@ -79,9 +79,9 @@ def test_arguments_of_the_wrong_kind(settings: dict[str, Any]) -> None:
         ({"args": "runs/first"}, "args='runs/first': a str; pass a GRPOConfig"),
         ({"callbacks": 5}, "callbacks=5: a int; pass a list"),
         ({"callbacks": [print]}, "built-in function print> has no method such as on_step_end"),
-        ({"model": 5}, "model=5: a int is no model"),
-        ({"model": dict}, "model=<class 'dict'>: a type is no model"),
-        ({"processing_class": 5}, "processing_class=5: a int is no tokenizer"),
+        ({"model": 5}, "model=5: a int is not a model"),
+        ({"model": dict}, "model=<class 'dict'>: a type is not a model"),
+        ({"processing_class": 5}, "processing_class=5: a int is not a tokenizer"),
         ({"peft_config": 5}, "peft_config=5: a int; pass a peft.LoraConfig"),
     ):
         raises(CoveyError, message, make, settings, **given)
@@ -91,10 +91,10 @@ def test_what_a_trainer_is_asked_later(settings: dict[str, Any]) -> None:
     with pytest.raises(CoveyError, match=r"model\.lora_target_modules='\(': PEFT cannot attach it"):
         make(settings | {"lora_target_modules": "("})
     trainer = make(settings)
-    for resume, why in ((5, "a int is no path"), ("a\0b", "NUL")):
+    for resume, why in ((5, "a int is not a path"), ("a\0b", "NUL")):
         with pytest.raises(ConfigError, match=f"resume_from_checkpoint=.*{why}"):
             trainer.train(resume_from_checkpoint=resume)  # type: ignore[arg-type]
-    for folder, why in ((5, "a int is no path"), ("a\0b", "NUL"), ("/proc/nothing", "cannot write")):
+    for folder, why in ((5, "a int is not a path"), ("a\0b", "NUL"), ("/proc/nothing", "cannot write")):
         with pytest.raises(CoveyError, match=why):
             trainer.save_model(folder)  # type: ignore[arg-type]
 

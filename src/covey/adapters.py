@@ -53,8 +53,8 @@ _VARIANTS = {
     "use_bdlora": "its factors are block-diagonal",
     "arrow_config": "it chooses among adapters",
     "kasa_config": "it changes the base weights",
-    "velora_config": "it is no plain LoRA",
-    "monteclora_config": "it is no plain LoRA",
+    "velora_config": "it is not plain LoRA",
+    "monteclora_config": "it is not plain LoRA",
 }
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the base weights as they are; PiSSA, OLoRA, LoftQ and others move them."""
@@ -198,7 +198,7 @@ class Adapter:
         a, b, prefix, transposed = self._format
         others = [name for name in self.tensors if not name.endswith((a, b))]
         if others:
-            raise AdapterError(f"adapter_weights has {others[0]!r:.200}, which is no LoRA tensor (*{a}, *{b})")
+            raise AdapterError(f"adapter_weights has {others[0]!r:.200}, which is not a LoRA tensor (*{a}, *{b})")
         pairs: dict[str, Factors] = {}
         for name in sorted({name.removesuffix(a).removesuffix(b) for name in self.tensors}):
             halves = []

@@ -8,11 +8,13 @@ A backend is a value with five functions and no state, so that a run on several 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from covey.config.whole import GRPOConfig
-from covey.rollout.learning import Learner, Sampler, TrainedPolicy
 from covey.types import Prompt
+
+if TYPE_CHECKING:
+    from covey.rollout.learning import Learner, Sampler, TrainedPolicy
 
 
 class Backend(Protocol):

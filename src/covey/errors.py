@@ -1,7 +1,7 @@
-"""The exception tree.
+"""Covey's exceptions.
 
-Every message names the value, the reason and the fix, in that order. The command line prints the message alone, without
-a traceback; anything that is not a `CoveyError` is our own bug and is shown with one.
+Every message names the value, the reason and the fix, in that order. The command line prints the message without a
+traceback. Any other exception is a bug and is shown with its traceback.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _OWN = os.path.join(os.path.dirname(os.path.realpath(__file__)), "")
 
 
 def raised_at(error: BaseException) -> str:
-    """Where in somebody's own code an exception came from: ` at rewards.py:17, in correct`.
+    """The place in the user's code that raised an exception: ` at rewards.py:17, in correct`.
 
-    Of its traceback the innermost line that is neither Covey's, Python's nor an installed package's, or else the
-    innermost that is not Covey's; "" if there is none.
+    It is the innermost line of the traceback outside Covey, Python and installed packages, or else outside Covey; "" if
+    there is none.
     """
     frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_tb(error.__traceback__)]
     return place_of(frames[::-1])
 
 
 def running_at(thread: int | None) -> str:
-    """The same of where a thread is now."""
+    """The same for the current line of a thread."""
     frame = sys._current_frames().get(thread or 0)
     return place_of([(each.f_code.co_filename, line, each.f_code.co_name) for each, line in walk_stack(frame)])
 
 
 def place_of(frames: Sequence[tuple[str, object, str]]) -> str:
-    """The same of files, lines and functions, the innermost first."""
+    """The same for (file, line, function) entries, innermost first."""
     for others in ((*_INSTALLED, _OWN), (_OWN,)):
         for file, line, name in frames:
             if not os.path.realpath(file).startswith(others) and not file.startswith("<frozen"):
@@ -47,10 +47,10 @@ def place_of(frames: Sequence[tuple[str, object, str]]) -> str:
 
 
 class CoveyError(Exception):
-    """Base of everything that Covey raises on purpose."""
+    """Base class of Covey's exceptions."""
 
     exit_status: ClassVar[int] = 2
-    """Of a command that it ends."""
+    """Exit status of a command that ends with this exception."""
 
 
 class ConfigError(CoveyError, ValueError):
@@ -66,10 +66,10 @@ class ModelError(CoveyError, ValueError):
 
 
 class RewardError(CoveyError, RuntimeError):
-    """A reward function raised, hung, or returned something that is no reward.
+    """A reward function raised, hung, or returned something other than rewards.
 
-    The run stops at a resumable point; `function` names the reward function and `sample` is the index of the first
-    offending completion in the call, where one can be named.
+    The run stops and can be resumed. `function` is the name of the reward function, and `sample` the index of the first
+    completion at fault, or None.
     """
 
     def __init__(self, message: str, *, function: str = "", sample: int | None = None) -> None:
@@ -82,7 +82,7 @@ class RewardCountError(RewardError, ValueError):
 
 
 class EpisodeError(CoveyError, RuntimeError):
-    """An environment raised, hung, ended, or returned something that is no observation. It costs one episode."""
+    """An environment raised, hung, ended, or returned something other than an observation. One episode is lost."""
 
 
 class GenerationError(CoveyError, RuntimeError):
@@ -90,17 +90,17 @@ class GenerationError(CoveyError, RuntimeError):
 
 
 class ServingError(CoveyError, RuntimeError):
-    """An inference server cannot be reached, refuses, answers nonsense, or holds other weights than it should."""
+    """An inference server cannot be reached, refuses, gives a wrong answer, or holds wrong weights."""
 
 
 class AdapterError(CoveyError, ValueError):
-    """An uploaded adapter is no adapter for this model; nothing was changed."""
+    """An uploaded adapter does not fit this model; nothing was changed."""
 
 
 class ClusterLostError(CoveyError, RuntimeError):
-    """The cluster that a run needs is gone, or a part of it: the same command goes on as soon as it is there again.
+    """The cluster of a run, or a part of it, is lost. The same command continues the run when it is back.
 
-    `exit_status` is EX_TEMPFAIL, for whoever starts commands again.
+    `exit_status` is EX_TEMPFAIL, for programs that restart commands.
     """
 
     exit_status = 75
@@ -111,7 +111,7 @@ class CheckpointError(CoveyError, RuntimeError):
 
 
 class HubError(CoveyError, RuntimeError):
-    """The Hugging Face hub cannot be reached, or refuses; nothing that was written here is lost."""
+    """The Hugging Face hub cannot be reached, or refuses. Local files are complete."""
 
 
 class RunFolderError(CoveyError, OSError):
@@ -120,9 +120,9 @@ class RunFolderError(CoveyError, OSError):
 
 @contextmanager
 def naming(what: str, fix: str = "correct it") -> Iterator[None]:
-    """Runs somebody's own code: whatever it raises becomes one `ConfigError` that names `what`, file and line.
+    """Run the user's code: any exception becomes a `ConfigError` that names `what`, file and line.
 
-    Errors of ours and memory that runs out stay what they are.
+    Covey's own exceptions and a lack of memory are not changed.
     """
     try:
         yield

@@ -74,7 +74,7 @@ def no_path(value: Any) -> str:
         try:
             encoded = os.fsencode(path)
         except UnicodeEncodeError:
-            return "holds half a surrogate pair, which is no Unicode text; write it again"
+            return "holds half a surrogate pair, which is not Unicode text; write it again"
         if not encoded:
             return "is empty; write a path or a name, or leave it out"
         if b"\0" in encoded:
@@ -89,7 +89,7 @@ def no_path(value: Any) -> str:
 def checked_path(name: str, value: Any) -> Path:
     """The path that an argument of this name was given. Raises `ConfigError`: it is none."""
     is_path = isinstance(value, str | os.PathLike)
-    if problem := no_path(value) if is_path else f"a {type(value).__name__} is no path; give one as text":
+    if problem := no_path(value) if is_path else f"a {type(value).__name__} is not a path; give one as text":
         raise ConfigError(f"{name}={value!r:.200}: {problem}")
     return Path(value)
 
@@ -114,7 +114,7 @@ def open_regular(path: Path) -> BinaryIO:
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(f"{path} is no regular file")
+        raise OSError(f"{path} is not a regular file")
     return file
 
 
@@ -257,10 +257,10 @@ def folder_problem(path: str | os.PathLike[str], *, hashes: bool = True, others:
     if is_leftover(folder):
         return "it is the remains of a killed write"
     if not folder.is_dir():
-        return "it is no folder" if os.path.lexists(folder) else "there is no such folder"
+        return "it is not a folder" if os.path.lexists(folder) else "there is no such folder"
     try:
         if (folder / COMPLETE).exists() and not (folder / COMPLETE).is_file():
-            return f"its {COMPLETE} is no file"
+            return f"its {COMPLETE} is not a file"
         manifest = json.loads((folder / COMPLETE).read_text())["files"]
         if not manifest:
             return NAMES_NOTHING

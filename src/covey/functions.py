@@ -41,6 +41,26 @@ def when_used(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     return get
 
 
+def later(package: str, names: str) -> list[Any]:
+    """Modules of a package, each imported when something of it is first asked for.
+
+    Example:
+        >>> if TYPE_CHECKING:
+        ...     from covey.pytorch import learner, logprobs
+        ... else:
+        ...     learner, logprobs = later("covey.pytorch", "learner logprobs")
+    """
+    return [_Later(f"{package}.{name}") for name in names.split()]
+
+
+class _Later:
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._module), name)
+
+
 def load_function(name: str) -> Callable[..., Any]:
     """Import the function or verifier that `name` names; see `load_object`.
 
@@ -272,7 +292,7 @@ def _read_options(kind: str, name: str, listed: str) -> dict[str, Any]:
     for item in filter(None, listed.split(",")):
         option, equals, value = item.partition("=")
         if not equals:
-            raise ConfigError(f"{kind}={name!r}: {item!r} is no option; write name:option=value,option=value")
+            raise ConfigError(f"{kind}={name!r}: {item!r} is not an option; write name:option=value,option=value")
         options[option.strip()] = _read_value(value.strip())
     return options
 

@@ -63,7 +63,7 @@ def _explained(repository: str, kept: str = "") -> Iterator[None]:
         told, fix = said(error, error.server_message), _FIXES.get(status or 0, "try again")
         raise HubError(f"{repository}: the hub refuses ({status}: {told}); {fix}{kept}") from error
     except HFValidationError as error:
-        raise HubError(f"{repository!r:.200}: is no name of a repository; give OWNER/NAME{kept}") from error
+        raise HubError(f"{repository!r:.200}: is not a name of a repository; give OWNER/NAME{kept}") from error
     except (HTTPError, OSError) as error:
         fix = f"check the network, HF_ENDPOINT and HF_HUB_OFFLINE{kept}"
         raise HubError(f"{repository}: the hub cannot be reached ({said(error)}); {fix}") from error

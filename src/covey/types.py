@@ -1,7 +1,7 @@
 """The values that flow through Covey: prompt -> completions -> groups -> batch.
 
-All are frozen and hold NumPy arrays, so that every room (tasks, engine, learner, JAX) can pass them on without copying
-and without knowing the other's framework. One sequence, drawn:
+All are frozen and hold NumPy arrays, so all packages (tasks, engine, learner, JAX) can share them without copies. One
+sequence, drawn:
 
     Prompt      "2+3="           token_ids [11 12 13 14]
     Completion  " 5<eos>"        token_ids [21 2]      logprobs [-0.7 -0.1]
@@ -9,13 +9,13 @@ and without knowing the other's framework. One sequence, drawn:
                                  sampled   [ 0  0  0  0  1  1]
                                  logprobs  [ 0  0  0  0 -.7 -.1]
 
-An agent's episode has several sampled segments with foreign tokens (observations) between them; it is the same type:
+An agent's episode has several sampled segments, with foreign tokens (observations) between them:
 
                                  token_ids [11 12 13 14 21 2 31 32 33 22 2]
                                  sampled   [ 0  0  0  0  1 1  0  0  0  1 1]
 
-In a `Batch`, `[N, T]` arrays count *sampled* tokens: column t is the t-th sampled token of the row, foreign tokens do
-not appear. Row n of the example above has T = 4 entries.
+In a `Batch`, column t of an `[N, T]` array is the t-th *sampled* token of the row; foreign tokens do not appear. The
+example above has 4 such tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Prompt:
     uid: str = ""
     """Stable name of the row, e.g. its index in the dataset as text."""
     end: str = ""
-    """How the rendered prompt ends, some characters of it: `<think>` where a chat template opens the thought."""
+    """The last characters of the rendered prompt, such as a `<think>` that the chat template opens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,11 +65,11 @@ class Support:
     offsets: IntArray  # [T + 1]
 
     def of(self, token: int) -> IntArray:
-        """The ids that were left for one of the T tokens."""
+        """The ids for one of the T tokens."""
         return self.ids[self.offsets[token] : self.offsets[token + 1]]
 
     def take(self, tokens: IntArray) -> Support:
-        """Those of some of the tokens."""
+        """The ids for some of the tokens."""
         parts = [self.of(int(token)) for token in tokens]
         offsets = np.cumsum([0, *(len(part) for part in parts)]).astype(np.int64)
         return Support(np.concatenate([np.zeros(0, np.int64), *parts]), offsets)
@@ -77,7 +77,7 @@ class Support:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """What a generator returns for one request."""
+    """The result of one sampling request."""
 
     token_ids: IntArray
     """`[T]` sampled ids, the end-of-sequence token included where one was sampled."""
@@ -94,7 +94,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Episode:
-    """A token sequence with a mask of what the policy sampled: the unit that is scored and trained on."""
+    """A token sequence with a mask of the tokens that the policy sampled. Episodes are scored and trained on."""
 
     token_ids: IntArray
     """`[L]` prompt, then sampled segments, with foreign tokens between them if there are several."""
@@ -137,33 +137,33 @@ class Turn:
     """One action of an agent."""
 
     observation: str
-    """What was seen before it, in words."""
+    """The observation before it, in words."""
     said: str
-    """What the policy wrote."""
+    """The text that the policy wrote."""
     action: str | None
-    """What that was taken for; None where it was no action."""
+    """The action in this text; None if there is none."""
     reward: float
-    """What the world gave for it, penalty included."""
+    """Reward of this turn, including any penalty."""
     valid: bool
-    """The world took it as an action."""
+    """True if the world accepted the action."""
     row: int
-    """Which of the trajectory's episodes holds its tokens."""
+    """Index of the trajectory's episode that holds its tokens."""
     segment: int
-    """Which of that episode's sampled segments they are."""
+    """Index of its sampled segment in that episode."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """What an agent did in one episode of a world."""
+    """The turns of an agent in one episode of a world."""
 
     episodes: tuple[Episode, ...]
-    """Its tokens: one growing sequence, or one for each turn where each has a prompt of its own."""
+    """Its tokens: one growing sequence, or with `history_length` one sequence for each turn."""
     turns: tuple[Turn, ...]
     success: bool
     ended: Literal["done", "turns", "context", "failed"]
-    """`done` by the world; `turns` or `context`: a limit was reached; `failed`: the environment did."""
+    """`done`: the world ended it; `turns` or `context`: a limit was reached; `failed`: the environment failed."""
     error: str = ""
-    """What failed, "" if nothing."""
+    """The failure, "" if there was none."""
 
     @property
     def reward(self) -> float:
@@ -172,10 +172,10 @@ class Trajectory:
 
 
 def equal_rewards(a: Any, b: Any) -> Any:
-    """Are these rewards, or arrays of such of one library, equal but for rounding? All are tied if their extremes are.
+    """True where rewards, or arrays of them, are equal up to rounding. For a group, compare its extremes.
 
-    Rounding is relative to a reward's size: 1e-12 of it, in float32 two of its last digits. 0.1 + 0.2 equals 0.3; 1e-9
-    and 2e-9 differ, as do 1e6 and 1e6 + 0.5.
+    The tolerance is 1e-12 of a reward's size, in float32 two of its last digits. 0.1 + 0.2 equals 0.3; 1e-9 and 2e-9
+    differ, as do 1e6 and 1e6 + 0.5.
     """
     digits = 2.4e-7 if "float32" in str(getattr(a, "dtype", "")) else 1e-12
     apart = abs(a / 2 - b / 2)  # halves, since a difference may have no float
@@ -191,21 +191,21 @@ class Group:
     episodes: tuple[Episode, ...]
     """The G episodes."""
     rewards: NDArray[np.float64]
-    """`[G]` float64, one for each episode, or for each trajectory where there are any; NaN where no reward function
-    could score it (`None`), or an environment failed."""
+    """`[G]` float64, one for each episode (for agents: each trajectory); NaN if it could not be scored (`None`) or the
+    environment failed."""
     reward_parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     """For each reward function, its unweighted `[G]` rewards (NaN for None)."""
     trajectories: tuple[Trajectory, ...] = ()
-    """Of agents, whose episodes these are, one trajectory after another. Empty for single answers."""
+    """The agents' trajectories, in the order of `episodes`. Empty for single answers."""
     greedy_reward: float = float("nan")
-    """Of the prompt's greedy completion, NaN where there is none or it cannot be scored."""
+    """Reward of the prompt's greedy completion; NaN if there is none or it cannot be scored."""
     added: int = 0
-    """How many of the G, the last ones, were sampled because the others taught nothing. They are trained on; what says
-    how good the policy is leaves them out, since they depend on what was seen before."""
+    """How many of the last of the G were added by `sampling.max_generations`. They are trained on, but left out of
+    accuracy and reward metrics, since they were only added where rewards were equal."""
 
     @property
     def first(self) -> Group:
-        """The group without what was `added`."""
+        """The group without the `added` completions."""
         if not self.added:
             return self
         count = len(self.rewards) - self.added
@@ -220,7 +220,7 @@ class Group:
         )
 
     def grown_by(self, more: Group) -> Group:
-        """The group with the completions of another one of the same prompt added."""
+        """The group with the completions of another group of the same prompt added."""
         return replace(
             self,
             episodes=self.episodes + more.episodes,
@@ -232,14 +232,14 @@ class Group:
 
     @property
     def is_tied(self) -> bool:
-        """True when the rewards carry no relative information: fewer than two scored, or all equal."""
+        """True if fewer than two completions are scored, or all rewards are equal."""
         scored = self.rewards[np.isfinite(self.rewards)]
         return len(scored) < 2 or bool(equal_rewards(scored.min(), scored.max()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What one optimiser step trains on. `[N, T]` arrays count sampled tokens (see the module docstring)."""
+    """The data of one step. `[N, T]` arrays count sampled tokens (see the top of the module)."""
 
     episodes: tuple[Episode, ...]
     """The N episodes."""
@@ -254,7 +254,7 @@ class Batch:
     excluded: Mapping[str, BoolArray] = field(default_factory=dict)
     """Reason -> `[N, T]`, True on the tokens that this mask excluded."""
     group_relative: bool = True
-    """Advantages are differences within a group, so that one whose rewards are equal has none."""
+    """True if advantages are differences within a group; they are then 0 if all its rewards are equal."""
 
     @property
     def sampled(self) -> BoolArray:
@@ -264,7 +264,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How tokens are drawn. `temperature=0` is greedy, its log-probabilities are those at temperature 1."""
+    """How tokens are sampled. `temperature=0` is greedy, with the log-probabilities at temperature 1."""
 
     temperature: float = 1.0
     """Divides the logits before the softmax; 0 = greedy."""
@@ -285,7 +285,7 @@ class SamplingSettings:
 
     @property
     def cut(self) -> dict[str, float]:
-        """What cuts tokens off, by name, as servers are asked for it."""
+        """The settings that exclude tokens, under the names of server requests."""
         return {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
 
     @property
@@ -303,8 +303,8 @@ class Request:
 
     Requests with equal `token_ids` share one prefill. `stream` keys the counter-based random stream of this completion,
     usually `(seed, step, prompt index, sample index)`: equal streams draw equal numbers, whatever else is in the batch.
-    `choices`, where given, are the only token sequences that may be sampled; the completion records what was left to
-    choose from as its `support`. `allows`, where given, says which ids may come after those sampled so far, ascending.
+    `choices`, if given, are the only token sequences that may be sampled; the completion's `support` records the ids
+    that were possible. `allows`, if given, maps the ids sampled so far to the possible next ids, ascending.
     """
 
     token_ids: IntArray
@@ -314,11 +314,11 @@ class Request:
 
 
 Progress = Callable[[int, int], None]
-"""Called with (finished, total) while work goes on."""
+"""Called with (finished, total) during the work."""
 
 
 class Generator(Protocol):
-    """Samples completions: the in-process engine, an HTTP client, vLLM and a fake all satisfy it."""
+    """Samples completions: the engine in this process, an HTTP client and vLLM have this interface."""
 
     def __call__(
         self,

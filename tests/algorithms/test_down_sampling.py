@@ -134,7 +134,7 @@ def test_a_rule_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_settings_that_cannot_be_meant() -> None:
     for words, rule, more in (
-        ("nothing would be left out", "max_variance:8", {"num_generations": 8}),
+        ("leaves none out", "max_variance:8", {"num_generations": 8}),
         (r"at most 12 completions \(sampling.max_ge", "max_variance:12", {"num_generations": 4, "max_generations": 12}),
         ("max_variance", "max_varianz", {"num_generations": 8}),
     ):

@@ -63,12 +63,12 @@ def test_settings_that_cannot_be() -> None:
         ({"learners": 0}, "distributed.learners=0"),
         ({"samplers": -1}, "distributed.samplers=-1"),
         ({"gpus_per_sampler": 2.0}, "distributed.gpus_per_sampler=2.0"),
-        ({"sampler_kind": "vllm"}, "sampler_kind='vllm': is no setting any more; vLLM samples in this process"),
-        ({"world_workers": 2}, "world_workers=2: is no setting any more"),
-        ({"keep_units": False}, "keep_units=False: is no setting any more"),
-        ({"samplers": 2, "upload_adapters_to_server": True}, "either actors sample or servers do"),
-        ({"inference_server_url": "http://a:1,http://a:1/"}, "http://a:1 is there twice"),
-        ({"inference_server_url": ("http://a:1", "")}, "one of them is empty"),
+        ({"sampler_kind": "vllm"}, "sampler_kind='vllm': this setting was removed; to sample with vLLM set"),
+        ({"world_workers": 2}, "world_workers=2: this setting was removed"),
+        ({"keep_units": False}, "keep_units=False: this setting was removed"),
+        ({"samplers": 2, "upload_adapters_to_server": True}, "use either actors or servers to sample"),
+        ({"inference_server_url": "http://a:1,http://a:1/"}, "http://a:1 appears twice"),
+        ({"inference_server_url": ("http://a:1", "")}, "one address is empty"),
     ):
         raises(ConfigError, message, GRPOConfig, **settings)
 

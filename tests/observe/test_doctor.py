@@ -137,7 +137,7 @@ def test_a_reward_that_stands_still_is_spoken_of_after_sixty_steps():
 
 
 def test_how_much_is_right_is_not_read_from_rewards_of_any_scale():
-    for rewards, words in (({"reward": 0.97}, "if 1 is the most"), ({"reward": 3.0, "accuracy": 0.95}, "is 0.95")):
+    for rewards, words in (({"reward": 0.97}, "if 1 is the highest"), ({"reward": 3.0, "accuracy": 0.95}, "is 0.95")):
         (said,) = diagnose(history(**rewards, **TIED))
         assert (said.code, words in said.message) == ("groups_all_right", True)
 
@@ -147,7 +147,7 @@ def test_a_mask_that_acts_is_named_and_not_recommended():
     assert "mask_truncated_completions" in diagnose(history(**cut))[0].fix
     truncated, ratio = diagnose(history(**cut, **{"mask/mask_truncated_completions": 0.4, "mask_ratio": 0.6}))
     assert "mask_truncated_completions" not in truncated.fix
-    assert "those that take any are mask_truncated_completions, off_policy" in ratio.message
+    assert "active masks: mask_truncated_completions, off_policy" in ratio.message
     assert "mask_truncated" not in diagnose(history(**{"completions/clipped_ratio": 0.9}))[0].fix
 
 
@@ -205,7 +205,7 @@ def evaluated(step, *accuracies, of=20):
 def test_an_entropy_that_falls_to_a_quarter_within_a_few_steps_is_named_until_the_task_is_solved():
     (said,) = diagnose(mails(FALL))
     assert said.code == "entropy_fell"
-    assert "from 0.72 to 0.14 nats for each token within 5 steps" in said.message  # 10 ** (-1 / 7), 10 ** (-6 / 7)
+    assert "from 0.72 to 0.14 nats per token within 5 steps" in said.message  # 10 ** (-1 / 7), 10 ** (-6 / 7)
     assert all(words in said.fix for words in ("learning_rate", "entropy_coef", "(few-shot)"))
     assert codes(mails([*FALL, *[0.1] * 20])) == ["entropy_fell"]  # it is still down
     assert (codes(mails(FALL, right=0.95)), codes(mails(FALL[:4]))) == ([], [])
@@ -266,7 +266,7 @@ def test_the_doctor_hears_of_kinds_when_they_are_evaluated():
 def test_a_reward_of_zero_is_advised_a_solved_example_and_a_world_imitation():
     zero = {"reward": 0.0, **ALL_ALIKE}
     (questions,), (world,) = diagnose(history(**zero)), diagnose(history(**zero, **{"agent/turns": 3.0}))
-    assert "one solved example of each kind of question into the prompt itself (few-shot)" in questions.fix
+    assert "one solved example of each kind of question into the prompt (few-shot)" in questions.fix
     assert "covey play RECIPE --imitate" in world.fix
     assert "few-shot" not in world.fix
 

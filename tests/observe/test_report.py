@@ -289,11 +289,11 @@ def test_damaged_and_vanished_tables(run: Path, covey: Command, caplog: pytest.L
     with caplog.at_level(logging.WARNING, logger="covey.observe"):
         status, out, _ = covey("report", run, "--step", "all")
     assert (status, out.count("say 0 0")) == (0, 1)
-    assert caplog.text.count("step_000001.parquet is no readable Parquet file") == 1
+    assert caplog.text.count("step_000001.parquet is not a readable Parquet file") == 1
     whole.unlink()
-    assert "step_000001.parquet is no readable Parquet file" in covey("report", run, "--step", "all")[2]
+    assert "step_000001.parquet is not a readable Parquet file" in covey("report", run, "--step", "all")[2]
     os.mkfifo(whole)
-    assert "no regular file" in covey("report", run, "--step", "2")[2]
+    assert "not a regular file" in covey("report", run, "--step", "2")[2]
 
 
 def test_tables_that_no_run_writes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +355,7 @@ def test_what_cannot_be_told_is_one_message(trained: list[Path], run: Path, cove
         ((tmp_path,), "holds no run"),
         ((*trained, "--eval", "soon"), "--eval='soon': no step"),
         ((*trained, "--eval", "2"), "the run has no table of it; there are 0, 4"),
-        ((*trained, "-o", tmp_path / "a.html"), "a page is --html FILE"),
+        ((*trained, "-o", tmp_path / "a.html"), "for a page use --html FILE"),
         ((trained[0], "--worst", "-o", tmp_path / "a.png"), "with completions only .jsonl is written"),
         ((*trained, "--worst"), "completions of one run are read; give one run"),
         ((run, "--step", "7"), "--step=7: the run has no table of it; there are 1, 2"),

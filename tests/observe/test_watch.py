@@ -208,7 +208,7 @@ def test_damaged_lines_and_tables_are_left_out_and_said(written: Any, open_page:
     assert found["damaged"] == len(bad)
     assert [dict(zip(found["names"], row, strict=True)) for row in found["rows"]] == [{"step": 7, "reward": 0.5}]
     assert (page.ask("0/questions")["lines"], page.ask("0/tables")["step"]) == ([[1, {"a": [1, 2]}]], [1, 2, 3])
-    for step, words in ((2, "no readable Parquet"), (3, "no regular file"), (9, "step_000009")):
+    for step, words in ((2, "not a readable Parquet"), (3, "not a regular file"), (9, "step_000009")):
         assert page.refuses("/api/0/completions", 404, words, step=step)
     for query in ({"step": "x"}, {"step": -1}, {"step": 1, "kind": "../../x"}, {"step": 10**30}):
         assert page.refuses("/api/0/completions", 422, **query)
@@ -331,7 +331,7 @@ def test_who_samples_is_told(tmp_path: Path, open_page: Any) -> None:
 
 def test_the_command_says_what_is_wrong(covey: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status, printed, _ = covey("watch", "--help")
-    assert (status, "live while they train" in printed) == (0, True)
+    assert (status, "live during training" in printed) == (0, True)
     (tmp_path / "empty").mkdir()
     for words in ("holds no run", "pip install 'covey[serve]'"):
         status, _, said = covey("watch", tmp_path / "empty", "--no-browser")

@@ -243,7 +243,7 @@ def test_what_the_probe_cannot_feel_is_read_from_the_config_and_unknown_logits_a
     model.__class__ = DoubledLogits
     for wrong, options, words in (
         (model, {}, "cannot be computed from hidden states and output head"),
-        (nn.Linear(2, 2), {"use_peft": False}, "no transformers model"),
+        (nn.Linear(2, 2), {"use_peft": False}, "not a transformers model"),
         (tiny_model("llama").requires_grad_(False), {"use_peft": False}, "no trainable parameter"),
     ):
         raises(ModelError, words, Policy.load, wrong, tiny_tokenizer(), **options)

@@ -514,7 +514,7 @@ def test_a_kernel_that_does_not_run_is_passed_over_and_a_cpu_goes_part_by_part()
 
     assert obstacle(Kernel(fails, fails), CASE) == "RuntimeError: No valid triton configs."
     q, k = torch.zeros(3, 4, 16), torch.zeros(3, 2, 16)
-    assert tree_flex.kernel_for(q, k, k, Rule(0.25, 3)) is None
+    assert tree_attention.kernel_for(q, k, k, Rule(0.25, 3)) is None
 
 
 def test_what_rounding_explains_by_hand() -> None:
@@ -566,7 +566,7 @@ def test_from_the_probe_to_a_models_gradients(checkpoint: bool, monkeypatch: Any
     graphs, found = torch._dynamo.utils.counters["stats"], []
     before = graphs["unique_graphs"]
     for devices in ((), ("cpu",)):
-        monkeypatch.setattr(tree_flex, "DEVICES", devices)
+        monkeypatch.setattr(tree_attention, "DEVICES", devices)
         model, options = tiny_model("gemma2", sliding_window=6), {"lora_r": 4, "gradient_checkpointing": checkpoint}
         policy = fill(Policy.load(model, tiny_tokenizer(), **options))
         compiled = graphs["unique_graphs"] - before

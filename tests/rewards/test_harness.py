@@ -85,8 +85,8 @@ def test_it_is_told_how_a_test_failed(harness: TestHarness) -> None:
         ("def plus(a, b):\n    return a", "error", "name 'add' is not defined"),
         ("import nothing_of_this_name", "error", "ModuleNotFoundError"),
         ("def add(a):\n    return a", "error", "TypeError"),
-        ("def add(a, b):\n    return object()", "wrong_answer", "an object that is no plain value, not 3"),
-        ("def add(a, b):\n    return add", "wrong_answer", "no plain value"),
+        ("def add(a, b):\n    return object()", "wrong_answer", "an object that is not a plain value, not 3"),
+        ("def add(a, b):\n    return add", "wrong_answer", "not a plain value"),
         ("", "error", "not defined"),
         ("# " + "x" * 600_000, "error", "a program of 600002 characters"),
     ):

@@ -297,7 +297,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     raises(ConfigError, "inference_server_kind", GRPOConfig, inference_server_kind="tgi")
     for kind, words in (
         ("nowhere.py:SGLang", "no such file"),
-        (f"{tmp_path}/own.py:helper", r"own.py:helper'.* no class derived from covey.serving.dialect.Dialect"),
+        (f"{tmp_path}/own.py:helper", r"own.py:helper'.* not a class derived from covey.serving.dialect.Dialect"),
         (f"{tmp_path}/own.py:Unfinished", r"own.py:Unfinished'.* lacks publish, read; add it"),
     ):
         raises(ConfigError, words, find_dialect, kind)

@@ -170,14 +170,14 @@ def test_the_documents_names() -> None:
     args = GRPOTrainingArgs(**named, server_token="hunter2")
     assert (args.server.inference_server_url, args.server.server_token) == ("http://127.0.0.1:1", "hunter2")
     assert not any("hunter2" in written for written in (args.to_toml(), repr(args), str(args.to_dict())))
-    raises(ConfigError, "only adapters are uploaded", GRPOConfig, upload_adapters_to_server=True, use_peft=False)
+    raises(ConfigError, "only adapters can be uploaded", GRPOConfig, upload_adapters_to_server=True, use_peft=False)
 
 
 def test_no_server_fails_early_and_names_the_address(settings: dict[str, Any], tmp_path: Path) -> None:
     nowhere = settings | served("http://127.0.0.1:9", tmp_path) | {"server_retry_seconds": 0.3}
     with pytest.raises(ServingError, match=r"http://127\.0\.0\.1:9/health does not answer.*covey serve"):
         make_trainer(GRPOConfig(**nowhere))
-    raises(ServingError, "it is no address", InferenceClient, "not an address", retry_seconds=0)
+    raises(ServingError, "it is not an address", InferenceClient, "not an address", retry_seconds=0)
     # an upload is tried for five seconds unless somebody says otherwise; no second is waited here
     began = time.monotonic()
     with pytest.raises(ServingError, match=r"does not answer .*is the server running"):
@@ -354,7 +354,7 @@ DEVIATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "ids behind the end": ({"choice": {"token_ids": [2, 5]}}, rf"behind the end token 2: \[2, 5\].*{HINT}"),
     "no log-probabilities": ({"choice": {"logprobs": None}}, f"TypeError.*{HINT}"),
     "one log-probability too few": (told(-1.0), rf"\(2,\) token ids with \(1,\) log-probabilities.*{HINT}"),
-    "a log-probability that is no number": (told(-1.0, float("nan")), f"one is not finite.*{HINT}"),
+    "a log-probability that is not a number": (told(-1.0, float("nan")), f"one is not finite.*{HINT}"),
     "a log-probability above 0": (told(-1.0, 0.5), f"log-probabilities .*above 0.*{HINT}"),
     "one completion for all prompts": ({"choices": lambda choices: choices[:1]}, f"to 2 prompts; .*{HINT}"),
     "no choices": ({"answer": {"choices": ...}}, f"to 2 prompts; .*{HINT}"),

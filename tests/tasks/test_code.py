@@ -135,7 +135,7 @@ def test_a_problem_that_is_none_is_named(tmp_path: Path) -> None:
         (HUMANEVAL | {"test": "def check(candidate):\n    assert near(candidate([1]), 1)"}, "the tests use near"),
         (MBPP | {"test_list": ["assert near(sum(1, 2), 3)"]}, "use near"),
         ({"prompt": "x", "tests": ["assert Counter(f(1)) == Counter([1])"]}, "the tests use Counter"),
-        ({"prompt": "x", "tests": ["assert f(:"]}, "the test code is no Python"),
+        ({"prompt": "x", "tests": ["assert f(:"]}, "the test code is not Python"),
         (MBPP | {"code": "def f(:"}, "invalid syntax"),
     ):
         path = write(tmp_path / "problems.jsonl", [{"prompt": "ok", "tests": ["assert True"]}, row])

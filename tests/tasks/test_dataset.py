@@ -122,9 +122,9 @@ def test_sources_that_are_none() -> None:
         (FakeDataset([]), "FakeDataset: no rows"),
         ([{"prompt": "a"}, "b"], "row 1 is 'b', not an object"),
         ([["a"]], "row 0 is \\['a'\\], not an object"),
-        (None, "a NoneType is no list of rows"),
-        (3, "a int is no list of rows"),
-        (iter(ROWS), "is no list of rows.*of a stream, a finite part"),
+        (None, "a NoneType is not a list of rows"),
+        (3, "a int is not a list of rows"),
+        (iter(ROWS), "is not a list of rows.*of a stream, a finite part"),
         ({"prompt": ["a"]}, "keys 'prompt' has no split 'train'"),
         ("no such/thing at all", "no such file, and no dataset id"),
     ):

@@ -27,7 +27,7 @@ def test_what_is_not_there() -> None:
         ("zzz", {}, "use one of arithmetic"),
         ("arithmetic", {"digit": 2}, "no option 'digit'; did you mean 'digits'"),
         ("arithmetic", {"path": "a"}, "no option 'path'"),
-        ("arithmetic:gcd", {}, "'gcd' is no option; write name:option=value"),
+        ("arithmetic:gcd", {}, "'gcd' is not an option; write name:option=value"),
         ("arithmetic", {"digits": "two"}, "arithmetic"),
         ("arithmetic:kinds=sums", {}, "kinds='sums'"),
     ):

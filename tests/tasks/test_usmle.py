@@ -116,7 +116,7 @@ def test_a_line_that_is_wrong_is_named(tmp_path: Path) -> None:
         (question(1, answer=None), "the answer None"),
         (question(1, question=""), "there is no question"),
         ({"q": 1}, "there is no question"),
-        ([1], "is no object"),
+        ([1], "is not an object"),
         (question(0, answer="A"), "the question of line 1 with another answer"),
     ):
         path = write(tmp_path / "q.jsonl", [question(0), row])

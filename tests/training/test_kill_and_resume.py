@@ -402,7 +402,7 @@ def test_a_damaged_batch_is_one_clear_error(copy: Path, said: str) -> None:
 def test_the_command(copy: Path, tmp_path: Path, covey: Command) -> None:
     moved = shutil.copytree(GRPOConfig.from_toml(copy / "config.toml").model.model, tmp_path / "moved")
     out = covey.done("doctor", copy, "--step", 4, f"model.model={moved}")
-    assert "step 4 is what was recorded, bit for bit" in out
+    assert "step 4 equals the recorded step, bit for bit" in out
     told = json.loads(covey.done("doctor", copy, "--step", 4, "--json"))
     assert told["agrees"] is told["exact"] is True
     assert told["metrics"]["loss"]["recorded"] == told["metrics"]["loss"]["replayed"]

@@ -24,9 +24,10 @@ from covey.rollout.collect import AnswerCollector, Rollout
 from covey.rollout.scoring import Logged
 from covey.tasks import WeightedOrder, get_task
 from covey.training import evaluate as judging
-from covey.training.evaluate import Evaluation, QuestionHistory, accuracy_by_kind, count_answers
+from covey.training.evaluate import Evaluation, accuracy_by_kind, count_answers
 from covey.training.multiple_choice import ChoiceTask, answer_choices, letter_probabilities
 from covey.training.prefetch import Sampled
+from covey.training.questions import QuestionHistory, questions_of
 from covey.training.schedule import ResolvedPhase
 from covey.training.tables import completion_rows
 from covey.types import Group, SamplingSettings, Trajectory
@@ -52,7 +53,7 @@ def test_weights_by_hand_and_the_weighted_order_draws_in_proportion_and_never_tw
     other.add({"a": [4, 4]})
     other.restore(lines)
     assert one.weights().tolist() == other.weights().tolist()
-    hardest, easiest = judging.questions_of(lines)
+    hardest, easiest = questions_of(lines)
     assert (hardest.uid, hardest.visits, hardest.accuracy) == ("a", [(1, 1, 4), (2, 2, 4)], 3 / 8)
     assert (hardest.first, hardest.last, easiest.accuracy) == (0.25, 0.5, 1.0)
     weights = np.array([1.0, 2.0, 4.0, 1e-6])

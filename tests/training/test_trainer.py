@@ -74,6 +74,18 @@ def test_a_backend_of_ones_own_makes_all_parts(settings: Settings) -> None:
     assert trainer.only_in_memory
 
 
+def test_sampler_and_learner_wait_unless_making_them_may_find_a_fault(settings: Settings) -> None:
+    waiting, parts = build(settings), {"engine", "learner"}
+    assert not parts & vars(waiting).keys()
+    early = GRPOTrainer(reward_funcs=letters, args=GRPOConfig(**settings), train_dataset=ROWS, backend=BACKEND)
+    for made in (early, build(settings, sampler_dtype="bfloat16")):
+        assert parts <= vars(made).keys()
+    assert waiting.generate("one:", 2, 1.0) == early.generate("one:", 2, 1.0)
+    learning = build(settings)
+    _ = learning.learner
+    assert parts <= vars(learning).keys()  # the sampler has the weights of before
+
+
 def test_first_step_has_no_kl_and_ratio_one_and_micro_batches_do_not_change_the_run(settings: Settings) -> None:
     twice = trained(settings, beta=0.5, num_iterations=2)
     assert twice.state.log_history[0]["ratio/mean"] != 1.0  # the second pass over the batch is off-policy
@@ -391,9 +403,9 @@ def test_held_out_rows_that_are_trained_on_are_said_and_settings_read_otherwise_
     names = {"eval_reward": reward, "reward": reward, "eval_accuracy": "eval/accuracy", "x": "eval/x"}
     assert {name: GRPOConfig(metric_for_best_model=name).metric_for_best_model for name in names} == names
     for name in ("eval_loss", "loss", "eval/kl", "eval/seconds", "eval/completions/clipped_ratio"):
-        raises(ConfigError, "of which more is better", GRPOConfig, metric_for_best_model=name)
+        raises(ConfigError, "where higher is better", GRPOConfig, metric_for_best_model=name)
     for dtype in ("bfloat16", "float16"):
-        with pytest.raises(ConfigError, match="use_peft=False: weights that are trained in half precision"):
+        with pytest.raises(ConfigError, match="use_peft=False: half precision"):
             GRPOConfig(dtype=dtype, use_peft=False)
 
 

@@ -19,7 +19,7 @@ from covey.observe.run_folder import RunFolder
 from covey.recipes.house.house import House
 from covey.tasks import get_task
 from covey.training import setup
-from covey.training.evaluate import QuestionHistory
+from covey.training.questions import QuestionHistory
 
 MAZE = '''
 from covey.environments import Environment, Observation, World
@@ -162,7 +162,7 @@ def test_a_strangers_task_trains_and_samples(folder: Path, recipe_folder: Path, 
         (RIDDLE, TRAIN, TRAIN + "\n        raise OSError('gone')", "train_rows raised OSError: gone at .*riddles.py"),
         (RIDDLE, ROW, SEEN, "1 of its 1 eval_rows are"),
         (WORLD, TASKS, TASKS + "\n        1 / 0", "ZeroDivisionError: .*maze.py"),
-        (WORLD, TASKS, TASKS + "\n        return ['a']", "task 'a' is no dictionary"),
+        (WORLD, TASKS, TASKS + "\n        return ['a']", "task 'a' is not a dictionary"),
     ],
 )
 def test_what_errs_is_named(folder: Path, settings: Settings, place: Any, old: str, new: str, message: str) -> None:

@@ -83,7 +83,7 @@ class TestEvaluations:
             make(held_out=HELD_OUT, save_strategy="best", **EVERY_STEP)
         trainer = make(held_out=HELD_OUT, save_strategy="best", metric_for_best_model="loss", **EVERY_STEP)
         assert trainer.args.metric_for_best_model == "eval_reward"
-        said = r"metric_for_best_model=.*(nobody measures it|there is no such reward)"
+        said = r"metric_for_best_model=.*(no evaluation has it|there is no such reward)"
         for metric in ("accuracy", "eval_f1", "eval_rewards/other/mean"):
             with pytest.raises(ConfigError, match=said):
                 make(held_out=HELD_OUT, metric_for_best_model=metric, **EVERY_STEP)

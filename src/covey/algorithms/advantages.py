@@ -1,10 +1,10 @@
 """Advantages: how much better a completion did than its own group.
 
-`[N]` arrays hold one entry per completion (or per step, or per episode, where said so). A reward that is NaN,
-infinite, or None in a list is *not scorable*: it is left out of its group's statistics and gets advantage 0.
-A group without relative information (fewer than two scorable rewards, or all of them equal) gets exactly 0.
+`[N]` arrays hold one entry per completion, unless a function says per step or per episode. A reward that is NaN,
+infinite or None is *not scorable*: it is left out of its group's statistics and gets advantage 0. A group with fewer
+than two scorable rewards, or with equal rewards, gets exactly 0.
 
-Of agents' episodes, `[S]` arrays have one entry for each step of each episode.
+For agents, `[S]` arrays have one entry for each step of each episode.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCALES = ("group", "batch", "none")
 
 
 class GroupStatistics(NamedTuple):
-    """Statistics of each row's group, `[N]` each; `tied` is True where the group carries no relative information."""
+    """Statistics of each row's group, `[N]` each; `tied` is True where the group's rewards are all equal."""
 
     count: Array
     mean: Array
@@ -47,7 +47,7 @@ def group_statistics(rewards: Array, groups: Array, member: Array, *, correction
     """Count, mean and standard deviation of each row's group over the rows where `member` is True.
 
     Args:
-        rewards: `[N]` floats; values where `member` is False are not looked at.
+        rewards: `[N]` floats; values where `member` is False are ignored.
         groups: `[N]` integers of the same library.
         member: `[N]` boolean.
         correction: 0 population, 1 sample standard deviation.
@@ -136,7 +136,7 @@ def combine_rewards(parts: Any, weights: Any) -> Array:
         weights: `[F]`.
 
     Returns:
-        `[N]`. A NaN part counts as absent; a completion of which no part could be scored is NaN.
+        `[N]`. NaN parts are left out of the sum; a completion with no scored part is NaN.
 
     Raises:
         DataError: `parts` and `weights` differ in length.
@@ -174,7 +174,7 @@ def compute_grpo_outcome_advantage(
         correction: 1 sample std, 0 population std.
 
     Returns:
-        `(advantages, returns)`, both `[N, T]` and equal: outcome rewards have no other return.
+        `(advantages, returns)`, both `[N, T]` and equal.
     """
     rewards = as_float(token_level_rewards)
     scores = array_namespace(rewards).sum(rewards, axis=-1)
@@ -193,8 +193,7 @@ def compute_naive_grpo_outcome_advantage(
     *,
     correction: int = 0,
 ) -> tuple[Array, Array]:
-    """Episode-level GRPO with the signature of naive-grpo-agents.md: rewards [1, 2] in one group give [-1,
-    +1].
+    """Episode-level GRPO, with the signature in naive-grpo-agents.md. Rewards [1, 2] in one group give [-1, +1].
 
     Args:
         episode_rewards: `[N]` reward of the row's whole episode.
@@ -216,7 +215,7 @@ def compute_naive_grpo_outcome_advantage(
 
 
 def prepare(rewards: Any, groups: Any) -> tuple[Array, Array, Array]:
-    """`[N]` rewards as floats, `[N]` groups as integers of the same library, and which rewards can be scored."""
+    """`[N]` rewards as floats, `[N]` groups as integers of the same library, `[N]` True where a reward is scorable."""
     rewards = as_float(rewards)
     groups = group_numbers(groups, rewards)
     _same_length(rewards, groups, "groups")
@@ -258,7 +257,7 @@ def batch_std(values: Array, member: Array, correction: int) -> Array:
 
 
 def at_least_one(count: Array) -> Array:
-    """A count that something is divided by: 1 where it is smaller."""
+    """A count as a divisor: at least 1."""
     xp = array_namespace(count)
     return xp.maximum(count, xp.ones_like(count))
 
@@ -275,10 +274,10 @@ def _spread(advantages: Array, response_mask: Array) -> tuple[Array, Array]:
 
 
 def discounted_returns(rewards: Sequence[float], discount: float) -> NDArray[np.float64]:
-    """`[n]` what each step of an episode led to: `R_t = r_t + discount * R_{t+1}`; rewards [0, 1] at 0.5 give [0.5, 1].
+    """`[n]` return of each step: `R_t = r_t + discount * R_{t+1}`. Rewards [0, 1] with discount 0.5 give [0.5, 1].
 
     Args:
-        rewards: of its steps, in order.
+        rewards: `[n]` of the episode's steps, in order.
         discount: 1 = the sum of what follows, 0 = the step's own reward.
     """
     returns = np.array(rewards, dtype=np.float64)
@@ -301,9 +300,8 @@ def gigpo_advantages(
 ) -> Array:
     """GiGPO (Feng et al. 2025, arXiv 2505.10978): `A = A_episode + omega * A_step`.
 
-    `A_episode` compares episodes of a group (`episode_advantages`); `A_step` compares the steps of a group that began
-    with the same observation, by what each of them led to. A step whose observation nobody else of the group saw gets
-    only the first.
+    `A_episode` compares the episodes of a group (`episode_advantages`). `A_step` compares the returns of those steps of
+    a group that began with the same observation; it is 0 for an observation that occurs once.
 
     Args:
         episode_rewards: `[S]` the reward of the step's whole episode.
@@ -327,9 +325,9 @@ def gigpo_advantages(
 
 
 def normalise_tokens(values: Array, mask: Array) -> Array:
-    """Mean 0 and variance 1 over all tokens of the batch where `mask` is True, 0 elsewhere and where all are equal.
+    """Normalise to mean 0 and variance 1 over the tokens where `mask` is True; 0 elsewhere, and if all are equal.
 
-    The variance is the sample's, and 1e-8 is added to it (the choice of verl).
+    It divides by the square root of the sample variance plus 1e-8, as verl does.
 
     Args:
         values: `[N, T]`, or `[N]` for all tokens of a row.
@@ -348,10 +346,10 @@ def normalise_tokens(values: Array, mask: Array) -> Array:
 
 
 def soft_overlong_punishment(lengths: Any, max_completion_length: int, cache: int) -> Array:
-    """DAPO's penalty on long completions, to be added to the reward (arXiv 2503.14476, equation 13).
+    """DAPO's penalty on long completions, which is added to the reward (arXiv 2503.14476, equation 13).
 
-    0 up to `max_completion_length - cache` tokens, then falling linearly to -1 at the limit, -1 beyond. With
-    a limit of 100 and a cache of 20: 80 tokens give 0, 90 give -0.5, 100 give -1.
+    It is 0 up to `max_completion_length - cache` tokens, then falls linearly to -1 at the limit, and stays -1 beyond.
+    With a limit of 100 and a cache of 20: 80 tokens give 0, 90 give -0.5, 100 give -1.
 
     Args:
         lengths: `[N]` completion lengths in tokens.

@@ -1,8 +1,8 @@
-"""From per-token losses to one number, for any split of an optimiser step.
+"""The average of token losses, for any split of an optimiser step.
 
-Every aggregation is linear in the per-token losses, so it is a weight for each token: `loss = sum(weights ·
-per_token)`. The weights hold the denominators of the *whole* step, so the losses (and gradients) of micro-batches and
-ranks simply add up to those of the undivided step. A split may cut between rows, not within one.
+Every average here is a weight for each token: `loss = sum(weights · per_token)`. The weights hold the denominators of
+the *whole* step. So the losses and gradients of micro-batches and ranks add up to those of the undivided step. A row
+must not be split.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from covey.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """What the denominators of one optimiser step need. Counts of parts add: `sum(parts, StepCounts())`.
+    """The counts in the denominators of one optimiser step. Counts of parts add up: `sum(parts, StepCounts())`.
 
     Attributes:
-        completions: N, rows of the step. A row whose tokens are all masked still counts.
-        active_tokens: tokens of the step that no mask excludes.
-        kept: rows of which some token is active.
+        completions: number of rows N of the step, including rows whose tokens are all masked.
+        active_tokens: number of tokens that no mask excludes.
+        kept: number of rows with an active token.
     """
 
     completions: Any = 0
@@ -36,7 +36,7 @@ class StepCounts:
 
 
 def count_step(mask: Array) -> StepCounts:
-    """Counts of the rows and active tokens of a mask `[N, T]`: of the whole step, or of a part to be added up."""
+    """The counts of a mask `[N, T]`, of the whole step or of a part."""
     xp = array_namespace(mask)
     active = as_mask(mask)
     kept = xp.sum(xp.astype(xp.any(active, axis=-1), xp.int32))

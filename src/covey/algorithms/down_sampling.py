@@ -146,7 +146,7 @@ def read_down_sampling(text: str) -> tuple[str, int, Statistics | None]:
     rule, colon, rest = name.partition(":")
     if colon and rule in (*DOWN_SAMPLING, "none"):
         odd = rest.rpartition(":")[2]
-        raise ValueError(f"{odd!r} is no number and neither selected nor group; write {rule}:4 or {rule}:4:group")
+        raise ValueError(f"{odd!r} is not a number and neither selected nor group; write {rule}:4 or {rule}:4:group")
     if size < 1 or (":" not in name and name not in (*DOWN_SAMPLING, "none")):
         near = difflib.get_close_matches(name, DOWN_SAMPLING, n=1)
         fix = f"; did you mean {near[0]!r}?" if near and near[0] != name else ""

@@ -1,4 +1,4 @@
-"""Advantage estimators: functions from what a step's completions earned to how much better each of them did.
+"""Advantage estimators: functions from the rewards of a step to the advantages of its completions.
 
     def centred(step, *, shift=0.0):
         return step.rewards - step.rewards.mean() - shift
@@ -7,8 +7,7 @@
 
 An estimator takes one `Outcomes` and its own parameters by keyword (`algorithm.adv_parameters`) and returns `[N]`
 advantages, one for each completion, or `[N, T]`, one for each sampled token. The built-in ones are such functions, and
-`adv_estimator="my_file.py:centred"` is another. What a run asks of an estimator besides stands in attributes of the
-function, see `Estimator`.
+`adv_estimator="my_file.py:centred"` is another. Attributes of the function state its other properties, see `Estimator`.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def states(**statements: Any) -> Callable[[F], F]:
-    """A decorator that writes attributes on an estimator: `@states(group_relative=False)`. See `Estimator`."""
+    """A decorator that sets attributes of an estimator: `@states(group_relative=False)`. See `Estimator`."""
 
     def write(function: F) -> F:
         vars(function).update(statements)
@@ -57,7 +56,7 @@ def states(**statements: Any) -> Callable[[F], F]:
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """An estimator as a run sees it: the function, its parameters, and what it states about itself.
+    """An estimator in a run: the function, its parameters and its properties.
 
     Attributes:
         name: as in `algorithm.adv_estimator`.
@@ -71,9 +70,8 @@ class Estimator:
         needs_turns: It compares the turns of agents, so it works in a world only.
         scaled: It reads `scale` and `correction`.
 
-    A function that gives an agent's turns credit of their own may have an attribute `episode_part`: a function of
-    `Outcomes` and its parameters too, which returns the part of the advantages that is the whole episode's. Tables show
-    both; a function that fails costs no more than that.
+    An estimator that gives an agent's turns their own credit may have an attribute `episode_part`. This function has
+    the same arguments and returns the part of the advantages that belongs to the whole episode. Tables show both parts.
     """
 
     name: str
@@ -91,10 +89,10 @@ class Estimator:
         return self.function(step, **self.parameters)
 
     def teaches(self, group: Group) -> bool:
-        """False for a group in which all advantages are 0 whatever the rest of the step is.
+        """False for a group whose advantages are all 0, whatever the rest of the step is.
 
-        It is asked of `function.teaches(group)` where there is such an attribute. Otherwise a group teaches nothing
-        when no reward could be scored, and for `group_relative` estimators when all rewards are equal.
+        `function.teaches(group)` decides, if there is such an attribute. Otherwise the result is False if no reward
+        could be scored, and for `group_relative` estimators if all rewards are equal.
         """
         said = getattr(self.function, "teaches", None)
         if said is not None:
@@ -104,24 +102,24 @@ class Estimator:
 
     @property
     def episode_part(self) -> Estimator | None:
-        """What of the advantages is the whole episode's, if the function says so."""
+        """The part of the advantages that belongs to the whole episode; None if the function has no `episode_part`."""
         part = getattr(self.function, "episode_part", None)
         return None if part is None else replace(self, name=f"{self.name}: its attribute episode_part", function=part)
 
     def group_problem(self, sizes: Mapping[str, int]) -> str | None:
-        """Why groups are too small for it, if one is; `sizes` is setting -> number of completions."""
+        """An error message if groups are too small for the estimator, else None; `sizes` maps settings to sizes."""
         for setting, size in sizes.items():
             if self.group_relative and size < 2:
                 return f"{setting}={size}: a group needs at least 2 completions to compare; set {setting} to 2 or more"
         return None
 
     def credit_problem(self, objective: Objective, slope: Any, array: Any, conversing: bool = False) -> str | None:
-        """Why the loss would average away what this gives single tokens; both are tried on a small step.
+        """An error message if the loss averages away advantages of single tokens. Both are tried on a small step.
 
         `conversing` is True where a row holds several turns. See `Objective.shares_credit`.
 
         Raises:
-            ConfigError: What it returns for the small step has another shape than advantages, or the loss no gradient.
+            ConfigError: The estimator returns a wrong shape for the small step, or the loss has no gradient.
         """
         objective.require_gradient(slope, array)
         step = small_step(conversing)
@@ -133,17 +131,17 @@ class Estimator:
         if (found == found[:, :1]).all() or not objective.shares_credit(slope, array):
             return None
         return (
-            f"algorithm.adv_estimator={self.name!r} and loss_type={objective.loss.name!r}: tokens of a completion get "
-            "advantages of their own, and this loss, whose tokens share one ratio, would give all of them the mean; "
+            f"algorithm.adv_estimator={self.name!r} and loss_type={objective.loss.name!r}: the estimator gives each "
+            "token its own advantage, but this loss has one ratio per completion and would average them; "
             "set algorithm.loss_type to 'gspo_token' or 'grpo', or importance_sampling_level='gspo_token' in "
             "algorithm.loss_parameters"
         )
 
     def checked(self, step: Outcomes) -> NDArray[np.float64]:
-        """`[N, 1]` or `[N, T]`: as a call, for a function of somebody else's.
+        """Call the user's function and check its result, `[N, 1]` or `[N, T]`.
 
         Raises:
-            ConfigError: It raised, or returned what are no advantages.
+            ConfigError: The function raised, or did not return advantages.
         """
         found = self._shaped(self._called(step), step)
         if not np.isfinite(np.where(step.tokens, found, 0.0)).all():
@@ -168,7 +166,7 @@ class Estimator:
 
 
 def small_step(conversing: bool = False) -> Outcomes:
-    """Two groups of two completions to try an estimator on, of agents with two turns each where `conversing`."""
+    """A step to try an estimator on: two groups of two completions, with two turns each if `conversing`."""
     rewards, groups, turns, logp = np.arange(4.0), np.array([0, 0, 1, 1]), None, -np.resize([0.1, 0.7, 1.9], (4, 4))
     if conversing:
         of, earned = np.arange(8) // 2, np.array([-3.0, 3.0, 1.0, 1.0] * 2)
@@ -197,8 +195,8 @@ def grpo(
     step_score: Literal["episode", "return", "step"] = "episode",
     discount: float = 1.0,
 ) -> Array:
-    """GRPO (arXiv 2402.03300): `group_advantages`; of agents the scores of all turns of the group, turn by turn: the
-    reward of a turn's whole episode, its discounted return, or its own reward, as `step_score` says.
+    """GRPO (arXiv 2402.03300): `group_advantages`. With agents, it compares the scores of all turns of the group.
+    `step_score` chooses the score of a turn: the reward of its episode, its discounted return, or its own reward.
     """
     step = _scaled(step, std_correction, epsilon)
     turns = step.turns
@@ -210,7 +208,7 @@ def grpo(
 
 
 def naive_grpo(step: Outcomes, *, std_correction: int | None = None) -> Array:
-    """The same for whole completions: `episode_advantages` of agents, where an episode counts once."""
+    """GRPO with `episode_advantages` for agents: each episode counts once, however many turns it has."""
     step, turns = _scaled(step, std_correction), step.turns
     if turns is None:
         return grpo(step)
@@ -219,7 +217,7 @@ def naive_grpo(step: Outcomes, *, std_correction: int | None = None) -> Array:
 
 @states(scaled=False)
 def dr_grpo(step: Outcomes) -> Array:
-    """Dr. GRPO (arXiv 2503.20783): the group's mean is subtracted, nothing is divided."""
+    """Dr. GRPO (arXiv 2503.20783): reward minus the group's mean, without division."""
     return group_advantages(step.rewards, step.groups, scale="none")
 
 
@@ -238,7 +236,7 @@ def _of_episodes(step: Outcomes, *, std_correction: int | None = None, **others:
 def gigpo(
     step: Outcomes, *, std_correction: int | None = None, discount: float = 1.0, step_advantage_weight: float = 1.0
 ) -> Array:
-    """GiGPO: `gigpo_advantages`, turn by turn; `discount` is that of returns, and the weight the paper's omega."""
+    """GiGPO: `gigpo_advantages` of turns, with the `discount` of returns; the weight is the paper's omega."""
     step, turns = _scaled(step, std_correction), step.turns
     assert turns is not None, "the run has checked needs_turns"
     given = (turns.rewards, turns.returns(discount), turns.groups, turns.completion, turns.anchors)
@@ -247,8 +245,8 @@ def gigpo(
 
 @states(scaled=False)
 def gdpo(step: Outcomes, *, std_correction: int | None = None, epsilon: float | None = None) -> Array:
-    """GDPO (arXiv 2601.05242, equations 4 to 6): each reward function's part is normalised in its groups, and their
-    weighted sum over the batch. The batch's mean is 0 already, since each group's is.
+    """GDPO (arXiv 2601.05242, equations 4 to 6): each reward function is normalised within its groups, then their
+    weighted sum over the batch. The batch's mean is already 0, since each group's is.
     """
     step = _scaled(step, std_correction, epsilon)
     how: dict[str, Any] = {"correction": step.correction, "epsilon": step.epsilon}
@@ -265,8 +263,8 @@ def gdpo(step: Outcomes, *, std_correction: int | None = None, epsilon: float | 
 def reinforce_plus_plus(step: Outcomes, *, gamma: float = 1.0) -> Array:
     """REINFORCE++ (arXiv 2501.03262): discounted return of each token, normalised over all tokens of the batch.
 
-    Rewards 0 and 3 of completions with 2 and 1 tokens: the tokens' returns 0, 0, 3 have mean 1 and sample variance 3,
-    so that the advantages are -1/sqrt(3), -1/sqrt(3), 2/sqrt(3).
+    Example: completions with 2 and 1 tokens have the rewards 0 and 3. The tokens' returns 0, 0, 3 have mean 1 and
+    sample variance 3, so the advantages are -1/sqrt(3), -1/sqrt(3), 2/sqrt(3).
 
     Args:
         step: see `Outcomes`.
@@ -286,9 +284,9 @@ def reinforce_plus_plus(step: Outcomes, *, gamma: float = 1.0) -> Array:
 @states(group_relative=False, scaled=False)
 def reinforce_plus_plus_baseline(step: Outcomes) -> Array:
     """REINFORCE++ with baseline (arXiv 2501.03262): the group's mean is subtracted, then tokens are normalised over the
-    batch. A group of one has no baseline, so that groups of one are REINFORCE++.
+    batch. A group of one has no baseline, so groups of one are REINFORCE++.
 
-    Completions of different length give the batch a mean that is not 0, so a group of equal rewards has advantages too.
+    If lengths differ, the batch's mean is not 0, so a group of equal rewards has advantages too.
 
     Returns:
         `[N, T]`.
@@ -319,9 +317,9 @@ def remax(step: Outcomes) -> Array:
 
 @states(scaled=False)
 def opo(step: Outcomes) -> Array:
-    """OPO (arXiv 2505.23585, equation 6): the baseline is the group's mean weighed by length, `sum(l r) / sum(l)`.
+    """OPO (arXiv 2505.23585, equation 6): the baseline is the group's mean, weighted by length: `sum(l r) / sum(l)`.
 
-    Rewards 1 and 0 of 1 and 3 tokens: baseline 1/4, advantages 3/4 and -1/4.
+    Example: rewards 1 and 0 of 1 and 3 tokens give the baseline 1/4 and the advantages 3/4 and -1/4.
 
     Returns:
         `[N]`.
@@ -339,12 +337,13 @@ def opo(step: Outcomes) -> Array:
 
 @states(scaled=False, needs_sum_pi_squared=True)
 def optimal_token_baseline(step: Outcomes) -> Array:
-    """Optimal token baseline (arXiv 2602.07078): at each token the mean of the group's completions that reach it,
-    weighed by the squared length of their gradients so far, `A_t = r - sum(r W_t) / sum(W_t)`.
+    """Optimal token baseline (arXiv 2602.07078): `A_t = r - sum(r W_t) / sum(W_t)`, the sums over the group's
+    completions that reach token t.
 
-    `W_t` adds `1 - 2 pi + sum_v pi_v^2` over the tokens up to t: the squared length of the gradient of `log pi` by the
-    logits. Rewards 1 and 0 of tokens drawn with `pi = 1/2` from two: each adds 1/2, the baseline is 1/2; if the second
-    one's token had `pi = 1` its W is 0 and the baseline 1. Where all W are 0 nothing is learned: the advantage is 0.
+    `W_t` is the sum of `1 - 2 pi + sum_v pi_v^2` over the tokens up to t, the squared length of the gradient of
+    `log pi` with respect to the logits. Example: two completions of one token, with rewards 1 and 0 and `pi = 1/2` each
+    from two tokens, have W = 1/2, so the baseline is 1/2. With `pi = 1` the second has W = 0, and the baseline is 1. If
+    all W are 0, the advantage is 0.
 
     Returns:
         `[N, T]`.
@@ -365,16 +364,16 @@ def optimal_token_baseline(step: Outcomes) -> Array:
 
 @states(scaled=False)
 def gpg(step: Outcomes, *, f_norm: float = 1.0, alpha: Literal["differing", "nonzero"] = "differing") -> Array:
-    """GPG (arXiv 2504.02546, equation 7): `alpha (r - mean_g) / f_norm`; alpha makes up for groups without gradient.
+    """GPG (arXiv 2504.02546, equation 7): `alpha (r - mean_g) / f_norm`. alpha makes up for groups without gradient.
 
-    Rewards 0, 1 in one group and 1, 1 in another: half of the completions are in groups that differ, alpha = 2 and the
-    advantages are -1, 1, 0, 0.
+    Example: rewards 0, 1 in one group and 1, 1 in another. Half of the completions have a gradient, so alpha = 2 and
+    the advantages are -1, 1, 0, 0.
 
     Args:
         step: see `Outcomes`.
         f_norm: the paper's F_norm; 1 = none.
-        alpha: Number of completions over the number of those in groups whose rewards are `differing`, as in the paper,
-            or over the number of those whose reward is `nonzero`, as in verl.
+        alpha: The number of completions, divided by the number in groups with `differing` rewards (the paper), or by
+            the number with a `nonzero` reward (verl).
 
     Returns:
         `[N]`.
@@ -404,11 +403,11 @@ def _best_is_alone(group: Group) -> bool:
 
 @states(teaches=_best_is_alone)
 def grpo_passk(step: Outcomes, *, std_correction: int | None = None) -> Array:
-    """GRPO for pass@k (arXiv 2503.19595): only the best of a group has an advantage, its lead over the second best,
-    divided as `scale` says.
+    """GRPO for pass@k (arXiv 2503.19595): only the best completion of a group has an advantage. It is the lead over the
+    second best, divided as `scale` says.
 
-    Rewards 3, 1, 1: the lead is 2, the sample standard deviation 2/sqrt(3), the advantages sqrt(3), 0, 0. Two equally
-    good ones have no lead.
+    Example: for rewards 3, 1, 1 the lead is 2 and the sample standard deviation 2/sqrt(3); the advantages are sqrt(3),
+    0, 0. If two completions are best, all advantages are 0.
 
     Returns:
         `[N]`.
@@ -436,7 +435,7 @@ def find_estimator(name: str, parameters: Mapping[str, Any] | None = None) -> Es
     """The estimator of a name, `FILE.py:FUNCTION` or `MODULE:FUNCTION`, with its parameters.
 
     Raises:
-        ConfigError: There is none, or it does not take these parameters.
+        ConfigError: There is no such estimator, or it does not take these parameters.
     """
     parameters = dict(parameters or {})
     function = load_function(name) if ":" in name else lookup(ADVANTAGE_ESTIMATORS, name, "adv_estimator")

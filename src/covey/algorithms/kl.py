@@ -5,12 +5,12 @@ With `d = logp - ref` of the *sampled* token:
     k1           d                    unbiased on-policy, may be negative; its gradient as a loss is not the KL's
     k2           d² / 2               biased, never negative; its gradient is the KL's, on-policy
     k3           exp(-d) + d - 1      unbiased on-policy, never negative; its gradient is not the KL's
-    k1+, k3+     k1, k3               with the gradient of k2 (straight through, as verl has them)
-    abs          |d|                  a distance, no estimate of the KL
-    k3_unbiased  w · k3               unbiased off-policy too, in value and gradient (DeepSeek-V3.2, arXiv 2512.02556)
+    k1+, k3+     k1, k3               with the gradient of k2 (straight through, as in verl)
+    abs          |d|                  a distance, not an estimate of the KL
+    k3_unbiased  w · k3               also unbiased off-policy, in value and gradient (DeepSeek-V3.2, arXiv 2512.02556)
 
-(http://joschu.net/blog/kl-approx.html for the first three.) `exact` and `exact_weighted` need the whole
-distribution over the vocabulary; call them on chunks of tokens, never on all `[N, T, V]` at once.
+The source of k1, k2 and k3 is http://joschu.net/blog/kl-approx.html. `exact` and `exact_weighted` need the whole
+distribution over the vocabulary; call them on chunks of tokens, not on all `[N, T, V]` at once.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ def k2(logp: Array, ref: Array, old: Array | None = None) -> Array:
 def k3(logp: Array, ref: Array, old: Array | None = None) -> Array:
     """`exp(-d) + d - 1`, shapes as given; `old` is not used.
 
-    `expm1` keeps it exact near d = 0. Below d = -20 it is held at its value there with gradient 0, because
-    `exp(-d)` overflows; above, nothing is changed.
+    `expm1` keeps it exact near d = 0. Below d = -20, where `exp(-d)` overflows, it is constant with gradient 0.
     """
     xp = array_namespace(logp)
     d = logp - ref
@@ -51,7 +50,7 @@ def absolute(logp: Array, ref: Array, old: Array | None = None) -> Array:
 
 
 def straight_through(estimate: Callable[[Array, Array], Array]) -> Callable[..., Array]:
-    """The value of an estimator with the gradient of `k2`: on-policy its expectation is the gradient of the KL."""
+    """The value of an estimator with the gradient of `k2`, whose on-policy expectation is the gradient of the KL."""
 
     def combined(logp: Array, ref: Array, old: Array | None = None) -> Array:
         moving = k2(logp, ref)
@@ -63,8 +62,8 @@ def straight_through(estimate: Callable[[Array, Array], Array]) -> Callable[...,
 def k3_unbiased(logp: Array, ref: Array, old: Array | None = None) -> Array:
     """`w · k3` with the differentiable importance ratio `w = exp(logp - old)`, shapes as given.
 
-    The expectation under the policy that sampled (`old`) is `KL(policy || reference)`, and the expectation of the
-    gradient is its gradient. Without `old` the ratio has value 1, and its gradient is kept: on-policy sampling.
+    Under the policy that sampled (`old`) its expectation is `KL(policy || reference)`, and the expectation of its
+    gradient is the gradient of that KL. Without `old` (on-policy) the ratio is 1, and its gradient is kept.
     """
     return bounded_exp(logp - (stop_gradient(logp) if old is None else old)) * k3(logp, ref)
 
@@ -81,7 +80,7 @@ KL_ESTIMATORS: dict[str, Callable[[Array, Array, Array], Array]] = {
 """`kl_estimator` -> `f(logp, ref, old)` on the log-probabilities of the sampled tokens."""
 
 OFF_POLICY_KL = frozenset({"k3_unbiased"})
-"""Those that are importance-weighted: right also where another policy has sampled."""
+"""Importance-weighted estimators, which are also correct if another policy sampled."""
 
 
 def exact_kl(policy: Array, reference: Array) -> Array:
@@ -92,7 +91,7 @@ def exact_kl(policy: Array, reference: Array) -> Array:
         reference: `[..., V]` the same of the reference.
 
     Returns:
-        `[...]`. Infinite where the policy gives probability to a token to which the reference gives none.
+        `[...]`. It is infinite where a token is possible under the policy and impossible under the reference.
     """
     xp = array_namespace(policy)
     possible = policy > -float("inf")
@@ -103,10 +102,10 @@ def exact_kl(policy: Array, reference: Array) -> Array:
 
 
 def exact_weighted_kl(policy: Array, reference: Array) -> Array:
-    """`exact_kl · mean_v(p_v / (q_v + 1e-8))`: what usmle-qa.md prints as its "unbiased" KL. It is not unbiased.
+    """`exact_kl · mean_v(p_v / (q_v + 1e-8))`, the formula of usmle-qa.md. It is biased, despite its name there.
 
-    The mean over the vocabulary is no importance weight: it is not the ratio of the sampled token, and its
-    expectation is not 1. Kept to reproduce that recipe. Arguments and result are as in `exact_kl`.
+    The mean over the vocabulary is not an importance weight, because its expectation is not 1. It exists to reproduce
+    that recipe. Arguments and result are as in `exact_kl`.
     """
     xp = array_namespace(policy)
     weight = xp.mean(xp.exp(policy) / (xp.exp(reference) + 1e-8), axis=-1)
@@ -118,10 +117,10 @@ VOCABULARY_KL: dict[str, Callable[[Array, Array], Array]] = {"exact": exact_kl, 
 
 
 def compute_unbiased_kl(current_logits: Array, reference_logits: Array) -> Array:
-    """The function of that name in usmle-qa.md, number for number. Despite its name it is not unbiased.
+    """The function of this name in usmle-qa.md, with the same results. It is biased, despite its name.
 
-    It is `exact_weighted` with the document's 1e-8 inside the logarithms too. For an estimate that is
-    unbiased off-policy use `k3_unbiased`; for the divergence without noise, `exact_kl`.
+    It is `exact_weighted` with 1e-8 inside the logarithms too. For an estimate that is unbiased off-policy use
+    `k3_unbiased`; for the divergence without noise, `exact_kl`.
 
     Args:
         current_logits: `[..., V]` logits of the policy, not normalised.

@@ -1,4 +1,4 @@
-"""What a loss is: a function of one value, which says for each token what is minimised and where it limited the ratio.
+"""Loss functions: each returns the loss of every token, and where it limited the ratio.
 
     @loss(aggregation="token_mean")
     def mine(x: LossInputs, cap: float = 5.0) -> Surrogate:
@@ -6,9 +6,9 @@
         ratio = x.xp.where(high, x.xp.full_like(x.ratio, cap), x.ratio)
         return Surrogate(-ratio * x.advantages, high=high)
 
-The parameters after the first are the loss's own, and their defaults stand there. It is written once over the array API
-(`x.xp`) and runs on NumPy, on torch under autograd and on JAX under `jit` and `grad`, for any part of a step's rows:
-it may mix the tokens of a row, never those of several rows. What has to be known of the whole step is a `select`.
+The parameters after the first, with their defaults, are the loss's own. The function uses the array API (`x.xp`), so it
+runs on NumPy, on torch under autograd, and on JAX under `jit` and `grad`. It gets some rows of a step and may mix the
+tokens of a row, but not of several rows. A `select` function sees the whole step.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class LossInputs:
 
     Attributes:
         logp: log-probabilities under the current policy; the loss is differentiated through them.
-        old: those under the policy that ratio and clip start from, constants.
+        old: log-probabilities that the ratio compares with, constants.
         advantages: of the tokens.
         mask: True where a token is trained on.
-        entropy: of the policy in nats, None where nobody computed it; a constant unless the loss or the run says
-            that it is differentiated.
-        sampler: log-probabilities that the sampler recorded. They are `old`, unless there is a `correction`.
-        correction: factors `[N, T]` or `[N, 1]` that lead from the sampler to `old`, None without. The losses are
-            multiplied by them afterwards unless the loss `corrects` itself.
-        selected: what the loss's `select` chose in the whole step, None for a loss without.
+        entropy: of the policy, in nats; None if it was not computed. It is a constant unless the loss or the run
+            differentiates it.
+        sampler: log-probabilities that the sampler recorded. They equal `old` unless there is a `correction`.
+        correction: factors `[N, T]` or `[N, 1]` from the sampler to `old`, or None. The losses are multiplied by them
+            afterwards, unless the loss `corrects` itself.
+        selected: what the loss's `select` chose in the whole step; None for a loss without `select`.
     """
 
     logp: Array
@@ -57,7 +57,7 @@ class LossInputs:
 
     @property
     def xp(self) -> Any:
-        """The functions of the arrays' library under the names of the array API."""
+        """The namespace of the arrays' library, as the array API defines it."""
         return array_namespace(self.logp)
 
     @property
@@ -67,18 +67,18 @@ class LossInputs:
 
     @property
     def ratio(self) -> Array:
-        """`exp(logp - old)`, held at e^20; 1 where masked."""
+        """`exp(logp - old)`, at most e^20; 1 where masked."""
         return bounded_exp(self.log_ratio)
 
 
 class Surrogate(NamedTuple):
-    """What a loss returns, `[N, T]` each.
+    """The result of a loss, `[N, T]` each.
 
     Attributes:
         loss: of each token, to be minimised.
-        low: where the loss limited the ratio from below; None = nowhere.
-        high: where it limited it from above; None = nowhere.
-        ratio: for the metrics, where it is not that of the token.
+        low: True where the loss limited the ratio from below; None = nowhere.
+        high: True where the loss limited the ratio from above; None = nowhere.
+        ratio: for the metrics; None = the ratio of the token.
     """
 
     loss: Array
@@ -89,17 +89,17 @@ class Surrogate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss function with what has to be known about it; hashable, and called like the function.
+    """A loss function with its properties; it is hashable, and called like the function.
 
     Attributes:
         function: `f(x, **parameters) -> Surrogate`.
-        aggregation: name in `AGGREGATORS`: the average over the step that its tokens' losses get.
-        kl_aggregation: the same for the KL term, which masks then leave alone; None = as the losses.
-        select: `f(x, **parameters) -> [N, T]` booleans, on the *whole* step before it is split, under the policy that
-            it is about to move; the loss finds its rows of them in `x.selected`. Costs a forward pass.
-        entropy: True when the loss is differentiated through `x.entropy`.
-        always: True when a token of advantage 0 has a loss too. Rows without advantage are else left out.
-        corrects: True when the loss applies `x.correction` itself.
+        aggregation: name in `AGGREGATORS` of the average over the step's token losses.
+        kl_aggregation: the same for the KL term, which masks then do not change; None = as the losses.
+        select: `f(x, **parameters) -> [N, T]` booleans, called on the *whole* step with the current policy. The loss
+            finds the booleans of its rows in `x.selected`. This costs a forward pass.
+        entropy: True if the loss is differentiated through `x.entropy`.
+        always: True if tokens of advantage 0 have a loss too. Otherwise rows without advantage are left out.
+        corrects: True if the loss applies `x.correction` itself.
         name: for messages: `grpo`, or `my_loss.py:gmpo`.
     """
 
@@ -121,14 +121,14 @@ class Loss:
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """Its own parameters with their defaults, `inspect.Parameter.empty` for one that has to be given."""
+        """The loss's own parameters with their defaults; `inspect.Parameter.empty` for a required one."""
         return _parameters(self.function)
 
     def surrogate(self, x: LossInputs, parameters: Mapping[str, Any]) -> Surrogate:
-        """Call the loss and check what it returns; all four arrays are there.
+        """Call the loss and check its result; all four arrays are set.
 
         Raises:
-            ConfigError: it returned something else; the message names file and function.
+            ConfigError: the result is not a `Surrogate` of `[N, T]` arrays; the message names file and function.
         """
         with self._naming(""):
             found: Any = self.function(x, **parameters)
@@ -148,14 +148,14 @@ class Loss:
         return Surrogate(loss, low, high, ratio)
 
     def choose(self, x: LossInputs, parameters: Mapping[str, Any]) -> Array:
-        """What `select` chooses in a whole step, `[N, T]` booleans; it gets the parameters that it names."""
+        """The choice of `select` in a whole step, `[N, T]` booleans; it gets the parameters that it names."""
         assert self.select is not None
         given = {**self.parameters, **parameters}
         with self._naming("its select "):
             return self.select(x, **{name: given[name] for name in _parameters(self.select)})
 
     def fault(self, problem: str, fix: str) -> ConfigError:
-        """The error for a loss that does not do what a loss does."""
+        """The error for a loss with a wrong result."""
         return ConfigError(f"{self._words} {problem}; {fix}")
 
     @property
@@ -182,7 +182,7 @@ def loss(
     always: bool = False,
     corrects: bool = False,
 ) -> Callable[[Callable[..., Any]], Loss]:
-    """`@loss` or `@loss(...)`: say what has to be known about a loss function, see `Loss`. Others need no decorator."""
+    """`@loss` or `@loss(...)` sets properties of a loss function, see `Loss`. It is optional."""
 
     def declare(function: Callable[..., Any]) -> Loss:
         name = getattr(function, "__name__", repr(function))
@@ -202,8 +202,8 @@ def try_out(loss: Loss, parameters: tuple[tuple[str, Any], ...]) -> None:
     """Run a loss on a small step in NumPy, so that a mistake is found before a model is loaded.
 
     Raises:
-        ConfigError: a parameter out of range, or the function raises, returns something else than a `Surrogate` of
-            `[N, T]`, or numbers that are not finite.
+        ConfigError: a parameter is out of range; or the function raises, or does not return a `Surrogate` of finite
+            `[N, T]` numbers.
     """
     logp = -np.resize([0.1, 0.7, 1.9, 0.4, 3.0, 1.2, 0.9], (4, 5))
     mask = np.arange(5) < np.array([[5], [3], [4], [0]])

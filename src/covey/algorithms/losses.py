@@ -1,7 +1,7 @@
-"""The shelf of losses, `loss_type` by name, and how one is found in somebody's file.
+"""The built-in losses, by `loss_type`, and loading a loss from a file.
 
-Each is a function as `covey.algorithms.loss_function` describes it. `w` is the importance ratio of the level named by
-`importance_sampling_level`, `A` the advantage, `sg` stops the gradient.
+`covey.algorithms.loss_function` describes such functions. `w` is the importance ratio (of the token unless
+`importance_sampling_level` says otherwise), `A` the advantage, and `sg` stops the gradient.
 """
 
 from __future__ import annotations
@@ -42,19 +42,16 @@ def token_ratio(logp: Array, old: Array, mask: Array) -> Array:
 
 
 def sequence_ratio(logp: Array, old: Array, mask: Array) -> Array:
-    """`exp(mean over the row's tokens of logp - old)`, the same on all tokens of a row, `[N, T]`.
+    """The ratio of GSPO (arXiv 2507.18071): `exp(mean of logp - old over the row's tokens)`, `[N, T]`.
 
-    The ratio of GSPO (arXiv 2507.18071). A row without active tokens has ratio 1.
+    All tokens of a row have the same ratio. A row without active tokens has ratio 1.
     """
     xp = array_namespace(logp)
     return xp.broadcast_to(bounded_exp(row_mean(masked_difference(logp, old, mask), mask)), logp.shape)
 
 
 def gspo_token_ratio(logp: Array, old: Array, mask: Array) -> Array:
-    """The value of `sequence_ratio` with the gradient of the token, `[N, T]`.
-
-    That is `sg(w_sequence) · exp(logp - sg(logp))`, sg being `stop_gradient`.
-    """
+    """`sg(w_sequence) · exp(logp - sg(logp))`, `[N, T]`: the value of `sequence_ratio`, the gradient of the token."""
     logp = masked(logp, mask)
     sequence = stop_gradient(sequence_ratio(logp, old, mask))
     return sequence * array_namespace(logp).exp(logp - stop_gradient(logp))
@@ -80,11 +77,10 @@ def clip_surrogate(
 ) -> Surrogate:
     """`-min(w A, clip(w, 1 - eps_low, 1 + eps_high) A)` (PPO, arXiv 1707.06347).
 
-    With `delta`, `w` itself is capped there first (two-sided clip, INTELLECT-2, arXiv 2505.07291).
+    With `delta`, `w` is first capped at `delta` (two-sided clip, INTELLECT-2, arXiv 2505.07291).
 
-    Written by cases, which is the same function: for A > 0 the minimum is `min(w, 1 + eps_high) A`, for A < 0
-    it is `max(w, 1 - eps_low) A`. Unlike min and clip, whose derivative at equality differs between
-    libraries, the cases leave no choice: a token exactly on a bound is not clipped.
+    It is computed by cases: `min(w, 1 + eps_high) A` for A > 0, `max(w, 1 - eps_low) A` for A < 0. A token exactly on
+    a bound is not clipped, in every library; the derivative of min and clip there differs between libraries.
     """
     xp = array_namespace(ratio)
     beyond = xp.zeros_like(ratio, dtype=xp.bool)
@@ -136,7 +132,7 @@ def dapo(
     delta: float | None = None,
     importance_sampling_level: str = "token",
 ) -> Surrogate:
-    """DAPO (arXiv 2503.14476): `bnpo` with the upper range at 0.28 (clip-higher)."""
+    """DAPO (arXiv 2503.14476): `bnpo` with the upper clip range 0.28 (clip-higher)."""
     return grpo.function(x, epsilon, _upper(epsilon, epsilon_high, 0.28), delta, importance_sampling_level)
 
 
@@ -150,7 +146,8 @@ def gspo(
 ) -> Surrogate:
     """GSPO (arXiv 2507.18071): the ratio of the sequence, `sequence_ratio`.
 
-    It is a geometric mean and moves far less than a token's: the ranges are those of section 5.1, 0.0004 above.
+    This ratio is a geometric mean and moves far less than a token's, so the clip ranges are small (section 5.1, 0.0004
+    above).
     """
     _not_by_token("gspo", importance_sampling_level)
     return grpo.function(x, epsilon, _upper(epsilon, epsilon_high, 4e-4), delta, importance_sampling_level)
@@ -185,20 +182,19 @@ def luspo(
     delta: float | None = None,
     importance_sampling_level: str = "sequence",
 ) -> Surrogate:
-    """LUSPO (arXiv 2602.05261): GSPO with each completion's loss times its length, so that length has no price.
+    """LUSPO (arXiv 2602.05261): GSPO, with each completion's loss multiplied by its length against a length bias.
 
-    The sum over a completion's tokens of the one loss that they share is that product. Ranges of section 5.1, 0.0025
-    above.
+    This product is the sum over the completion's tokens, which share one loss. Clip ranges: section 5.1, 0.0025 above.
     """
     return grpo.function(x, epsilon, _upper(epsilon, epsilon_high, 2.5e-3), delta, importance_sampling_level)
 
 
 @loss(aggregation="sequence_mean")
 def gmpo(x: LossInputs, epsilon: float = 0.4, epsilon_high: float | None = None) -> Surrogate:
-    """GMPO (arXiv 2507.20673): `-A · exp(mean over the row of the tokens' clipped log-ratios)`.
+    """GMPO (arXiv 2507.20673): `-A · exp(mean of the row's clipped log-ratios)`.
 
-    Each token's log-ratio is held at `epsilon_high` where A > 0 and at `-epsilon` where A < 0, in nats: 0.4 is the
-    paper's range (e^-0.4, e^0.4). Tokens are clipped, sequences averaged. All tokens of a row have the same loss.
+    A token's log-ratio, in nats, is at most `epsilon_high` for A > 0 and at least `-epsilon` for A < 0; 0.4 is the
+    paper's range (e^-0.4, e^0.4). All tokens of a row have the same loss.
     """
     upper = epsilon if epsilon_high is None else epsilon_high
     low, high = (x.advantages < 0) & (x.log_ratio < -epsilon), (x.advantages > 0) & (x.log_ratio > upper)
@@ -215,7 +211,7 @@ def gmpo(x: LossInputs, epsilon: float = 0.4, epsilon_high: float | None = None)
 def cispo(x: LossInputs, epsilon_max: float = 5.0, importance_sampling_level: str = "token") -> Surrogate:
     """CISPO (arXiv 2506.13585): `-sg(min(w, epsilon_max)) · A · logp`.
 
-    The weight is capped, but no token loses its gradient.
+    The weight is capped, and every token keeps its gradient.
     """
     _require(epsilon_max > 0, "epsilon_max", epsilon_max, "it caps a ratio", "more than 0")
     ratio = _ratio(x, importance_sampling_level)
@@ -233,8 +229,7 @@ def sapo(
 ) -> Surrogate:
     """SAPO (arXiv 2511.20347): `-f(w) · A` with the soft gate `f(w) = sigmoid(tau (w - 1)) · 4 / tau`.
 
-    `tau` is `sapo_temperature_pos` for A > 0, else `sapo_temperature_neg`. The slope of f is 1 at w = 1, as without a
-    gate.
+    `tau` is `sapo_temperature_pos` for A > 0, else `sapo_temperature_neg`. The slope of f at w = 1 is 1.
     """
     pos, neg = sapo_temperature_pos, sapo_temperature_neg
     _require(pos > 0, "sapo_temperature_pos", pos, "the gate divides by it", "more than 0")
@@ -252,13 +247,13 @@ def sapo_gate(ratio: Array, tau: Array) -> Array:
 
 @loss(aggregation="sequence_sum_mean")
 def reinforce(x: LossInputs) -> Surrogate:
-    """`-A · logp`: summed over a row's tokens, `-A · log-probability of the sequence`. Nothing is limited."""
+    """`-A · logp` of each token; their sum over a row is `-A · log-probability of the sequence`. Nothing is clipped."""
     return Surrogate(-x.advantages * x.logp)
 
 
 @loss(aggregation="sequence_sum_kept", kl_aggregation="token_mean")
 def reinforce_kept(x: LossInputs) -> Surrogate:
-    """usmle-qa.md, train_step: `-(log_probs * advantages * mask).sum() / mask.sum() + kl_coef * kl.mean()`."""
+    """The loss of usmle-qa.md: `-(log_probs * advantages * mask).sum() / mask.sum() + kl_coef * kl.mean()`."""
     return Surrogate(-x.advantages * x.logp)
 
 
@@ -272,8 +267,9 @@ def vespo(
 ) -> Surrogate:
     """VESPO (arXiv 2602.10693): `-sg(phi(W)) · A · logp` with `phi(W) = W^k · exp(lambda (1 - W))`, phi(1) = 1.
 
-    `W` is the ratio of the whole sequence, the *product* over its tokens, times the sampler's correction; k and lambda
-    are the first pair where A >= 0, the second where A < 0. `log W` is held between log(1e-8) and 20, lambda from 1e-4.
+    `W` is the *product* of the ratios of a sequence's tokens, times the sampler's correction. k and lambda are `k_pos`
+    and `lambda_pos` for A >= 0, else `k_neg` and `lambda_neg`. `log W` is at least log(1e-8) and at most 20, lambda at
+    least 1e-4.
     """
     phi, weight = vespo_weights(x, k_pos, lambda_pos, k_neg, lambda_neg)
     return Surrogate(-phi * x.advantages * x.logp, ratio=x.xp.broadcast_to(weight, x.logp.shape))
@@ -300,7 +296,7 @@ def vespo_weights(
 
 
 def covariances(x: LossInputs) -> Array:
-    """`[N, T]` each token's part of the step's covariance, `(logp - mean logp) (A - mean A)` (arXiv 2505.22617)."""
+    """`[N, T]` covariance terms of the tokens: `(logp - mean logp) (A - mean A)` (arXiv 2505.22617)."""
     count = x.xp.sum(x.xp.astype(x.mask, x.logp.dtype))
     count = x.xp.where(count > 0, count, x.xp.ones_like(count))
     logp, advantages = masked(x.logp, x.mask), masked(x.advantages, x.mask)
@@ -324,8 +320,8 @@ def _kl_cov_tokens(x: LossInputs, kl_cov_ratio: float) -> Array:
 def kl_cov(x: LossInputs, kl_cov_ratio: float = 2e-4, ppo_kl_coef: float = 1.0) -> Surrogate:
     """KL-Cov (arXiv 2505.22617): `-w A`, plus `ppo_kl_coef · |log w|` on the tokens of the largest covariance.
 
-    Of the step's tokens a share of `kl_cov_ratio` is held back so, rounded down, and at least one; where covariances
-    are equal, as where all advantages are, the step's first tokens.
+    These are a share `kl_cov_ratio` of the step's tokens, rounded down, but at least one token. Where covariances are
+    equal, as with equal advantages, the step's first tokens are chosen.
     """
     held = x.xp.where(x.selected, magnitude(x.log_ratio), x.xp.zeros_like(x.logp))
     return Surrogate(-x.ratio * x.advantages + ppo_kl_coef * held)
@@ -357,10 +353,10 @@ def clip_cov(
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
 ) -> Surrogate:
-    """Clip-Cov (arXiv 2505.22617): `bnpo`, and some tokens of high covariance, drawn at random, have no gradient.
+    """Clip-Cov (arXiv 2505.22617): `bnpo`, without the gradient of some random tokens of high covariance.
 
-    Drawn are `clip_cov_ratio` times as many as the step has tokens, and at least one, from those that are not clipped
-    and whose covariance is between `clip_cov_lb` and `clip_cov_ub`.
+    These are a share `clip_cov_ratio` of the step's tokens, at least one. They are drawn from the tokens that are not
+    clipped and have a covariance between `clip_cov_lb` and `clip_cov_ub`.
     """
     found = grpo.function(x, epsilon, epsilon_high)
     return found._replace(loss=masked(found.loss, ~x.selected), high=found.high | x.selected)
@@ -406,15 +402,15 @@ def _loss_in_file(name: str, folder: str) -> Loss:
 
 
 def function_name(value: Any) -> Any:
-    """A function given in the place of its name as that name; anything else as it is."""
+    """The name of a function that is given in place of its name; anything else as it is."""
     return name_of(getattr(value, "function", value)) if callable(value) else value
 
 
 def loss_name(value: Any) -> Any:
-    """A setting `loss_type` as text: a name, or where a function given in its place is found again.
+    """The setting `loss_type` as text: a name, or for a function the place where it can be found again.
 
     Raises:
-        ValueError: a name that is not on the shelf; the message lists those that are.
+        ValueError: there is no loss of this name; the message lists all names.
     """
     value = function_name(value)
     if isinstance(value, str) and ":" not in value and value not in LOSSES:
@@ -425,6 +421,6 @@ def loss_name(value: Any) -> Any:
 
 
 def default_epsilon(settings: dict[str, Any]) -> float | None:
-    """`epsilon` of the chosen loss, given the settings before it; None for a loss in a file, which knows its own."""
+    """The default `epsilon` of the chosen loss; None for a loss in a file."""
     chosen = LOSSES.get(settings.get("loss_type", "grpo"))
     return None if chosen is None else chosen.parameters.get("epsilon", 0.2)

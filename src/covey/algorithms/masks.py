@@ -3,8 +3,8 @@
 A mask function returns True where a token (or row) is *kept*. `combine_masks` applies several and records for
 each reason the tokens that it excluded; the reason of a mask is its name in `MASK_REASONS`.
 
-Beware of dropping *every* invalid completion: an invalid completion has a low reward, and that negative advantage is
-the signal that would teach the model to answer in a valid form. Watch the share of tokens that is kept.
+Do not drop *every* invalid completion: their negative advantages teach the model to answer in a valid form. Watch the
+share of tokens that is kept.
 """
 
 from __future__ import annotations
@@ -41,15 +41,14 @@ MASK_REASONS: dict[str, str] = {
     "down_sampling": "other completions of the group teach more",
     "failed_episodes": "the environment failed in this episode",
 }
-"""Reason -> what it says about the token that it excluded."""
+"""Reason -> why it excludes a token, in words."""
 
 MaskSettings = Any
-"""The section `algorithm` of a config, or anything that has its fields: which masks act, and their limits."""
+"""The section `algorithm` of a config, or anything with its fields: the masks and their limits."""
 
 SURROGATE_MASKS = frozenset({"off_policy_mask", "top_entropy_quantile"})
-"""Those that take the surrogate from a token and nothing else, as their papers print them: the KL term, the entropy
-bonus, every denominator and the ratio of its sequence are as without the mask. The surrogate is proportional to the
-advantage, so this is an advantage of 0 (`without_surrogate`)."""
+"""Masks that drop only a token's policy-gradient term (surrogate), as in their papers. Its KL and entropy terms, all
+denominators and the ratio of its sequence stay. This is the same as an advantage of 0 (`without_surrogate`)."""
 
 
 def combine_masks(base_mask: Array, keep: Mapping[str, Array]) -> tuple[Array, dict[str, Array]]:
@@ -86,13 +85,13 @@ def without_surrogate(advantages: Array, base_mask: Array, keep: Mapping[str, Ar
 def completion_masks(
     algorithm: MaskSettings, finish_reasons: Sequence[str], texts: Sequence[str], answered: Callable[[], Sequence[bool]]
 ) -> dict[str, NDArray[np.bool_]]:
-    """The masks that can be known before the policy is run: reason -> `[N]`, True where a completion is kept.
+    """The masks that do not need the policy: reason -> `[N]`, True where a completion is kept.
 
     Args:
-        algorithm: which masks, and their limits.
+        algorithm: the masks and their limits.
         finish_reasons: of the N completions.
-        texts: of the completions.
-        answered: asked which of them hold an answer at all, if that matters.
+        texts: of the N completions.
+        answered: returns which completions hold an answer; it is called only if a mask needs it.
     """
     keep = {}
     if algorithm.mask_truncated_completions:
@@ -104,12 +103,12 @@ def completion_masks(
 
 
 def uncertain_tokens(mask: Array, excluded: Mapping[str, Array]) -> Array:
-    """`[N, T]` the tokens of a mask that `top_entropy_mask` has kept."""
+    """`[N, T]` the tokens that `top_entropy_mask` keeps."""
     return mask & ~excluded["top_entropy_quantile"] if "top_entropy_quantile" in excluded else mask
 
 
 class PolicyMasks(NamedTuple):
-    """What such masks leave of a step: tokens `[N, T]`, advantages `[N, T]`, and what each mask excluded."""
+    """A step after the masks that need the policy: tokens `[N, T]`, advantages `[N, T]`, and each mask's tokens."""
 
     mask: Array
     advantages: Array
@@ -117,7 +116,7 @@ class PolicyMasks(NamedTuple):
 
 
 def masks_by_policy(settings: MaskSettings) -> bool:
-    """True when a mask looks at the current policy."""
+    """True if a mask needs the current policy."""
     thresholds = (settings.off_policy_mask_threshold, settings.reference_drift)
     return thresholds != (None, None) or settings.top_entropy_quantile < 1
 
@@ -131,10 +130,10 @@ def policy_masks(
     advantages: Array,
     mask: Array,
 ) -> PolicyMasks:
-    """Apply the masks that look at the policy, all of them over the whole step and the same tokens.
+    """Apply the masks that need the policy, all of them to the whole step and the same tokens.
 
     Args:
-        settings: which, and their thresholds.
+        settings: the masks and their thresholds.
         logp: `[N, T]` under the current policy.
         old: `[N, T]` under the policy that sampled.
         ref: `[N, T]` under the reference, for `reference_drift_mask`.
@@ -162,8 +161,7 @@ def off_policy_mask(logp: Array, old: Array, advantages: Array, mask: Array, thr
     Args:
         logp: `[N, T]` under the current policy.
         old: `[N, T]` under the policy that sampled.
-        advantages: `[N]` or `[N, T]`; negative ones only are dropped: a good completion is worth learning
-            from, stale or not.
+        advantages: `[N]` or `[N, T]`; only completions with a negative advantage are dropped.
         mask: `[N, T]` active tokens, over which the mean is taken.
         threshold: in nats per token.
 
@@ -182,15 +180,15 @@ _REDUCTIONS: dict[str, Callable[[Array, Array], Array]] = {"per_token_mean": row
 def reference_drift_mask(
     logp: Array, ref: Array, mask: Array, threshold: float = 0.5, reduction: str = "per_token_mean"
 ) -> Array:
-    """usmle-qa.md: keep a sequence when its `logp - ref` is below `threshold`, whatever its advantage.
+    """Keep a sequence if its `logp - ref` is below `threshold`, whatever its advantage (usmle-qa.md).
 
     Args:
         logp: `[N, T]` under the current policy.
         ref: `[N, T]` under the reference.
         mask: `[N, T]` active tokens.
         threshold: in nats, per token or per sequence according to `reduction`.
-        reduction: `per_token_mean` or `sum` over the row's tokens. The document does not say which; with
-            `sum` the threshold is easily exceeded by long completions.
+        reduction: `per_token_mean` or `sum` over the row's tokens, which the document leaves open. With `sum` long
+            completions easily exceed the threshold.
 
     Returns:
         `[N, T]` True where kept.
@@ -205,11 +203,10 @@ def reference_drift_mask(
 
 
 def compute_off_policy_mask(current_log_probs: Array, reference_log_probs: Array, threshold: float = 0.5) -> Array:
-    """The function of that name in usmle-qa.md: 1.0 where `current - reference < threshold`, else 0.0.
+    """The function of this name in usmle-qa.md: 1.0 where `current - reference < threshold`, else 0.0.
 
-    It compares with the *reference*, not with the policy that sampled, and so measures drift rather than
-    staleness: `reference_drift_mask` is the same rule on token log-probabilities, `off_policy_mask` the one
-        of DeepSeek-V3.2.
+    It compares with the *reference*, not with the policy that sampled. `reference_drift_mask` is the same rule for
+    token log-probabilities; `off_policy_mask` is the rule of DeepSeek-V3.2.
 
     Args:
         current_log_probs: `[N]` log-probability of each sequence (any shape works, compared entry by entry).
@@ -225,7 +222,7 @@ def compute_off_policy_mask(current_log_probs: Array, reference_log_probs: Array
 
 
 def truncated_mask(finish_reasons: Sequence[str]) -> NDArray[np.bool_]:
-    """`mask_truncated_completions`: `[N]` True where a completion ended by itself, False where `length` cut it off."""
+    """`mask_truncated_completions`: `[N]` False where the length limit cut a completion off, else True."""
     return np.asarray([reason != "length" for reason in finish_reasons], dtype=np.bool_)
 
 
@@ -233,11 +230,10 @@ def top_entropy_mask(entropy: Array, mask: Array, quantile: float) -> Array:
     """Keep the surrogate of the most uncertain share of the step's tokens (arXiv 2506.01939); see `SURROGATE_MASKS`.
 
     Args:
-        entropy: `[N, T]` entropy of the policy at each token, in nats, of the *whole* step: the quantile is
-            taken over all its active tokens.
+        entropy: `[N, T]` entropy of the policy at each token, in nats, for the *whole* step.
         mask: `[N, T]` active tokens.
-        quantile: share to keep, 0 < quantile <= 1: 0.2 keeps the top fifth, 1.0 everything. Tokens that tie
-            with the boundary are kept.
+        quantile: share of the active tokens to keep, 0 < quantile <= 1; 0.2 keeps the top fifth. Tokens equal to the
+            boundary are kept.
 
     Returns:
         `[N, T]` True where kept.
@@ -264,7 +260,7 @@ def top_entropy_mask(entropy: Array, mask: Array, quantile: float) -> Array:
 
 
 def restrict_to_support(logprobs: Array, support: Array) -> Array:
-    """`keep_sampling_mask` (DeepSeek-V3.2): renormalise log-probabilities over the ids that sampling could have drawn.
+    """`keep_sampling_mask` (DeepSeek-V3.2): renormalise log-probabilities over the ids that could be sampled.
 
     Args:
         logprobs: `[..., V]` log-probabilities or logits.
@@ -281,7 +277,7 @@ _CHOICE = re.compile(r"(?i:answer|option|choice)(?i:\s+is)?[\s:*(]*[A-D]\b|\b[B-
 
 
 def has_choice_letter(text: str) -> bool:
-    """True when the text names one of the choices A to D; the article "A" does not count."""
+    """True if the text names one of the choices A to D; the article "A" does not count."""
     return _CHOICE.search(text) is not None
 
 
@@ -291,10 +287,10 @@ _LOOP = re.compile(r"([^\W\d_].{0,19}?)\1{9,}", re.DOTALL)
 
 
 def is_repetitive(text: str) -> bool:
-    """True when a completion has degenerated into repetition.
+    """True if a completion repeats itself.
 
-    The same word six times in a row; or, from 16 words on, fewer than half of its three-word sequences are distinct; or
-    a block of up to 20 characters ten times in a row.
+    That is the same word six times in a row, or a block of up to 20 characters ten times in a row. With 16 words or
+    more it is also fewer than half of the three-word sequences being distinct.
     """
     words = text.lower().split()
     run = 1
@@ -314,15 +310,15 @@ def create_sampling_mask(
     has_valid_answer: Callable[[str], Any] = has_choice_letter,
     is_repetitive: Callable[[str], Any] = is_repetitive,
 ) -> NDArray[np.bool_]:
-    """`validity_mask` ("Keep Sampling Mask" of usmle-qa.md): `[N]` True where a completion is worth learning from.
+    """The validity mask ("Keep Sampling Mask" of usmle-qa.md): `[N]` True where a completion is kept.
 
     A dropped completion still counts in its group's mean. See the warning at the top of this module.
 
     Args:
         samples: N completions as text.
         min_length: in characters; shorter ones are dropped.
-        has_valid_answer: text -> truthy when an answer can be found; by default a letter A to D.
-        is_repetitive: text -> truthy when the text is degenerate.
+        has_valid_answer: text -> true if it holds an answer; by default a letter A to D.
+        is_repetitive: text -> true if it repeats itself.
     """
     keep = [len(text) >= min_length and bool(has_valid_answer(text)) and not is_repetitive(text) for text in samples]
     return np.asarray(keep, dtype=np.bool_)

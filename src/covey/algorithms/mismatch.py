@@ -1,9 +1,8 @@
-"""Sampler and trainer that disagree: truncated importance sampling.
+"""Truncated importance sampling, for a sampler whose log-probabilities differ from the trainer's.
 
-A sampler that is another program (other kernels, other precision) draws from a slightly different policy than
-the one that the trainer differentiates. The factors here, constants for differentiation, multiply the
-surrogate loss; the ratio of the surrogate is then taken against the *trainer's* old log-probabilities. See
-arXiv 2505.24034 and https://fengyao.notion.site/off-policy-rl.
+A sampler with other kernels or another precision draws from a slightly different policy than the trainer's. The factors
+here, constants for differentiation, multiply the surrogate loss. The ratio in the surrogate then compares with the
+*trainer's* old log-probabilities. See arXiv 2505.24034 and https://fengyao.notion.site/off-policy-rl.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from covey.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Importance sampling for a sampler that is another program: mode and bounds of `mismatch_correction`."""
+    """Mode and bounds of `mismatch_correction`."""
 
     mode: str
     cap: float = 3.0
@@ -50,31 +49,30 @@ MISMATCH_MODES: dict[str, tuple[Callable[[Array, Array], Array], Callable[[Array
     "sequence_truncate": (row_sum, _truncate),
     "sequence_mask": (row_sum, _drop),
 }
-"""`importance_sampling_correction` -> (log-ratio of a token or of the sequence, what happens outside its bounds)."""
+"""`importance_sampling_correction` -> (log-ratio of a token or a sequence, treatment outside the bounds)."""
 
 
 def mismatch_correction(
     trainer_old: Array, sampler_old: Array, mask: Array, mode: str, cap: float, floor: float | None = None
 ) -> Array:
-    """`stopgrad(clip(exp(trainer_old - sampler_old), floor, cap))`, or 0 outside with the `_mask` modes.
+    """`stopgrad(clip(exp(trainer_old - sampler_old), floor, cap))`; the `_mask` modes give 0 outside the bounds.
 
-    Bounded on both sides, `token_mask` is IcePop (as INTELLECT-3 prints it, arXiv 2512.16144, equation 1).
+    `token_mask` with both bounds is IcePop (arXiv 2512.16144, equation 1).
 
     Args:
         trainer_old: `[N, T]` log-probabilities that the trainer computes with the weights that sampled.
-        sampler_old: `[N, T]` those that the sampler recorded.
+        sampler_old: `[N, T]` log-probabilities that the sampler recorded.
         mask: `[N, T]` active tokens.
-        mode: `token_truncate`, `token_mask`: each token by its own ratio. `sequence_truncate`,
-            `sequence_mask`: the whole row by the ratio of the sequence, i.e. the exponential of the *sum*
-            over its tokens.
+        mode: `token_truncate` and `token_mask` use the ratio of each token. `sequence_truncate` and `sequence_mask`
+            use the ratio of the row, the exponential of the *sum* over its tokens.
         cap: largest ratio, positive.
-        floor: smallest ratio, below `cap`; None = none.
+        floor: smallest ratio, below `cap`; None = no lower bound.
 
     Returns:
         `[N, T]` for token modes (1 where masked), `[N, 1]` for sequence modes.
 
     Raises:
-        ConfigError: unknown mode, or a cap that is not positive, or a floor that is not between 0 and the cap.
+        ConfigError: the mode is unknown, the cap is not positive, or the floor is not between 0 and the cap.
     """
     if not cap > 0:
         raise ConfigError(
@@ -92,11 +90,12 @@ def mismatch_correction(
 
 
 def read_correction(text: str) -> tuple[str, Correction]:
-    """`algorithm.importance_sampling_correction`, `MODE`, `MODE:CAP` or `MODE:FLOOR:CAP`, where `MODE` may also be
-    `auto` or `off`: the mode as written, and the correction, of `auto` that which it stands for.
+    """Read `algorithm.importance_sampling_correction`: `MODE`, `MODE:CAP` or `MODE:FLOOR:CAP`.
+
+    Returns the mode as written, which may be `auto` or `off`, and the correction that it stands for.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the text has another form.
     """
     mode, *written = text.split(":")
     if mode == "off" and written:

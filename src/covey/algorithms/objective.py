@@ -1,4 +1,4 @@
-"""What is minimised, as a value, and the loss of one micro-batch, on one page.
+"""The objective of a run, and the loss of one micro-batch.
 
     surrogate  = the loss of each token (`covey.algorithms.losses`): -advantage, weighted by a limited ratio
     loss       = sum over tokens of weight · (surrogate · correction + beta · KL - entropy_coef · entropy)
@@ -30,14 +30,14 @@ class Objective:
     """The objective of one run: hashable, so that it can be a static argument of a compiled function.
 
     Attributes:
-        loss: what is minimised of each token, with the average that it gets.
-        parameters: the loss's own, by name, where they differ from its defaults.
+        loss: the loss function, with its average.
+        parameters: the loss's own parameters that differ from their defaults, by name.
         beta: weight of the KL to the reference; 0 = no KL term.
         kl_estimator: name in `KL_ESTIMATORS` or `VOCABULARY_KL`.
         entropy_coef: weight of the entropy bonus; 0 = none.
-        adaptive_entropy: the weight comes with each step instead.
-        kl_ratio: name in `RATIOS` of a ratio that multiplies the estimate of the KL, as TRL has it; None = none.
-        entropy_by_token: the bonus is the mean over the tokens that have a surrogate, whatever the loss's average.
+        adaptive_entropy: each step brings its own weight instead.
+        kl_ratio: name in `RATIOS` of a ratio that multiplies the KL estimate, as in TRL; None = none.
+        entropy_by_token: the bonus is the mean over the tokens with a surrogate, whatever the loss's average.
     """
 
     loss: Loss = grpo
@@ -63,7 +63,7 @@ class Objective:
 
     @property
     def kl_aggregation(self) -> str | None:
-        """Name in `AGGREGATORS`: masks leave the KL alone, and its average is this one over all sampled tokens.
+        """Name in `AGGREGATORS` of the KL's average over all sampled tokens, masked or not.
 
         None = the KL has the loss's masks and weights.
         """
@@ -76,7 +76,7 @@ class Objective:
 
     @property
     def vocabulary_kl(self) -> str | None:
-        """The estimator, when the KL is one over the whole vocabulary."""
+        """The estimator of a KL over the whole vocabulary, else None."""
         return self.kl_estimator if self.beta > 0 and self.kl_estimator in VOCABULARY_KL else None
 
     @property
@@ -95,9 +95,9 @@ class Objective:
         return self.beta != 0 or self.has_entropy_bonus or self.loss.always
 
     def shares_credit(self, slope: Any, array: Any) -> bool:
-        """True when the advantage of a token moves other tokens of its row, as with one ratio for the row.
+        """True if a token's advantage has an effect on other tokens of its row, as with one ratio for the row.
 
-        `slope` makes the derivative of a function of an array, as `jax.grad` does; `array` makes one of NumPy's.
+        `slope` differentiates a function of an array, as `jax.grad` does; `array` converts a NumPy array for it.
         """
         alone, nothing = (self._moved([first, 0.0, 0.0], slope, array) for first in (1.0, 0.0))
         return bool((alone != nothing)[0, 1:].any())
@@ -124,7 +124,7 @@ class Objective:
         return estimate if self.kl_ratio is None else estimate * RATIOS[self.kl_ratio](logp, old, mask)
 
     def select(self, logp: Array, old: Array, advantages: Array, mask: Array, entropy: Array | None = None) -> Array:
-        """What the loss's `select` chooses in the whole step, `[N, T]` booleans; arguments as in `policy_loss`."""
+        """The choice of the loss's `select` in the whole step, `[N, T]` booleans; arguments as in `policy_loss`."""
         mask = as_mask(mask)
         logp, old, advantages = (masked(x, mask) for x in (stop_gradient(logp), old, advantages))
         entropy = None if entropy is None else masked(stop_gradient(entropy), mask)
@@ -138,11 +138,11 @@ def make_objective(loss_type: str | Loss | Callable[..., Any] = "grpo", **settin
     Args:
         loss_type: see `find_loss`.
         **settings: parameters of the loss, fields of `Objective`, or `aggregation` and `kl_aggregation` in place of
-            the loss's own. None keeps the default, and so does leaving one out.
+            the loss's own. None = the default.
 
     Raises:
-        ConfigError: unknown loss, parameter or part (the message gives the nearest name), a number out of range, or a
-            loss that fails when it is tried.
+        ConfigError: a name is unknown (the message suggests the nearest one), a number is out of range, or the loss
+            fails on a small trial step.
     """
     loss = find_loss(loss_type)
     averages = ("aggregation", "kl_aggregation")
@@ -166,10 +166,10 @@ def make_objective(loss_type: str | Loss | Callable[..., Any] = "grpo", **settin
 class LossTerms(NamedTuple):
     """The differentiable loss, and metrics (constants) that `add_metrics` adds up over micro-batches.
 
-    Metrics, all scalars: `loss`, `policy_loss` (shares of the step's); sums over active tokens of
-    `ratio_sum`, `kl_sum`, `entropy_sum` (the last two where known), `clip_low_sum`, `clip_high_sum`,
-    `clip_region_sum` (tokens whose ratio the surrogate limits from below, from above, either);
-    `active_tokens`; `ratio_min`, `ratio_max`; with `entropy_by_token` `bonus_entropy`, the mean that the bonus is of.
+    All metrics are scalars. `loss` and `policy_loss` are shares of the step's values. Sums over active tokens:
+    `ratio_sum`, `kl_sum` and `entropy_sum` (if known), and the numbers of tokens whose ratio is limited from below
+    (`clip_low_sum`), from above (`clip_high_sum`) or either (`clip_region_sum`). Also `active_tokens`, `ratio_min`,
+    `ratio_max`, and with `entropy_by_token` the mean entropy of the bonus, `bonus_entropy`.
     """
 
     loss: Array
@@ -196,11 +196,11 @@ def policy_loss(
 ) -> LossTerms:
     """Loss and metrics of some rows of an optimiser step.
 
-    All arrays are of one library. What a masked position holds, NaN and infinities included, is never used.
+    All arrays are of one library. Values at masked positions are never used, not even NaN or infinity.
 
     Args:
         logp: `[N, T]` under the current policy; the loss is differentiated through it.
-        old: `[N, T]` under the policy that sampled, or that a `correction` leads to.
+        old: `[N, T]` under the policy that sampled; with a `correction`, the trainer's own.
         advantages: `[N]` or `[N, T]`.
         mask: `[N, T]` active tokens.
         weights: `[N, T]` from `token_weights`.
@@ -208,18 +208,17 @@ def policy_loss(
         ref: `[N, T]` under the reference policy, for the estimators in `KL_ESTIMATORS`.
         kl: `[N, T]` KL over the vocabulary, differentiable, for `exact` and `exact_weighted`.
         entropy: `[N, T]` of the policy at each token, differentiable where the objective `differentiates_entropy`.
-        correction: `[N, T]` or `[N, 1]` from `mismatch_correction`; multiplies the surrogate, and the KL where its
-            estimator weighs tokens by their ratio (`OFF_POLICY_KL`): `old` is then not the policy that sampled.
-        kl_weights: `[N, T]` of the KL where `kl_aggregation` gives it weights of its own: its tokens are those with a
-            weight, whatever the mask. Metrics are of the active tokens all the same.
-        sampler: `[N, T]` log-probabilities that the sampler recorded, where they are not `old`.
-        selected: `[N, T]` these rows of what `Objective.select` chose in the whole step.
-        entropy_coef: the weight of the entropy bonus, where it is another one in each step.
+        correction: `[N, T]` or `[N, 1]` from `mismatch_correction`. It multiplies the surrogate, and the KL of an
+            estimator in `OFF_POLICY_KL`.
+        kl_weights: `[N, T]` weights of the KL, if there is a `kl_aggregation`. The KL then covers all tokens with a
+            weight, masked or not; metrics cover the active tokens.
+        sampler: `[N, T]` log-probabilities that the sampler recorded; None = `old`.
+        selected: `[N, T]` these rows of the choice of `Objective.select`.
+        entropy_coef: weight of the entropy bonus in this step; None = the objective's.
         entropy_weights: `[N, T]` of the entropy, for `entropy_by_token`.
 
     Raises:
-        ConfigError: the objective needs `ref`, `kl`, `entropy` or `selected`, and it was not given; or its loss does
-            not return `[N, T]`.
+        ConfigError: `ref`, `kl`, `entropy` or `selected` is needed and missing; or the loss does not return `[N, T]`.
     """
     xp = array_namespace(logp)
     mask = as_mask(mask)
@@ -302,7 +301,7 @@ def add_metrics(parts: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
 def mean_metrics(total: Mapping[str, Array]) -> dict[str, float]:
     """The metrics of a step as numbers: each `x_sum` becomes its mean over active tokens, under the name `x`.
 
-    Without an active token means are 0, and ratios 1: nothing has moved.
+    Without an active token, means are 0 and ratios are 1.
     """
     tokens = float(total["active_tokens"])
     means = {}

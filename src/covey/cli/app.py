@@ -112,9 +112,9 @@ def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe: a TOML file, or a folder that holds recipe.toml.")],
     overrides: Overrides = None,
 ) -> None:
-    """Train as a recipe says. Measures before and after where the recipe has held-out prompts.
+    """Train with a recipe. If the recipe has held-out prompts, evaluate before and after.
 
-    Leaves a run folder (`run.output_dir`) with config, metrics, completions, checkpoints, adapter and learning curve.
+    The run folder (`run.output_dir`) gets config, metrics, completions, checkpoints, adapter and learning curve.
     """
     config = GRPOConfig.from_toml(recipe_file(recipe), overrides=overrides or [])
     _train(config, Path(config.run.output_dir))
@@ -133,16 +133,16 @@ def resume(
     run: Annotated[Path, typer.Argument(help="The folder of a run that was stopped or killed.")],
     overrides: Overrides = None,
 ) -> None:
-    """Go on with a run from its newest checkpoint, to the numbers it would have had unbroken."""
+    """Continue a run from its newest checkpoint. The result is the same as without the interruption."""
     from covey.observe.run_folder import RunFolder
 
     folder = RunFolder.read(run)
     file = folder.whole_config()
     if "output_dir" in canonical_names(parse_overrides(overrides or [])):
-        raise ConfigError(f"run.output_dir: a run goes on in its own folder; copy {run} and resume the copy")
+        raise ConfigError(f"run.output_dir: a run continues in its own folder; copy {run} and resume the copy")
     if folder.needs_python and not overrides:
         raise ConfigError(
-            f"{run}: the run was started from Python with parts that no file holds, such as a reward function or a "
+            f"{run}: the run was started from Python with parts that are not in files, such as a reward function or a "
             f"dataset in memory; continue it with {folder.how_to_continue()}"
         )
     _train(GRPOConfig.from_toml(file, overrides=[*(overrides or []), f"run.output_dir={run}"]), run, resume=True)
@@ -156,7 +156,7 @@ def evaluate(
     model: Annotated[
         str, typer.Argument(help="pkg:NAME, hub id, folder, .gguf file, the folder of a run, or a recipe (its model).")
     ],
-    task: Annotated[str | None, typer.Option(help="Task to measure on; a run's folder knows its own.")] = None,
+    task: Annotated[str | None, typer.Option(help="Task to measure on; default: the run's own.")] = None,
     dataset: Annotated[
         str | None, typer.Option(help="Prompts to measure on; with --task, the file that the task reads.")
     ] = None,
@@ -173,7 +173,7 @@ def evaluate(
     baseline: Annotated[
         str | None,
         typer.Option(
-            help="Paired test against this model (multiple choice: against the model without its adapter, unless none)."
+            help="Model to compare with in a paired test; multiple choice: default the model without adapter, or none."
         ),
     ] = None,
     rotations: Annotated[int, typer.Option(help="Multiple choice: ask again with the options rotated, NUM times.")] = 1,
@@ -254,11 +254,11 @@ def sample(
     number: Annotated[int, typer.Option("-n", "--number", min=1, help="Completions for each prompt.")] = 1,
     temperature: Annotated[float, typer.Option(min=0, help="0 = greedy.")] = 1.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion in tokens.")] = 128,
-    system: Annotated[str | None, typer.Option(help="System message; a run's folder knows its own.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message; default: the run's own.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Equal seeds give equal completions.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Sample completions and print them: prompts take the form of a run's own, a chat or plain text."""
+    """Sample completions and print them. Prompts become a chat or plain text, as in the run."""
     from dataclasses import replace
 
     from covey.pytorch.backend import BACKEND
@@ -310,11 +310,11 @@ def sample(
 def show_config(
     recipe: Annotated[Path | None, typer.Argument(help="Print this recipe with every default filled in.")] = None,
     overrides: Overrides = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Every field with its type, default and meaning.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="All settings with type, default and meaning.")] = False,
     only: Annotated[
         str,
         typer.Option(
-            "--only", help="With --explain: only sections or fields that contain this; may stand without --only."
+            "--only", help="With --explain: only sections or fields that contain this; --only may be omitted."
         ),
     ] = "",
     as_json: AsJson = False,

@@ -27,13 +27,11 @@ _say = partial(say, out)
 
 
 def doctor(
-    target: Annotated[Path, typer.Argument(help="The folder of a run, or a recipe that is to be run.")],
+    target: Annotated[Path, typer.Argument(help="The folder of a run, or a recipe.")],
     overrides: Overrides = None,
     step: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Compute this step of a run again from its folder, and compare it with what was recorded."
-        ),
+        typer.Option(min=1, help="Compute this step of a run again, and compare the result with the recorded one."),
     ] = None,
     device_memory: Annotated[
         list[float] | None,
@@ -41,25 +39,25 @@ def doctor(
             metavar="GB",
             min=0.1,
             max=1e6,
-            help="Tell by formula whether the recipe fits into a GPU of so many GB (10^9 bytes); of the model only "
-            "the configuration is read, and no GPU is needed. May be given several times.",
+            help="Calculate whether the recipe fits into a GPU of this many GB (10^9 bytes). It needs no GPU and reads "
+            "only the model's configuration. May be given several times.",
         ),
     ] = None,
     cluster: Annotated[
-        bool, typer.Option("--cluster", help="Only look at the cluster that the recipe would run on. Trains nothing.")
+        bool, typer.Option("--cluster", help="Only check the cluster that the recipe would run on.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what is wrong: with a run, from its metrics or by computing a step again; with a recipe, from two steps of
-    it, and what a step costs; with a cluster.
+    """Find problems of a run (from its metrics, or by computing a step again), of a recipe (from two trial steps, with
+    the time and memory of a step), or of a cluster.
 
-    Exit status: 0 = nothing is wrong (of a run: at its end), 1 = something is, 2 = it could not be looked at, or the
-    cluster is refused.
+    Exit status: 0 = no problem (for a run: at its end), 1 = a problem, 2 = it could not be checked, or the cluster is
+    refused.
     """
     if RunFolder.is_run(target):
         if cluster or device_memory or (overrides and step is None):
             raise ConfigError(
-                f"{target}: is a run; --cluster, --device-memory and settings go with a recipe, such as "
+                f"{target}: is a run; --cluster, --device-memory and settings need a recipe, such as "
                 f"{target}/config.toml"
             )
         found = _of_run(target, as_json) if step is None else _of_step(target, step, overrides or [], as_json)
@@ -68,7 +66,7 @@ def doctor(
         if not file.exists():
             raise ConfigError(f"{target}: is neither the folder of a run (with versions.json) nor a recipe")
         if step is not None:
-            raise ConfigError(f"--step {step}: goes with the folder of a run, and {target} is a recipe")
+            raise ConfigError(f"--step {step}: needs the folder of a run, but {target} is a recipe")
         config = GRPOConfig.from_toml(file, overrides=overrides or [])
         if cluster:
             from covey.distributed.start import look_at_cluster
@@ -86,8 +84,8 @@ def _of_run(path: Path, as_json: bool) -> bool:
     records = folder.read_metrics()
     steps = [record["step"] for record in records if any(not name.startswith(("eval/", "step")) for name in record)]
     if not steps and (kept := sorted(folder.checkpoints.glob("step_*"))):
-        what = f"there is a checkpoint {kept[-1].name}, but no line of a step in its metrics.jsonl"
-        raise ConfigError(f"{path}: {what}: restore that from a backup")
+        what = f"there is a checkpoint {kept[-1].name}, but metrics.jsonl has no step"
+        raise ConfigError(f"{path}: {what}; restore metrics.jsonl from a backup")
     found = findings(records)
     present = [one for one in found if one.present]
     if as_json:
@@ -95,7 +93,7 @@ def _of_run(path: Path, as_json: bool) -> bool:
         told = [asdict(one.diagnosis) | {name: getattr(one, name) for name in fields} for one in found]
         out.print_json(data={"steps": len(steps), "findings": told})
         return bool(present)
-    last = f", the last one {steps[-1]}" if steps else "; there is nothing to judge yet"
+    last = f", the last one {steps[-1]}" if steps else "; nothing to check yet"
     _say(f"{path}: {len(steps)} steps{last}")
     for one in sorted(found, key=lambda one: not one.present):
         if one.present:
@@ -103,7 +101,7 @@ def _of_run(path: Path, as_json: bool) -> bool:
         else:
             _say(f"earlier: {one.diagnosis.code}, steps {one.since} to {one.until}: {one.diagnosis.message}")
     if steps and not present:
-        _say("nothing is wrong" if len(steps) >= 5 else "nothing is wrong, as far as so few steps say")
+        _say("no problems found" if len(steps) >= 5 else "no problems found in these few steps")
     return bool(present)
 
 
@@ -132,9 +130,9 @@ def _of_step(run: Path, step: int, moved: Sequence[str], as_json: bool) -> bool:
     how = ", bit for bit" if report.exact else " within the tolerances"
     wrong = ", ".join(check.name for check in report.checks if check.wrong)
     if report.agrees:
-        _say(f"step {report.step} is what was recorded{how}", "bold green")
+        _say(f"step {report.step} equals the recorded step{how}", "bold green")
     else:
-        _say(f"step {report.step} differs from what was recorded: {wrong}", "bold red")
+        _say(f"step {report.step} differs from the recorded step: {wrong}", "bold red")
     return not report.agrees
 
 
@@ -161,9 +159,9 @@ def _of_recipe(config: GRPOConfig, as_json: bool) -> bool:
     else:
         room = trainer.engine.context_length - config.sampling.max_completion_length
         _say(
-            f"data: {len(lengths)} of {len(trainer.data.train)} rows are prompts of {sum(lengths) / len(lengths):.0f} "
-            f"tokens on average, at most {max(lengths)}; the context has room for {room} beside the longest "
-            f"completion; {held_out or 'no'} held-out prompts"
+            f"data: {len(lengths)} prompts from {len(trainer.data.train)} rows, {sum(lengths) / len(lengths):.0f} "
+            f"tokens on average, {max(lengths)} at most (limit: {room}, context minus max_completion_length); "
+            f"{held_out or 'no'} held-out prompts"
         )
     for group in groups[:3]:
         _say(f"  reward {group.rewards[0]:g}: {visible(group.episodes[0].text, 300)!r}")
@@ -173,7 +171,7 @@ def _of_recipe(config: GRPOConfig, as_json: bool) -> bool:
     for diagnosis in found:
         _tell(diagnosis)
     if not found:
-        _say("nothing is wrong that two steps could show")
+        _say("no problems found in two steps")
     return bool(found)
 
 
@@ -193,13 +191,13 @@ def _print_plan(found: Plan, *, alone: bool) -> None:
         print_table(out, table)
     _say(
         f"completions of {found.mean_length:.0f} tokens on average; {100 * found.mixed_share:.0f} % of the groups have "
-        "unequal rewards, the others need no update"
+        "unequal rewards (only these are trained on)"
     )
     if found.run_seconds is not None and alone:
         evaluations = f" with {found.num_evaluations} evaluations" if found.num_evaluations else ""
         _say(
-            f"the run: {found.steps} steps{evaluations}, about {found.run_seconds / 60:.1f} minutes if it stays so "
-            f"(finding out took {found.probe_seconds:.0f} s)"
+            f"the run: {found.steps} steps{evaluations}, about {found.run_seconds / 60:.1f} minutes at this speed "
+            f"(this check took {found.probe_seconds:.0f} s)"
         )
 
 
@@ -219,10 +217,10 @@ def _of_device_memory(config: GRPOConfig, sizes: Sequence[float], as_json: bool)
         devices = [each | {"fits": each["peak"] <= each["room"]} for each in fits]
         out.print_json(data={"parts": parts, "devices": devices})
         return fits[-1]["peak"] > rooms[-1]
-    known = "" if config.data.max_prompt_length else " (taken to have so many: data.max_prompt_length says it)"
+    known = "" if config.data.max_prompt_length else " (an assumption; set data.max_prompt_length)"
     _say(
         f"{config.model.model}: {(shape.embedding + shape.head + shape.inside) / 1e9:.2f} billion weights, "
-        f"{shape.trained / 1e6:,.0f} million numbers trained; prompts of {recipe.prompt} tokens{known}, "
+        f"{shape.trained / 1e6:,.0f} million weights trained; prompts of {recipe.prompt} tokens{known}, "
         f"{chosen.longest - recipe.prompt} tokens after them"
     )
     table = Table("by formula, not measured on a GPU", "GB", "when")
@@ -231,7 +229,7 @@ def _of_device_memory(config: GRPOConfig, sizes: Sequence[float], as_json: bool)
             table.add_row(name, f"{amount / 1e9:.2f}", "always" if when == "held" else when)
     print_table(out, table)
     if chosen.longest > shape.context:
-        _say(f"longer than the {shape.context:,} tokens that the model was built for: it will not be trained so")
+        _say(f"this is longer than the model's context of {shape.context:,} tokens, so training will refuse it")
     for each in fits:
         verdict = "fits" if each["peak"] <= each["room"] else "does not fit"
         tokens = f"{each['longest']:,} tokens after the prompt" if each["longest"] else "no completion of any length"

@@ -23,18 +23,16 @@ def export(
         bool, typer.Option("--best", help="The best evaluation's weights; default: the final ones.")
     ] = False,
     checkpoint: Annotated[int | None, typer.Option(min=0, help="The weights of checkpoints/step_N.")] = None,
-    adapter: Annotated[bool, typer.Option("--adapter", help="The adapter alone, as PEFT's files.")] = False,
-    mlx: Annotated[bool, typer.Option("--mlx", help="The adapter alone, as mlx-lm's files.")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapter, in PEFT's format.")] = False,
+    mlx: Annotated[bool, typer.Option("--mlx", help="Only the adapter, in mlx-lm's format.")] = False,
     gguf: Annotated[bool, typer.Option("--gguf", help="One file for llama.cpp, Ollama, LM Studio.")] = False,
     dtype: Annotated[
         Literal["float32", "float16", "bfloat16"] | None,
-        typer.Option(help="Of a whole model; default: float32, what was measured; with --gguf float16."),
+        typer.Option(help="Number format of a whole model; default: float32, with --gguf float16."),
     ] = None,
-    base: Annotated[
-        str | None, typer.Option(help="Base model that the adapter is to be loaded on, such as a hub id.")
-    ] = None,
+    base: Annotated[str | None, typer.Option(help="Base model to name in the adapter, such as a hub id.")] = None,
     push_to_hub: Annotated[
-        str | None, typer.Option(metavar="OWNER/NAME", help="Upload it too; the token is that of `hf auth login`.")
+        str | None, typer.Option(metavar="OWNER/NAME", help="Also upload it, with the token of `hf auth login`.")
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="With --push-to-hub: only you can see it.")] = False,
 ) -> None:

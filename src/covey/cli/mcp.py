@@ -67,12 +67,12 @@ def _told(tool: Any) -> Any:
 
 
 async def plan(recipe: str, settings: list[str] | None = None) -> dict[str, Any]:
-    """Take two steps of a recipe and say what a step costs in time and memory, and what is wrong with the recipe."""
+    """Take two trial steps of a recipe: time and memory of a step, and problems of the recipe."""
     return dict(await _covey("doctor", "--json", "--", recipe, *(settings or [])))
 
 
 async def doctor(run: str) -> dict[str, Any]:
-    """What is wrong with a run, by its metrics: each finding with what it means and what to change."""
+    """Problems of a run, from its metrics: each finding has an explanation and a fix."""
     return dict(await _covey("doctor", "--json", "--", run))
 
 
@@ -88,7 +88,7 @@ class Started:
         self._processes: dict[Path, subprocess.Popen[bytes]] = {}
 
     async def start(self, recipe: str, settings: list[str] | None = None) -> dict[str, Any]:
-        """Start training as a recipe says, in the background. Returns the run's folder, for the other tools."""
+        """Start training with a recipe in the background. Returns the run's folder, for the other tools."""
         config = GRPOConfig.from_toml(recipe_file(Path(recipe)), overrides=settings or [])
         folder = Path(config.run.output_dir).absolute()
         RunFolder.check_new(folder)
@@ -120,7 +120,7 @@ class Started:
         return found
 
     async def stop(self, run: str) -> dict[str, Any]:
-        """End a run that was started here, after a checkpoint of its last step; `covey resume` goes on with it."""
+        """Stop a run that was started here, after a checkpoint of its last step; `covey resume` continues it."""
         process = self._processes.get(Path(run).resolve())
         if process is None:
             raise ConfigError(f"{run}: this server did not start it; stop it where it was started, with Ctrl-C")

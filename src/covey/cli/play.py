@@ -23,42 +23,37 @@ from covey.observe.console import say, visible
 def play(
     world: Annotated[
         str,
-        typer.Argument(
-            metavar="WORLD|RECIPE", help="A world, with options: house, house:rooms=4; with --imitate a recipe."
-        ),
+        typer.Argument(metavar="WORLD|RECIPE", help="A world such as house or house:rooms=4; with --imitate a recipe."),
     ],
     overrides: Overrides = None,
-    number: Annotated[int, typer.Option("-n", "--number", min=0, help="Which of the held-out tasks.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of the world.")] = 0,
-    expert: Annotated[
-        bool, typer.Option("--expert", help="Let the world's own expert play, where it has one.")
-    ] = False,
-    max_turns: Annotated[int | None, typer.Option(min=1, help="Actions; default: what the world says.")] = None,
+    number: Annotated[int, typer.Option("-n", "--number", min=0, help="Number of the held-out task.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the world.")] = 0,
+    expert: Annotated[bool, typer.Option("--expert", help="Let the world's expert play, if it has one.")] = False,
+    max_turns: Annotated[int | None, typer.Option(min=1, help="Most actions; default: the world's own limit.")] = None,
     imitate: Annotated[
-        bool, typer.Option("--imitate", help="Let the recipe's model learn from episodes that the expert plays.")
+        bool, typer.Option("--imitate", help="Train the recipe's model on episodes of the expert.")
     ] = False,
-    episodes: Annotated[int, typer.Option(min=1, help="With --imitate: of training tasks.")] = 200,
-    epochs: Annotated[int, typer.Option(min=1, help="With --imitate: passes over those that succeeded.")] = 2,
+    episodes: Annotated[int, typer.Option(min=1, help="With --imitate: number of episodes.")] = 200,
+    epochs: Annotated[int, typer.Option(min=1, help="With --imitate: passes over successful episodes.")] = 2,
     folder: Annotated[
         Path | None,
         typer.Option(
-            "--out", help="With --imitate: empty or new; default: the recipe's run.output_dir with -imitation."
+            "--out", help="With --imitate: empty or new folder; default: run.output_dir with -imitation added."
         ),
     ] = None,
 ) -> None:
-    """Play an episode of a world in the terminal, seeing what a model would see.
+    """Play an episode of a world in the terminal, with the text that a model would see.
 
-    With --imitate a recipe's model learns what the world's expert does, so that training begins with a policy that
-    sometimes succeeds. That leaves `adapter/`, the losses and what the expert did; then: covey train RECIPE
-    model.adapter=FOLDER/adapter
+    With --imitate a recipe's model learns from the world's expert, so that training begins with some successes. The
+    folder gets `adapter/`, the losses and the expert's episodes. Then: covey train RECIPE model.adapter=FOLDER/adapter
     """
     if imitate:
         _imitate(Path(world), overrides or [], episodes, epochs, folder)
         return
     if (episodes, epochs, folder) != (200, 2, None):
-        raise ConfigError("--episodes, --epochs and --out go with --imitate; add it, or leave them out")
+        raise ConfigError("--episodes, --epochs and --out need --imitate; add it, or leave them out")
     if overrides:
-        raise ConfigError(f"{overrides[0]}: settings go with --imitate; a world's options are written {world}:NAME=...")
+        raise ConfigError(f"{overrides[0]}: settings need --imitate; a world's options are written {world}:NAME=...")
     chosen = get_world(world)
     tasks = chosen.eval_tasks()
     if number >= len(tasks):

@@ -36,15 +36,15 @@ from covey.watch.run import WatchedRun, labels
 from covey.watch.tables import PLACE, TableReader
 
 if TYPE_CHECKING:
-    from covey.training.evaluate import Question
+    from covey.training.questions import Question
 
 _MOST_CONFIG = 1 << 20
 _MOST_ROWS, _READ, _RANKED, _SAMPLED = 60, 200, 10, 3
 _TEXT, _EXCERPT, _NOTE = 2_000, 300, 300
 """Characters of a completion that is read, of one in the overview, and of what a verifier logged."""
 _WRAPPED = 50_000
-_EVAL = "The evaluation that is compared: a step, first or last. With --worst or --question it is read."
-_OUTPUT = "Write curves (.png), all that is told (.json), or the completions, whole (.jsonl); may be repeated."
+_EVAL = "The evaluation to compare: a step, first or last. With --worst or --question: the evaluation to read."
+_OUTPUT = "Write curves (.png), the report (.json), or whole completions (.jsonl); may be repeated."
 out = Console()
 _log = logging.getLogger("covey.observe")
 
@@ -55,30 +55,28 @@ def report(
         str | None, typer.Option(help="Read the completions of these steps: 12, 10:20, first, last or all.")
     ] = None,
     worst: Annotated[bool, typer.Option("--worst", help="Read completions, the lowest rewards first.")] = False,
-    question: Annotated[
-        str, typer.Option(metavar="UID", help="Read what was answered to this question whenever it was visited.")
-    ] = "",
+    question: Annotated[str, typer.Option(metavar="UID", help="Read all answers to this question.")] = "",
     evaluation: Annotated[str, typer.Option("--eval", help=_EVAL)] = "",
     number: Annotated[
-        int | None, typer.Option("-n", "--number", min=1, help="At most so many questions, or completions.")
+        int | None, typer.Option("-n", "--number", min=1, help="Most questions or completions to print.")
     ] = None,
     seeds: Annotated[
-        bool, typer.Option("--seeds", help="Draw runs that differ in their seed only as one line: mean and range.")
+        bool, typer.Option("--seeds", help="Draw runs that differ only in their seed as one line, with mean and range.")
     ] = False,
-    html: Annotated[Path | None, typer.Option(help="Write the runs as one page to send, which opens offline.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the runs as one page that opens offline.")] = None,
     files: Annotated[list[Path] | None, typer.Option("-o", "--output", help=_OUTPUT)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What runs reached: settings that differ, curves, a paired test on the same held-out questions, hard questions.
+    """Compare runs: different settings, curves, a paired test on the same held-out questions, hard questions.
 
-    Of a single run the first evaluation is compared with the last. It reads the run folders and nothing else; they may
-    be of runs that train, or copied from elsewhere. With --step, --worst or --question it shows completions.
+    For a single run, the first evaluation is compared with the last. Only the run folders are read, also during
+    training or from a copy. With --step, --worst or --question it shows completions.
     """
     files = list(files or ())
     for path in files:
         if path.suffix not in (".png", ".json", ".jsonl"):
-            ends = ".png for curves, .json for what is told, or .jsonl for completions"
-            raise ConfigError(f"--output {path}: give a name that ends in {ends}; a page is --html FILE")
+            ends = ".png for curves, .json for the report, or .jsonl for completions"
+            raise ConfigError(f"--output {path}: give a name that ends in {ends}; for a page use --html FILE")
     if html is not None:
         _write_page(runs, html)
         return
@@ -121,7 +119,7 @@ def _compare(
     seeds: bool,
     as_json: bool,
 ) -> None:
-    from covey.training.evaluate import questions_of
+    from covey.training.questions import questions_of
 
     watched = [WatchedRun(run, reader) for run in runs]
     folders = [run.folder for run in watched]
@@ -209,7 +207,7 @@ def _settings(folder: RunFolder, label: str, notes: list[str]) -> dict[str, Any]
     try:
         written = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{folder.config_path}: is no TOML ({error}); restore it from a backup") from error
+        raise ConfigError(f"{folder.config_path}: is not TOML ({error}); restore it from a backup") from error
     sections = {name: plain(fields) for name, fields in GRPOConfig().to_dict().items()}
     for name, fields in written.items():
         sections[name] = sections.get(name, {}) | fields if isinstance(fields, Mapping) else {"": fields}

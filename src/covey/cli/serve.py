@@ -21,7 +21,7 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 = any free one.")] = 8000,
-    check: Annotated[str | None, typer.Option(metavar="URL", help="Try the server at this address instead.")] = None,
+    check: Annotated[str | None, typer.Option(metavar="URL", help="Test the server at this address instead.")] = None,
     token: Annotated[
         str | None, typer.Option(envvar="COVEY_SERVER_TOKEN", help="Bearer token that clients must send.")
     ] = None,
@@ -41,7 +41,7 @@ def serve(
         Literal["finish", "continue"],
         typer.Option(help="Running completions at an upload: finish (old weights) or continue (new ones)."),
     ] = "finish",
-    as_json: Annotated[bool, typer.Option("--json", help="With --check: print what was found as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --check: print the result as JSON.")] = False,
 ) -> None:
     """Serve a model: OpenAI's completion API, and adapters that are uploaded while it runs. Or try a server.
 

@@ -23,11 +23,11 @@ def watch(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 = any free one.")] = 8001,
     token: Annotated[
-        str | None, typer.Option(envvar="COVEY_WATCH_TOKEN", help="Token that the page asks with; default: a new one.")
+        str | None, typer.Option(envvar="COVEY_WATCH_TOKEN", help="Token of the page; default: a new one.")
     ] = None,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the address.")] = False,
 ) -> None:
-    """Show runs in the browser, live while they train: curves, completions, tokens, questions, seconds, the doctor.
+    """Show runs in the browser, live during training: curves, completions, tokens, questions, times, diagnoses.
 
     It reads the run folders and nothing else; no request leaves this machine.
     """

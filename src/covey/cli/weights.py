@@ -27,7 +27,7 @@ Overrides = Annotated[
         metavar="[SECTION.FIELD=VALUE]...", help="Settings that replace the recipe's, e.g. optim.learning_rate=2e-5."
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print what was found as JSON, and nothing else.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
 
 
 def print_json(console: Console, found: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
+from covey.algorithms import Estimator, find_estimator
 from covey.algorithms.down_sampling import DownSampling, find_down_sampling, read_down_sampling
 from covey.algorithms.losses import default_epsilon, find_loss, function_name, loss_name
 from covey.algorithms.mismatch import Correction, read_correction
@@ -172,6 +173,11 @@ class AlgorithmConfig(Section, frozen=True):
         except ConfigError as error:
             in_table = str(error).partition("=")[0] in self.loss_parameters
             raise ConfigError(f"{'loss_parameters.' * in_table}{error}") from error
+
+    @property
+    def estimator(self) -> Estimator:
+        """Of the advantages. Raises `ConfigError`: there is none of that name, or it takes other parameters."""
+        return find_estimator(self.adv_estimator, self.adv_parameters)
 
     @property
     def correction(self) -> Correction | None:

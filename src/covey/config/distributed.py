@@ -1,4 +1,4 @@
-"""The `distributed` section: what samples and trains when one process is not enough."""
+"""The `distributed` section: sampling and training in several processes."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from covey.config.section import Section
 
 
 class DistributedConfig(Section, frozen=True):
-    """Samplers in other processes and on other machines. Without `samplers`, all of it is as in one process."""
+    """Samplers, learners and reward workers in other processes and on other machines."""
 
     samplers: int | None = Field(default=None, ge=0, le=100_000)
-    """Ray actors that only sample. 0 = this process, or the servers, in the same fixed batches and so with the same
-    numbers; none = this process in one call."""
+    """Ray actors that only sample. 0 = this process (or the servers) samples the same fixed batches, with the same
+    results. none = this process samples a step in one call."""
     ray_address: str = Field(default="auto", min_length=1)
-    """Ray cluster, HOST:PORT; local = one that is started here and ends with the run; auto = the one that this machine
-    is part of, else local. A cluster also starts learners; with local, torchrun starts them."""
+    """Ray cluster as HOST:PORT. local = start one on this machine for the run. auto = the cluster of this machine, else
+    local. Ray also starts the learners on a cluster; with local, torchrun starts them."""
     gpus_per_sampler: float | None = Field(default=None, ge=0, le=1)
-    """GPUs per sampler, fractions included; none = 1 if the cluster has any and model.device is not cpu, else 0."""
+    """GPUs per sampler, from 0 to 1; none = 1 if the cluster has GPUs and model.device is not cpu, else 0."""
     groups_per_unit: int = Field(default=2, ge=1)
-    """Groups in one batch of a sampler; it samples this times sampling.num_generations completions in one call. It
-    changes the numbers."""
+    """Groups in a unit, the fixed batch that a sampler samples in one call. Results depend on it, in the last
+    digits."""
     learners: int = Field(default=1, ge=1, le=100_000)
-    """Processes that train. covey train starts them on the Ray cluster of ray_address or of this machine, else with
-    torchrun on this machine; torchrun by hand starts them anywhere. Each has a GPU if there are any. They also sample
-    if nothing else does. It does not change the numbers, with samplers at 0 or more."""
+    """Processes that train, each on its own GPU if there are any. `covey train` starts them on the Ray cluster, else
+    with torchrun on this machine; you can also call torchrun yourself. They sample too if there is no other sampler.
+    With samplers at 0 or more, results do not depend on their number."""
     learner_kind: Literal["auto", "replicated", "sharded"] = "auto"
-    """What each of several learners holds: replicated = all weights; sharded = a part of them (FSDP2); auto =
-    replicated, unless weights and training state would fill 80 % of a device's memory."""
+    """What each of several learners holds. replicated: all weights. sharded: a part of them (FSDP2). auto: sharded if
+    weights and training state would fill 80 % of a device's memory, else replicated."""
     timeout_seconds: float = Field(default=600.0, ge=1, le=1e9)
-    """Seconds without an answer after which a sampler or another worker is given up; a start has at least 120. Learners
-    wait as long for each other, and a restart for room in the cluster."""
+    """Give up a sampler or worker after this many seconds without an answer (at least 120 while it starts). Learners
+    wait as long for each other, and restarts for a free place in the cluster."""
     max_restarts: int = Field(default=3, ge=0)
-    """How often in a row a sampler is replaced before the run continues without it, and how often covey train restarts
-    all learners when one dies."""
+    """How often in a row a failed sampler is replaced before the run continues without it. Also how often `covey train`
+    restarts the learners after one died."""
     reward_workers: int | None = Field(default=None, ge=0, le=100_000)
-    """Ray actors that score completions in whole groups, each on its own CPU. 0 = this process, group by group as they
-    would; none = this process, all rows of a step in one call."""
+    """Ray actors that score completions, a group in each call, each actor on its own CPU. 0 = this process scores group
+    by group, with the same results. none = this process scores all completions of a step in one call."""
 
     @property
     def actors(self) -> int:

@@ -221,23 +221,23 @@ class Flat:
 
     @property
     def dtype(self) -> Literal["auto", "float32", "bfloat16", "float16"]:
-        """Number format of weights and arithmetic; auto = bfloat16 on a GPU, else float32. With use_peft false it is
-        always float32.
+        """Number format of weights and arithmetic. auto = bfloat16 on a GPU, else float32; float32 if use_peft is
+        false.
         """
     @property
     def quantization(self) -> Literal["none", "nf4", "int8", "torchao_int8"]:
-        """Hold the linear layers of the frozen model in fewer bits under the adapter (QLoRA): nf4 (4 bits) or int8 of
-        bitsandbytes, or torchao_int8 (extra quantization). Only with use_peft.
+        """Number format of the frozen linear layers under the adapter (QLoRA): nf4 (4 bits) or int8 of bitsandbytes,
+        or torchao_int8 (extra quantization). It needs use_peft.
         """
     @property
     def device(self) -> str:
         """auto, cpu, cuda or cuda:N; auto = the first GPU if there is one."""
     @property
     def gradient_checkpointing(self) -> bool:
-        """Recompute activations in the backward pass: about 30 % slower, far less memory."""
+        """Recompute activations in the backward pass. This is about 30 % slower and takes far less memory."""
     @property
     def trust_remote_code(self) -> bool:
-        """Run Python code that comes with the model. Only for models that you trust."""
+        """Run Python code that comes with the model. Use it only for models that you trust."""
     @property
     def use_peft(self) -> bool:
         """Train a LoRA adapter on the frozen model; false trains all weights."""
@@ -249,17 +249,18 @@ class Flat:
         """Scale of the adapter: its output is multiplied by alpha / r."""
     @property
     def lora_dropout(self) -> float:
-        """Dropout before the adapter, in training only."""
+        """Dropout before the adapter during training."""
     @property
     def lora_target_modules(self) -> str | tuple[str, ...]:
         """Layers that get an adapter: all-linear, or a list of module names such as q_proj."""
     @property
     def prefix_sharing(self) -> bool:
-        """Compute shared prefixes of sequences once in training; false = each sequence by itself."""
+        """Compute shared prefixes of sequences once in training; false = compute each sequence by itself."""
     @property
     def fused_layers(self) -> bool:
-        """Train LoRA with hand-written layers, which keep half the activations, on Llama-like models (Llama, Qwen,
-        Gemma, Mistral, Phi, GLM and others). false, and any other model = the model's own layers.
+        """Train LoRA with hand-written layers, which keep half the activations. They exist for Llama-like models
+        (Llama, Qwen, Gemma, Mistral, Phi, GLM and others). false = the model's own layers, as with all other
+        models.
         """
     @property
     def adapter(self) -> str | None:
@@ -434,11 +435,11 @@ class Flat:
         """Longest completion, in tokens; longer ones are cut off."""
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Texts that end a completion, besides the model's own end-of-sequence tokens."""
+        """Texts that end a completion, in addition to the model's end-of-sequence tokens."""
     @property
     def engine(self) -> Literal["covey", "vllm"]:
-        """The sampler in this process: covey, Covey's engine for CPUs and small models, or vllm, which must be
-        installed; the vllm section configures it. Not measured on a GPU.
+        """The sampler in this process: covey (for CPUs and small models) or vllm, which must be installed; the vllm
+        section configures it. Not measured on a GPU.
         """
     @property
     def sampler_dtype(self) -> Literal["model", "float32", "bfloat16"]:
@@ -447,7 +448,7 @@ class Flat:
         """
     @property
     def kv_cache_gb(self) -> float:
-        """Memory for the KV cache, in GiB: of running completions, and of earlier prompts and conversations while
+        """Memory for the KV cache, in GiB. It holds running completions, and earlier prompts and conversations while
         there is room. Completions that do not fit wait.
         """
     @property
@@ -455,206 +456,206 @@ class Flat:
         """Completions sampled at the same time; the others wait."""
     @property
     def gpu_memory_utilization(self) -> float:
-        """Share of the GPU's memory for vLLM's weights and KV cache. On a CPU the KV cache has
-        sampling.kv_cache_gb.
+        """Share of the GPU's memory for vLLM's weights and KV cache. On a CPU, sampling.kv_cache_gb sets the KV
+        cache.
         """
     @property
     def llm_arguments(self) -> dict[str, bool | int | float | str]:
-        """Arguments of vllm.LLM by name, such as tensor_parallel_size (GPUs that share the model), max_model_len
-        (longest prompt and completion together) and enforce_eager; they replace Covey's. enable_sleep_mode = false:
-        vLLM keeps its memory during the update. enable_lora = false: the adapter is merged before the weights are
-        sent, as always on CPUs.
+        """Arguments of vllm.LLM by name; they replace Covey's. Examples: tensor_parallel_size (GPUs that share the
+        model), max_model_len (longest prompt with completion, in tokens), enforce_eager, enable_sleep_mode = false
+        (vLLM keeps its memory during the update), enable_lora = false (send merged weights, as always on CPUs).
         """
     @property
     def dataset(self) -> str | None:
-        """Training prompts: a .jsonl, .json, .csv or .parquet file, or a dataset id on the hub; none = the task
-        brings its own.
+        """Training prompts: a .jsonl, .json, .csv or .parquet file, or a dataset id on the Hugging Face hub. none =
+        the task's own.
         """
     @property
     def eval_dataset(self) -> str | None:
-        """Held-out prompts, given like dataset; none = the task's own, or no evaluation."""
+        """Held-out prompts, in the same forms as dataset. none = the task's own, or no evaluation."""
     @property
     def eval_fraction(self) -> float:
-        """Share of the distinct prompts of dataset that are held out and never trained on; 0 = none. A hash of the
-        prompt chooses them, so that order and seed change nothing, and rows with equal prompts stay together.
+        """Share of dataset's distinct prompts to hold out for evaluation; 0 = none. A hash of the prompt chooses
+        them, so order and seed do not matter, and rows with equal prompts stay together.
         """
     @property
     def task(self) -> str | None:
-        """A task that renders prompts and scores answers, by name (arithmetic) or in a file (FILE.py:TASK); none =
-        prompts as they are in the dataset.
+        """The task that writes prompts and scores answers: a name (arithmetic) or FILE.py:TASK. none = the dataset's
+        prompts as they are.
         """
     @property
     def prompts_per_step(self) -> int:
-        """Distinct prompts for each optimiser step; completions per step are this times num_generations."""
+        """Prompts in each step. A step samples num_generations completions of each."""
     @property
     def max_prompt_length(self) -> int | None:
-        """Longest prompt, in tokens; none = what the model's context leaves. See long_prompts."""
+        """Longest prompt, in tokens. A prompt and max_completion_length must also fit into the model's context. none
+        = only that limit.
+        """
     @property
     def long_prompts(self) -> Literal["error", "truncate", "drop"]:
-        """What becomes of prompts beyond that: an error before training, their last tokens only, or no use of them;
-        how many is said. A question that is cut may have another answer.
+        """What to do with prompts that are too long. error: stop before training. truncate: keep their last tokens,
+        which can change the question. drop: leave them out. A warning counts the cut or dropped prompts.
         """
     @property
     def prompt_order(self) -> Literal["random", "given", "difficulty"]:
-        """How prompts are visited: in a new random order in each epoch, in the order of the dataset, or drawn by what
-        their last answers say that they can teach (most where half of the completions are right; new prompts first of
-        all), which needs to know what is right: a task, or rewards.correctness.
+        """Order of the prompts. random: shuffled again in each epoch. given: as in the dataset. difficulty: drawn at
+        random, most often new prompts and prompts with half of their completions right; needs a task or
+        rewards.correctness.
         """
     @property
     def system_prompt(self) -> str | None:
-        """System message put before every prompt; none = what the dataset has."""
-    @property
-    def prompt_column(self) -> str:
-        """Dataset column with the prompt: a string or a list of messages."""
-    @property
-    def chat_template_kwargs(self) -> dict[str, bool | int | float | str]:
-        """Further arguments of the chat template, such as enable_thinking."""
-    @property
-    def functions(self) -> tuple[str, ...]:
-        """Reward functions by name, for the command line: FILE.py:FUNCTION or MODULE:FUNCTION; none given = those of
-        the task.
+        """System message for prompts without one; a text prompt then becomes the user's message. none = add
+        nothing.
         """
     @property
+    def prompt_column(self) -> str:
+        """Dataset column that holds the prompt, a string or a list of messages."""
+    @property
+    def chat_template_kwargs(self) -> dict[str, bool | int | float | str]:
+        """More arguments for the chat template, such as enable_thinking."""
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """Reward functions: FILE.py:FUNCTION or MODULE:FUNCTION. An empty list = the task's own."""
+    @property
     def reward_weights(self) -> tuple[float, ...] | None:
-        """One weight for each reward function, in their order; none = 1 for each."""
+        """One weight for each reward function, in the same order; none = 1 for each."""
     @property
     def correctness(self) -> str | None:
-        """The function that says which completions are right: 1 = right, 0 = wrong. The name of a reward, or
-        FILE.py:FUNCTION or MODULE:FUNCTION for one that is no reward. Without a task, accuracy, prompt_order and
-        min_accuracy need it; none = the task says so, or nothing does.
+        """The function that returns 1 for right and 0 for wrong completions: the name of a reward function, or
+        FILE.py:FUNCTION or MODULE:FUNCTION for another one. Accuracy, prompt_order = difficulty and min_accuracy need
+        it. none = the task decides; without a task there is no accuracy.
         """
     @property
     def reward_timeout(self) -> float:
-        """Seconds that one call of a reward function may take before the run stops; 1e9 = no limit."""
+        """Time limit for one call of a reward function, in seconds; a longer call stops the run. 1e9 = no limit."""
     @property
     def soft_overlong_cache(self) -> int:
-        """Soft overlong punishment (DAPO): the reward falls linearly by up to 1 over the last this many tokens before
-        max_completion_length; 0 = off.
+        """Length of DAPO's soft overlong penalty, in tokens before max_completion_length. Over this range the reward
+        falls linearly, by 1 at its end. 0 = off.
         """
     @property
     def world(self) -> str | None:
-        """The world to act in, by name with options (house, house:rooms=4, gymnasium:env=FrozenLake-v1) or in a file
-        (FILE.py:WORLD, FILE.py:WORLD:size=9); none = prompts with single answers.
+        """The world to act in, with options: house, house:rooms=4, gymnasium:env=FrozenLake-v1, or your own as
+        FILE.py:WORLD or FILE.py:WORLD:size=9. none = prompts with single answers.
         """
     @property
     def max_turns(self) -> int | None:
-        """Actions after which an episode ends; none = the world's own limit."""
+        """Most turns of an episode; none = the world's own limit."""
     @property
     def history_length(self) -> int | None:
-        """Each turn has its own prompt, which shows this many earlier turns; 2 is usual. none = one growing
-        conversation, whose keys and values are kept between turns.
+        """Give each turn its own prompt, with this many earlier turns; 2 is usual. none = one growing conversation,
+        whose KV cache is kept between turns.
         """
     @property
     def action_format(self) -> Literal["tags", "text", "tool", "choice"]:
-        """How a turn is read as an action: text (its first line), tags (<action>...</action>), tool (a call in JSON),
-        choice (only an admissible action can be sampled).
+        """How the action is read from a turn: text (its first line), tags (<action>...</action>), tool (a call in
+        JSON), choice (only an admissible action can be sampled).
         """
     @property
     def show_actions(self) -> bool:
         """List the admissible actions after each observation."""
     @property
     def invalid_action_penalty(self) -> float:
-        """Subtracted from the reward of a turn without a valid action."""
+        """Penalty subtracted from the reward of a turn without a valid action."""
     @property
     def failed_episodes(self) -> Literal["exclude", "score"]:
-        """Episodes that an environment's failure ended: exclude = leave them out of their group and the loss; score =
-        keep the reward so far.
+        """What to do with episodes that end because the environment failed. exclude: leave them out of their group
+        and the loss. score: keep the reward so far.
         """
     @property
     def max_observation_tokens(self) -> int:
-        """A longer observation is cut to this length, and counted."""
+        """Longest observation, in tokens. Longer ones are cut, and a metric counts them."""
     @property
     def max_conversation_tokens(self) -> int:
-        """Longest conversation after its opening, in tokens; an episode that would need more ends. Memory grows with
-        the conversations. With history_length: longest prompt with history; older turns are dropped.
+        """Longest conversation after the first prompt, in tokens; a longer episode ends. Memory grows with it. With
+        history_length: longest prompt with history, in tokens; older turns are dropped.
         """
     @property
     def parallel_episodes(self) -> int:
         """Episodes played at the same time, each in its own process."""
     @property
     def step_seconds(self) -> float:
-        """Time limit of an environment's step; a reset may take three times as long."""
+        """Time limit for a step of the environment, in seconds; a reset may take three times as long."""
     @property
     def inference_server_url(self) -> str | tuple[str, ...] | None:
-        """Sample on the inference server at this address (`covey serve` has http://127.0.0.1:8000 unless told
-        otherwise), to which the adapter is uploaded; or several, with commas or as a list. none = sample here.
+        """Address of the inference server that samples, such as http://127.0.0.1:8000 (the default of `covey serve`).
+        Several addresses: a list, or text with commas. The adapter is uploaded to each. none = sample in this
+        process.
         """
     @property
     def inference_server_kind(self) -> str:
         """covey (`covey serve`), vllm (vLLM's OpenAI server with run-time LoRA loading), sglang (SGLang's server), or
-        FILE.py:NAME (a dialect of your own, see docs/use.md).
+        FILE.py:NAME (your own dialect, see docs/use.md).
         """
     @property
     def server_token(self) -> str | None:
-        """Bearer token of the server; none = the environment variable COVEY_SERVER_TOKEN. Never saved."""
+        """Bearer token of the server; none = the environment variable COVEY_SERVER_TOKEN. It is never saved."""
     @property
     def adapter_folder(self) -> str | None:
-        """Where weights are written for another server than covey's to read; none = beside the run folder,
-        OUTPUT_DIR-adapters.
+        """Folder from which vLLM, SGLang or your own server reads the weights; none = OUTPUT_DIR-adapters, beside the
+        run folder.
         """
     @property
     def server_timeout(self) -> float:
-        """Seconds that one request may take."""
+        """Time limit for one request, in seconds."""
     @property
     def server_retry_seconds(self) -> float:
-        """Seconds for which a request that failed is tried again before the run stops, to be resumed."""
+        """Time, in seconds, to repeat a failed request before the run stops. The run can then be resumed."""
     @property
     def samplers(self) -> int | None:
-        """Ray actors that only sample. 0 = this process, or the servers, in the same fixed batches and so with the
-        same numbers; none = this process in one call.
+        """Ray actors that only sample. 0 = this process (or the servers) samples the same fixed batches, with the
+        same results. none = this process samples a step in one call.
         """
     @property
     def ray_address(self) -> str:
-        """Ray cluster, HOST:PORT; local = one that is started here and ends with the run; auto = the one that this
-        machine is part of, else local. A cluster also starts learners; with local, torchrun starts them.
+        """Ray cluster as HOST:PORT. local = start one on this machine for the run. auto = the cluster of this
+        machine, else local. Ray also starts the learners on a cluster; with local, torchrun starts them.
         """
     @property
     def gpus_per_sampler(self) -> float | None:
-        """GPUs per sampler, fractions included; none = 1 if the cluster has any and model.device is not cpu, else
-        0.
-        """
+        """GPUs per sampler, from 0 to 1; none = 1 if the cluster has GPUs and model.device is not cpu, else 0."""
     @property
     def groups_per_unit(self) -> int:
-        """Groups in one batch of a sampler; it samples this times sampling.num_generations completions in one call.
-        It changes the numbers.
+        """Groups in a unit, the fixed batch that a sampler samples in one call. Results depend on it, in the last
+        digits.
         """
     @property
     def learners(self) -> int:
-        """Processes that train. covey train starts them on the Ray cluster of ray_address or of this machine, else
-        with torchrun on this machine; torchrun by hand starts them anywhere. Each has a GPU if there are any. They
-        also sample if nothing else does. It does not change the numbers, with samplers at 0 or more.
+        """Processes that train, each on its own GPU if there are any. `covey train` starts them on the Ray cluster,
+        else with torchrun on this machine; you can also call torchrun yourself. They sample too if there is no other
+        sampler. With samplers at 0 or more, results do not depend on their number.
         """
     @property
     def learner_kind(self) -> Literal["auto", "replicated", "sharded"]:
-        """What each of several learners holds: replicated = all weights; sharded = a part of them (FSDP2); auto =
-        replicated, unless weights and training state would fill 80 % of a device's memory.
+        """What each of several learners holds. replicated: all weights. sharded: a part of them (FSDP2). auto:
+        sharded if weights and training state would fill 80 % of a device's memory, else replicated.
         """
     @property
     def timeout_seconds(self) -> float:
-        """Seconds without an answer after which a sampler or another worker is given up; a start has at least 120.
-        Learners wait as long for each other, and a restart for room in the cluster.
+        """Give up a sampler or worker after this many seconds without an answer (at least 120 while it starts).
+        Learners wait as long for each other, and restarts for a free place in the cluster.
         """
     @property
     def max_restarts(self) -> int:
-        """How often in a row a sampler is replaced before the run continues without it, and how often covey train
-        restarts all learners when one dies.
+        """How often in a row a failed sampler is replaced before the run continues without it. Also how often `covey
+        train` restarts the learners after one died.
         """
     @property
     def reward_workers(self) -> int | None:
-        """Ray actors that score completions in whole groups, each on its own CPU. 0 = this process, group by group as
-        they would; none = this process, all rows of a step in one call.
+        """Ray actors that score completions, a group in each call, each actor on its own CPU. 0 = this process scores
+        group by group, with the same results. none = this process scores all completions of a step in one call.
         """
     @property
     def optimizer(self) -> Literal["adamw", "adamw_8bit", "paged_adamw_8bit"]:
-        """adamw: PyTorch's fused AdamW. adamw_8bit: that of bitsandbytes (extra quantization), with 8-bit moments.
-        paged_adamw_8bit: the same, whose moments move to host memory when the GPU is full. PyTorch only.
+        """adamw: PyTorch's fused AdamW. adamw_8bit: AdamW of bitsandbytes (extra quantization), with 8-bit moments.
+        paged_adamw_8bit: the same; its moments move to host memory when the GPU is full.
         """
     @property
     def learning_rate(self) -> float:
-        """Peak learning rate. The default suits LoRA; for all weights (use_peft false) use about 1e-6."""
+        """Peak learning rate. The default suits LoRA. To train all weights (use_peft = false), use about 1e-6."""
     @property
     def embedding_lr(self) -> float | None:
-        """Learning rate of the embedding, if it is trained; none = learning_rate."""
+        """Learning rate of a trained embedding; none = learning_rate."""
     @property
     def optimizer_parameters(self) -> dict[Literal["weight_decay", "beta1", "beta2", "epsilon"], float]:
         """Parameters of AdamW by name: weight_decay (decoupled; default 0), beta1 (0.9), beta2 (0.999), epsilon
@@ -674,150 +675,148 @@ class Flat:
         "cosine_warmup_with_min_lr",
         "warmup_stable_decay",
     ]:
-        """Learning-rate schedule after warm-up, as in transformers: to 0 (linear, cosine), constant, or another
-        one.
-        """
+        """Learning-rate schedule after warm-up, as in transformers. linear and cosine fall to 0."""
     @property
     def lr_scheduler_kwargs(self) -> dict[str, bool | int | float | str]:
-        """Options of the schedule, such as min_lr of cosine_with_min_lr or num_decay_steps of warmup_stable_decay."""
+        """Options of the schedule, such as min_lr for cosine_with_min_lr or num_decay_steps for
+        warmup_stable_decay.
+        """
     @property
     def warmup_steps(self) -> float:
-        """Optimiser steps over which the learning rate rises from 0; below 1, their share of all steps."""
+        """Steps over which the learning rate rises from 0; below 1 = a share of all steps. With max_optimizer_steps
+        these are optimiser steps.
+        """
     @property
     def max_grad_norm(self) -> float:
-        """Gradients with a larger norm are scaled down to it; 0 = never."""
+        """Scale gradients with a larger norm down to this norm; 0 = never."""
     @property
     def autocast(self) -> Literal["none", "bfloat16", "float16"]:
-        """Mixed precision: weights and optimiser stay float32, and products of the forward pass use this type,
-        float16 with adaptive loss scaling. none = everything in the type of the weights.
+        """Mixed precision: matrix products use this type, weights and optimiser stay float32. float16 has adaptive
+        loss scaling. none = compute in the type of the weights.
         """
     @property
     def offload(self) -> bool:
-        """On a GPU: keep the optimiser's moments, and a reference that is a copy of weights, in host memory between
-        uses. It takes less memory and makes each step slower. Not measured on a GPU.
+        """Keep the optimiser's moments, and the weights of a copied reference, in host memory between uses. This
+        takes less GPU memory and makes each step slower. Not measured on a GPU.
         """
     @property
     def tokens_per_micro_batch(self) -> int:
-        """Packed tokens in one forward and backward pass; a single sequence that is longer is kept whole. It changes
-        memory and speed only: the gradient is that of the whole step.
+        """Most tokens in one forward and backward pass, with shared prefixes counted once. It changes memory and
+        speed, not the gradient. A longer sequence has a pass of its own.
         """
     @property
     def max_steps(self) -> int:
-        """Steps: each samples completions and trains on them, with several optimiser steps if num_iterations or
-        num_minibatches is above 1. -1 = as many as num_train_epochs gives. Above 0 it replaces num_train_epochs.
+        """Length in steps. A step samples prompts_per_step groups and trains on them, which takes num_iterations x
+        num_minibatches optimiser steps (default 1). -1 = as many steps as num_train_epochs gives.
         """
     @property
     def max_optimizer_steps(self) -> int | None:
-        """Length in optimiser steps, in place of max_steps, when each step's completions have several
-        (num_iterations, num_minibatches). Warm-up and schedule count them too. The last step's completions are
-        trained on less often if the number is no multiple.
+        """Length in optimiser steps, in place of max_steps. Warm-up and learning-rate schedule then count optimiser
+        steps too, and the last step may have fewer of them.
         """
     @property
     def num_train_epochs(self) -> float:
-        """Passes over the dataset."""
+        """Passes over the dataset, when max_steps is -1."""
     @property
     def max_minutes(self) -> float | None:
-        """Time limit of the run in minutes; none = none."""
+        """Time limit in minutes of steps, without evaluations and checkpoints; none = no limit."""
     @property
     def phases(self) -> tuple[PhaseConfig, ...]:
-        """Consecutive parts of the run, each with a name, one length (steps, tokens or minutes) and its own
-        temperature, beta, num_generations or learning_rate.
+        """Consecutive parts of the run. Each has one length (steps, tokens or minutes) and may set temperature, beta,
+        num_generations, learning_rate or min_accuracy.
         """
     @property
     def max_staleness(self) -> int:
-        """Optimiser steps by which the sampler's weights may be behind. 0 = sampling and training take turns. From 1
-        on, the next steps are sampled during training, and importance_sampling_correction is token_truncate unless it
-        is set.
+        """How many optimiser steps old the sampler's weights may be. 0 = sampling and training take turns. 1 or more
+        = the next steps are sampled during training; importance_sampling_correction = auto is then token_truncate.
         """
     @property
     def stale_groups(self) -> Literal["wait", "drop"]:
-        """How max_staleness is kept: wait (each update waits for running samples; the same run gives the same
-        numbers) or drop (sampling goes on, and groups that became older are dropped).
+        """What to do about samples older than max_staleness. wait: each update waits for running samples, and results
+        are reproducible. drop: sampling goes on, and groups that are too old are dropped.
         """
     @property
     def eval_steps(self) -> int:
-        """Optimiser steps between evaluations; 0 = none while training."""
+        """Evaluate every this many steps; 0 = not during training."""
     @property
     def eval_on_start(self) -> bool:
-        """Evaluate before the first step, to compare with later."""
+        """Evaluate before the first step."""
     @property
     def eval_at_end(self) -> bool:
-        """Evaluate after the last step too."""
+        """Evaluate after the last step."""
     @property
     def num_eval_prompts(self) -> int | None:
-        """Evaluate on the first this many held-out prompts; none = all."""
+        """Number of held-out prompts to use, from the first on; none = all."""
     @property
     def eval_temperature(self) -> float:
         """Sampling temperature in evaluation; 0 = greedy."""
     @property
     def num_generations_eval(self) -> int:
-        """Completions for each held-out prompt; above 1 only with eval_temperature above 0."""
+        """Completions per held-out prompt; above 1 needs eval_temperature above 0."""
     @property
     def early_stopping_patience(self) -> int | None:
-        """Stop after this many evaluations without a better metric; none = never."""
+        """Stop after this many evaluations without an improvement of metric_for_best_model; none = never."""
     @property
     def metric_for_best_model(self) -> str:
-        """Evaluation metric that chooses the best checkpoint; more is better. Without eval/accuracy (nothing says
-        which completions are right) the whole run uses eval/reward.
+        """Evaluation metric that chooses the best checkpoint; higher is better. If no accuracy is known (no task, no
+        rewards.correctness), eval/reward takes the place of eval/accuracy.
         """
     @property
     def load_best_model_at_end(self) -> bool:
-        """Finish with the weights of the best evaluation instead of the last."""
+        """End with the weights of the best evaluation, not the last ones."""
     @property
     def output_dir(self) -> str:
-        """Folder of the run: metrics, completions, checkpoints, config. A recipe's default is runs/NAME, after its
-        file (or the folder of a recipe.toml).
+        """Folder for metrics, completions, checkpoints and settings. Default with a recipe: runs/NAME, where NAME is
+        the name of its file (or of the folder that holds recipe.toml).
         """
     @property
     def overwrite(self) -> bool:
-        """Delete the run that is in output_dir, and start anew; false = replace only a run without a finished
-        step.
-        """
+        """Delete an earlier run in output_dir and start again. false = only if that run has no finished step."""
     @property
     def run_name(self) -> str | None:
-        """Name in reports; none = the folder's name."""
+        """Name of the run in reports and trackers; none = the folder's name."""
     @property
     def seed(self) -> int:
-        """Seed of everything random: data order, adapter, sampled completions."""
+        """Seed of all random numbers: data order, new adapter, sampled completions."""
     @property
     def logging_steps(self) -> int:
-        """Optimiser steps between lines of metrics on the screen; metrics.jsonl has every step."""
+        """Print metrics, and send them to trackers, every this many steps. metrics.jsonl has every step."""
     @property
     def save_steps(self) -> int:
-        """Optimiser steps between checkpoints; 0 = only at the end of the run."""
+        """Save a checkpoint every this many steps; 0 = only at the end of the run."""
     @property
     def save_total_limit(self) -> int | None:
-        """Keep this many checkpoints, deleting the oldest; none = all."""
+        """Most checkpoints to keep; the oldest are deleted first. none = keep all."""
     @property
     def report_to(self) -> tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...]:
-        """Also send metrics to these trackers. The run folder always has them."""
+        """Experiment trackers that also get the metrics. The run folder always has them."""
     @property
     def report_completions(self) -> int:
-        """Completions of a step, with prompts and rewards, that the trackers get too; 0 = none. A long run sends
-        those of fewer and fewer steps.
+        """Completions, with prompts and rewards, to send to trackers with a step's metrics; 0 = none. Later in a run,
+        fewer steps send them.
         """
     @property
     def log_completions(self) -> bool:
-        """Record sampled completions with their rewards."""
+        """Write sampled completions and their rewards into the run folder."""
     @property
     def keep_batches(self) -> bool:
-        """Keep the token ids, log-probabilities and rewards that each step trained on, from which `covey doctor RUN
-        --step N` computes the step again; about 6 bytes a token.
+        """Keep each step's token ids, log-probabilities and rewards, about 6 bytes per token. `covey doctor RUN
+        --step N` computes a step again from them.
         """
     @property
     def ledger(self) -> str:
-        """off, sampled:N (such as sampled:2) or all: groups of each step whose tokens its ledger has;
-        sampled:2,all:50 = those of all groups every 50 steps. It tells of a token what it got and what it added to
-        the loss (`covey watch` shows it), in about 50 bytes.
+        """off, sampled:N (N random groups of each step, such as sampled:2) or all. The ledger records advantage,
+        masks, ratio, loss and gradient of each token of these groups, about 50 bytes per token; `covey watch` shows
+        it. sampled:2,all:50 = 2 groups, and all groups every 50 steps.
         """
     @property
     def allow_mixture(self) -> bool:
-        """Let machines of one run differ in GPUs, drivers, threads, or versions of torch and NumPy. What is computed
-        depends on which machine does it then; false = such a cluster is refused.
+        """Let the machines of a run differ in GPUs, drivers, threads, or versions of torch and NumPy. Results then
+        depend on which machine computes what. false = refuse such a cluster.
         """
     @property
     def progress(self) -> bool:
         """Show progress on the screen (standard error)."""
     @property
     def num_completions_to_print(self) -> int | None:
-        """Completions shown on the screen each time metrics are; none = no completions."""
+        """Completions to print each time metrics are printed; none = no completions."""

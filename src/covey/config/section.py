@@ -43,6 +43,6 @@ class Section(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise ConfigError(
-            f"{name}={shown(value)}: settings are frozen; make others with config.replace({name}=...), or let a run "
-            "change its temperature, beta, num_generations or learning_rate with schedule.phases"
+            f"{name}={shown(value)}: settings are frozen; make a copy with config.replace({name}=...). To change "
+            "temperature, beta, num_generations or learning_rate during a run, use schedule.phases"
         )

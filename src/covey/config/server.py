@@ -11,23 +11,23 @@ from covey.config.section import Section, shown
 
 
 class ServerConfig(Section, frozen=True):
-    """Where completions are sampled when not in this process, and how the server gets new weights."""
+    """The inference server that samples completions, and how it gets new weights."""
 
     inference_server_url: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
-    """Sample on the inference server at this address (`covey serve` has http://127.0.0.1:8000 unless told otherwise),
-    to which the adapter is uploaded; or several, with commas or as a list. none = sample here."""
+    """Address of the inference server that samples, such as http://127.0.0.1:8000 (the default of `covey serve`).
+    Several addresses: a list, or text with commas. The adapter is uploaded to each. none = sample in this process."""
     inference_server_kind: str = Field(default="covey", pattern=r"^(covey|vllm|sglang|.+:.+)$")
     """covey (`covey serve`), vllm (vLLM's OpenAI server with run-time LoRA loading), sglang (SGLang's server), or
-    FILE.py:NAME (a dialect of your own, see docs/use.md)."""
+    FILE.py:NAME (your own dialect, see docs/use.md)."""
     server_token: str | None = Field(default=None, exclude=True, repr=False)
-    """Bearer token of the server; none = the environment variable COVEY_SERVER_TOKEN. Never saved."""
+    """Bearer token of the server; none = the environment variable COVEY_SERVER_TOKEN. It is never saved."""
     adapter_folder: str | None = None
-    """Where weights are written for another server than covey's to read; none = beside the run folder,
-    OUTPUT_DIR-adapters."""
+    """Folder from which vLLM, SGLang or your own server reads the weights; none = OUTPUT_DIR-adapters, beside the run
+    folder."""
     server_timeout: float = Field(default=600.0, gt=0, le=1e9)
-    """Seconds that one request may take."""
+    """Time limit for one request, in seconds."""
     server_retry_seconds: float = Field(default=60.0, ge=0, le=1e9)
-    """Seconds for which a request that failed is tried again before the run stops, to be resumed."""
+    """Time, in seconds, to repeat a failed request before the run stops. The run can then be resumed."""
 
     @property
     def upload_adapters_to_server(self) -> bool:
@@ -43,9 +43,9 @@ class ServerConfig(Section, frozen=True):
     def problems(self) -> Iterator[str]:
         for url in filter(None, self.urls):
             if not url.lower().startswith(("http://", "https://", "unix:")):
-                yield f"inference_server_url={shown(url)}: is no address; begin it with http://, https:// or unix:"
+                yield f"inference_server_url={shown(url)}: not an address; begin it with http://, https:// or unix:"
         alike = [url.rstrip("/") for url in self.urls]
         twice = [url for url in alike if alike.count(url) > 1]
         if twice or "" in alike:
-            problem = f"{twice[0]} is there twice" if twice and twice[0] else "one of them is empty"
+            problem = f"{twice[0]} appears twice" if twice and twice[0] else "one address is empty"
             yield f"inference_server_url={shown(self.inference_server_url)}: {problem}; name each server once"

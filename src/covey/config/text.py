@@ -81,7 +81,7 @@ def render_explain(console: Console, filter: str | None = None) -> int:
         by_section[line.section].append(line)
     gone = [name for name in SETTINGS if wanted and wanted in name]
     for name in gone:
-        console.print(escape(f"{name} is no setting any more; {SETTINGS[name][1]}"))
+        console.print(escape(f"{name} was removed; {SETTINGS[name][1]}"))
     for section, lines in by_section.items():
         table = Table(title=f"[{section}]".replace("[", r"\["), title_justify="left", title_style="bold", expand=True)
         table.add_column("setting", no_wrap=True)
@@ -156,11 +156,11 @@ def unusable(value: Any) -> str:
         try:
             value.encode()
         except UnicodeEncodeError:
-            return "holds half a surrogate pair, which is no Unicode text; write it again"
+            return "is not valid Unicode (half a surrogate pair); write it again"
     if isinstance(value, float) and math.isfinite(value) and abs(value) > 1e30:
-        return "is too large for the arithmetic of a model; use a smaller number"
+        return "is too large to compute with; use a smaller number"
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return "is no whole number of 64 bits with a sign; use one from -2**63 to 2**63 - 1"
+        return "does not fit into 64 bits; use a number from -2**63 to 2**63 - 1"
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
     if isinstance(value, list | tuple):
@@ -182,7 +182,7 @@ def explain_error(section: str, error: ValidationError, given: Mapping[str, Any]
         by_place[loc[: 3 if loc[:1] == ("phases",) else 1 + table]].append(details)
     found = [_explain_place(section, place, details, given) for place, details in list(by_place.items())[:_MOST]]
     more = len(by_place) - len(found)
-    return [*found, f"{section}: {more} more such mistakes"] if more else found
+    return [*found, f"{section}: {more} more mistakes of this kind"] if more else found
 
 
 def _explain_key(path: str, key: Any, annotation: Any, details: ErrorDetails) -> str:
@@ -190,7 +190,7 @@ def _explain_key(path: str, key: Any, annotation: Any, details: ErrorDetails) ->
     of, *values = get_args(annotation)
     known = getattr(of, "model_fields", None)
     if details["type"] == "extra_forbidden" or details["loc"][-1] == "[key]":
-        return f"{path}: there is no {key!r} in it; choose {', '.join(known or get_args(of)) or 'names that are text'}"
+        return f"{path}: has no {key!r}; choose {', '.join(known or get_args(of)) or 'a name that is text'}"
     wanted = type_text(known[key]) if known else _annotation_text(values[0])
     return f"{path}.{key}={shown(details['input'])}: must be {wanted}, and finite; correct it in the table"
 
@@ -247,7 +247,7 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
         path, equals, text = override.partition("=")
         path = path.strip()
         if not equals or not path:
-            problems.append(f"{override!r}: an override is written section.name=value")
+            problems.append(f"{override!r}: not an override; write section.name=value")
             continue
         try:
             settings[path] = parse_value(resolve(path), text.strip())

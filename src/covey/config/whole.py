@@ -1,13 +1,8 @@
 """`GRPOConfig`: flat for the person who writes it, sectioned for the code that reads it.
 
-    config = GRPOConfig(num_generations=8, learning_rate=2e-5, output_dir="runs/first")
-    config = GRPOConfig(sampling={"num_generations": 8}, optim={"learning_rate": 2e-5})  # sections do too
-    config = GRPOConfig.from_toml("recipe.toml", overrides=["sampling.num_generations=8"])
-    config.sampling.num_generations, config.num_generations  # both read 8
-
 A field name is unique over all sections, so that the flat form is unambiguous. (`model` is a section and a
 field in it: `GRPOConfig(model="folder")` sets the field, `config.model` reads the section.) Synonyms are accepted on
-input (`covey.config.names`) and never written; TRL's names have a room of their own, `covey.trl`.
+input (`covey.config.names`) and never written. TRL's names belong to `covey.trl`.
 """
 
 from __future__ import annotations
@@ -25,11 +20,11 @@ import tomli_w
 from pydantic import ValidationError
 
 from covey.algorithms.down_sampling import read_down_sampling
-from covey.algorithms.estimators import ADVANTAGE_ESTIMATORS, find_estimator, small_step
+from covey.algorithms.estimators import ADVANTAGE_ESTIMATORS, small_step
 from covey.config.algorithm import AlgorithmConfig
 from covey.config.data import DataConfig
 from covey.config.distributed import DistributedConfig
-from covey.config.effects import without_effect
+from covey.config.effects import vllm_problems, without_effect
 from covey.config.environment import EnvironmentConfig
 from covey.config.names import FIELDS, HINTS, MEANS, SECTIONS, canonical_names
 from covey.config.rewards import RewardConfig
@@ -39,7 +34,6 @@ from covey.config.section import Section, shown
 from covey.config.server import ServerConfig
 from covey.config.text import explain_error, is_unset, parse_overrides, unusable
 from covey.config.training import EvaluationConfig, OptimConfig, ScheduleConfig
-from covey.config.vllm import vllm_problems
 from covey.errors import ConfigError
 from covey.files import no_path
 from covey.functions import whole_path
@@ -58,8 +52,13 @@ __all__ = ["GRPOConfig", "GRPOTrainingArgs"]
 class GRPOConfig(Section, Flat, frozen=True):
     """All settings of a run, immutable. `covey config --explain` lists every field with its meaning, unit and range.
 
-    Batch vocabulary: `data.prompts_per_step` prompts times `sampling.num_generations` completions make one optimiser
-    step.
+    A step samples `sampling.num_generations` completions for each of `data.prompts_per_step` prompts and trains on
+    them, in `algorithm.num_iterations * algorithm.num_minibatches` optimiser steps (1 unless set).
+
+    Example:
+        config = GRPOConfig(num_generations=8, learning_rate=2e-5, output_dir="runs/first")
+        config = GRPOConfig(sampling={"num_generations": 8}, optim={"learning_rate": 2e-5})  # by section
+        config.sampling.num_generations, config.num_generations  # both read 8
     """
 
     model: ModelConfig
@@ -77,10 +76,10 @@ class GRPOConfig(Section, Flat, frozen=True):
     run: RunConfig
 
     def __init__(self, output_dir: str | Path | None = None, /, **settings: Unpack[Settings]) -> None:
-        """Take settings by field name, by section (a mapping or a section object) or by synonym.
-        `GRPOConfig("runs/first")` names the run folder.
+        """Settings are given by field name, by section (a mapping or a section object) or by synonym.
+        `GRPOConfig("runs/first")` sets `run.output_dir`.
 
-        Raises `ConfigError`: one message with every unknown name or every bad value, one a line.
+        Raises `ConfigError`: a name is unknown or a value is wrong. The message has one line for each mistake.
         """
         if output_dir is not None:
             settings = {"output_dir": output_dir, **settings}
@@ -109,12 +108,12 @@ class GRPOConfig(Section, Flat, frozen=True):
 
     @property
     def max_steps_ahead(self) -> int:
-        """Most steps that may be sampled before the one under way is trained on."""
+        """How many steps may be sampled ahead of the one in training."""
         return self.schedule.max_staleness // self.algorithm.optimizer_steps
 
     @property
     def group_sizes(self) -> dict[str, int]:
-        """Completions for each prompt, by the setting that says so: that of the run, and those of its phases."""
+        """Name of a setting -> completions per prompt: the run's setting and those of its phases."""
         sizes = {"sampling.num_generations": self.sampling.num_generations}
         for number, phase in enumerate(self.schedule.phases):
             if phase.num_generations is not None:
@@ -123,20 +122,20 @@ class GRPOConfig(Section, Flat, frozen=True):
 
     @property
     def largest_group(self) -> int:
-        """Most completions that a prompt can have in a step."""
+        """The most completions that a prompt can have in a step."""
         return max([*self.group_sizes.values(), self.sampling.max_generations or 0])
 
     @classmethod
     def from_toml(cls, path: str | Path, overrides: Iterable[str] = ()) -> Self:
         """Read a TOML file whose tables are sections, then apply overrides such as `sampling.num_generations=8`.
 
-        An override's value is read as TOML and otherwise taken as text. `none` (in the file "none") unsets an optional
-        field. The section may be left out (`beta=0.02`), and synonyms do too. A `FILE.py:NAME` and a file of data are
-        looked for beside the TOML file and then in the working directory; a model's or an adapter's folder, and what an
-        override names, there only. What is found has its whole path, so that a run can be resumed from anywhere.
-        Without `run.output_dir` the run folder is `runs/NAME`, after the file, or the folder of a `recipe.toml`.
+        An override's value is read as TOML, else as text. `none` (in the file "none") unsets an optional field. The
+        section may be left out (`beta=0.02`), and synonyms work too. `FILE.py:NAME` and data files are searched beside
+        the TOML file, then in the working directory. Model and adapter folders, and paths in overrides, are searched in
+        the working directory only. Paths are stored in full, so that a run can be resumed from anywhere. The default of
+        `run.output_dir` is `runs/NAME`, where NAME is the name of the file, or of the folder that holds `recipe.toml`.
 
-        Raises `ConfigError`: the file cannot be read, is not TOML, or holds unknown names or bad values.
+        Raises `ConfigError`: the file cannot be read or is not TOML, a name is unknown, or a value is wrong.
         """
         try:
             is_odd = os.path.exists(path) and not os.path.isfile(path)
@@ -146,10 +145,10 @@ class GRPOConfig(Section, Flat, frozen=True):
         except (OSError, ValueError, TypeError, RecursionError) as error:  # no file, no text, no path, too deep
             fix = "give the path of a TOML file"
             if isinstance(error, FileNotFoundError) and "recipes" in Path(path).parts:
-                fix += " (recipes are in Covey's repository, not in the package: copy a folder of recipes/)"
+                fix += " (recipes are not in the package: copy a folder of recipes/ from Covey's repository)"
             raise ConfigError(f"{path!s:.300}: cannot be read ({error}); {fix}") from error
         if is_odd:
-            raise ConfigError(f"{path}: is no file; give the path of a TOML file")
+            raise ConfigError(f"{path}: is not a file; give the path of a TOML file")
         named = {name: None if is_unset(name, value) else value for name, value in canonical_names(table).items()}
         written = _whole_paths(named, Path(path).parent, Path())
         changes = _whole_paths(canonical_names(parse_overrides(overrides), base=written), Path())
@@ -159,18 +158,18 @@ class GRPOConfig(Section, Flat, frozen=True):
 
     @classmethod
     def from_overrides(cls, overrides: Iterable[str]) -> Self:
-        """The defaults with overrides such as `sampling.num_generations=8`, read as in `from_toml`.
+        """The default settings with overrides such as `sampling.num_generations=8`, read as in `from_toml`.
 
-        Raises `ConfigError`: unknown names or bad values.
+        Raises `ConfigError`: a name is unknown or a value is wrong.
         """
         return cls(**_whole_paths(canonical_names(parse_overrides(overrides)), Path()))
 
     def with_overrides(self, overrides: Iterable[str]) -> Self:
         """A copy with overrides such as `sampling.num_generations=8`, read as in `from_toml`.
 
-        What equals the default that another setting gives it follows that setting.
+        A setting whose default depends on another one follows it, unless its value was changed.
 
-        Raises `ConfigError`: unknown names or bad values.
+        Raises `ConfigError`: a name is unknown or a value is wrong.
         """
         own = AlgorithmConfig(loss_type=self.algorithm.loss_type).epsilon  # follows the loss until somebody sets it
         written = {
@@ -182,29 +181,26 @@ class GRPOConfig(Section, Flat, frozen=True):
         return type(self)(**(written | _whole_paths(changes, Path())))
 
     def with_whole_paths(self) -> Self:
-        """A copy in which the files and folders that it names have their whole paths, as in `from_toml`."""
+        """A copy with full paths of files and folders, as in `from_toml`."""
         named = {field: getattr(getattr(self, FIELDS[field]), field) for field in (*_CODE, *_DATA, *_WEIGHTS)}
         whole = _whole_paths(named, Path())
         changed = {field: value for field, value in whole.items() if value != named[field]}
         return self.replace(**changed) if changed else self
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Section -> field -> value, in plain types that JSON can hold. `GRPOConfig(**config.to_dict()) == config`."""
+        """Section -> field -> value, in types that JSON can hold. `GRPOConfig(**config.to_dict()) == config`."""
         return self.model_dump(mode="json")
 
     def to_toml(self) -> str:
-        """All settings as TOML, defaults too, so that a run stays what it was when a default changes.
-
-        Settings that are None are left out; they read back as None.
-        """
+        """All settings as TOML, defaults included. Settings that are None are left out and read back as None."""
         return tomli_w.dumps(_without_none(self.to_dict()))
 
     def replace(self, **settings: Unpack[Settings]) -> Self:
-        """A copy with other settings, given in any form that the constructor accepts, and validated.
+        """A validated copy with other settings, given in any form that the constructor accepts.
 
-        What nobody has set keeps following its default, also where that depends on another setting.
+        A setting that was never set keeps its default, also if that depends on another setting.
 
-        Raises `ConfigError`: as the constructor.
+        Raises `ConfigError`: a name is unknown or a value is wrong.
         """
         written: dict[str, Any] = {}
         for name in SECTIONS:
@@ -277,47 +273,46 @@ def _across_sections(config: GRPOConfig) -> Iterator[str]:
     algorithm, sampling, model = config.algorithm, config.sampling, config.model
     if algorithm.keep_sampling_mask and not sampling.cuts:
         yield (
-            "algorithm.keep_sampling_mask=True: no token is ever cut, so there is nothing to keep; "
-            "set sampling.top_k, sampling.top_p or sampling.min_p, or algorithm.keep_sampling_mask to false"
+            "algorithm.keep_sampling_mask=True: no token is ever excluded from sampling; set sampling.top_k, top_p or "
+            "min_p, or algorithm.keep_sampling_mask to false"
         )
     if config.rewards.soft_overlong_cache >= sampling.max_completion_length:
         yield (
-            f"rewards.soft_overlong_cache={config.rewards.soft_overlong_cache}: it is the last part of "
-            f"sampling.max_completion_length={sampling.max_completion_length} tokens and must be smaller; lower it"
+            f"rewards.soft_overlong_cache={config.rewards.soft_overlong_cache}: must be smaller than "
+            f"sampling.max_completion_length={sampling.max_completion_length}; lower it"
         )
     metric = config.evaluation.metric_for_best_model
     if not says_which_is_best(metric):
         yield (
-            f"evaluation.metric_for_best_model={metric!r}: is no metric of an evaluation of which more is better; use "
-            "eval/accuracy, eval/reward, eval/rewards/<function>/mean, or what a reward function logs through "
+            f"evaluation.metric_for_best_model={metric!r}: not an evaluation metric where higher is better; use "
+            "eval/accuracy, eval/reward, eval/rewards/<function>/mean, or a metric that a reward function logs with "
             "log_metric"
         )
     if model.dtype in ("bfloat16", "float16") and not model.use_peft:
         yield (
-            f"model.dtype={model.dtype!r} (bf16 or fp16) and model.use_peft=False: weights that are trained "
-            "in half precision lose most updates, which are smaller than their last digit; set model.dtype to "
-            '"float32" and optim.autocast to "bfloat16", or model.use_peft to true'
+            f"model.dtype={model.dtype!r} (bf16 or fp16) and model.use_peft=False: half precision rounds most weight "
+            'updates away; set model.dtype to "float32" and optim.autocast to "bfloat16", or model.use_peft to true'
         )
     if config.environment.world is not None and (config.data.task or config.data.dataset):
         yield (
-            f"environment.world={shown(config.environment.world)} and data.task or data.dataset: an agent's tasks "
-            "come from its world; remove one of them"
+            f"environment.world={shown(config.environment.world)} with data.task or data.dataset: a world brings its "
+            "own tasks; remove one of the settings"
         )
     samplers = config.distributed.samplers
     if samplers and config.server.inference_server_url is not None:
         yield (
             f"distributed.samplers={samplers} and server.inference_server_url={config.server.inference_server_url!r}: "
-            "either actors sample or servers do; set distributed.samplers to 0, or remove inference_server_url"
+            "use either actors or servers to sample; set distributed.samplers to 0, or remove inference_server_url"
         )
     yield from vllm_problems(config)
     to_covey = config.server.upload_adapters_to_server and config.server.inference_server_kind == "covey"
     if to_covey and not model.use_peft:
         yield (
-            "server.inference_server_url and model.use_peft=False: only adapters are uploaded; set "
-            "model.use_peft to true"
+            "server.inference_server_url and model.use_peft=False: only adapters can be uploaded; set model.use_peft "
+            "to true"
         )
     if algorithm.adv_estimator in ADVANTAGE_ESTIMATORS:  # somebody's own is looked at when the run is put together
-        estimator = find_estimator(algorithm.adv_estimator, algorithm.adv_parameters)
+        estimator = algorithm.estimator
         yield from filter(None, [estimator.group_problem(config.group_sizes)])
         if algorithm.adv_parameters:
             estimator(small_step(conversing=True))
@@ -325,8 +320,8 @@ def _across_sections(config: GRPOConfig) -> Iterator[str]:
     setting, size = min(config.group_sizes.items(), key=lambda item: item[1])
     if most is not None and most <= size:
         yield (
-            f"sampling.max_generations={most}: groups begin with {size} completions ({setting}), so none would grow; "
-            "choose more, or remove it"
+            f"sampling.max_generations={most}: must be more than the {size} completions of a group ({setting}); raise "
+            "it, or remove it"
         )
     rule, number, _ = read_down_sampling(algorithm.down_sampling)
     if rule != "none" and number >= config.largest_group:
@@ -334,14 +329,13 @@ def _across_sections(config: GRPOConfig) -> Iterator[str]:
         setting, size = max(sizes.items(), key=lambda item: item[1])
         yield (
             f"algorithm.down_sampling={algorithm.down_sampling!r}: groups have at most {size} completions ({setting}), "
-            f"so nothing would be left out of {number}; write a smaller number after the rule, or make groups larger"
+            f"so selecting {number} leaves none out; write a smaller number after the rule, or make groups larger"
         )
     if config.schedule.max_staleness > 0 and config.max_steps_ahead == 0:
         yield (
-            f"schedule.max_staleness={config.schedule.max_staleness}: a step takes "
-            f"{algorithm.optimizer_steps} optimiser steps (algorithm.num_iterations times num_minibatches), so that "
-            f"samples of the step before are too old already; set schedule.max_staleness to "
-            f"{algorithm.optimizer_steps} or more, or to 0"
+            f"schedule.max_staleness={config.schedule.max_staleness}: a step takes {algorithm.optimizer_steps} "
+            "optimiser steps (algorithm.num_iterations x num_minibatches), so samples of the step before are already "
+            f"too old; set schedule.max_staleness to {algorithm.optimizer_steps} or more, or to 0"
         )
     frozen = model.use_peft and model.adapter is None and "embed" not in str(model.lora_target_modules)
     if config.optim.embedding_lr is not None and frozen:

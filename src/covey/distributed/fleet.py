@@ -327,7 +327,7 @@ class Fleet:
         left = sum(not other.given_up for other in self._places)
         after = "it is replaced"
         if place.given_up:
-            after = f"{place.failures} times in a row: the run goes on with {left} of {len(self._places)}"
+            after = f"{place.failures} times in a row: the run continues with {left} of {len(self._places)}"
         self._restarts += not place.given_up
         self._news.append(f"{title} failed while {what}: {why[:500]}; {after}")
         if left == 0:

@@ -124,7 +124,7 @@ def _require_reachable(address: str) -> None:
         reach(address)
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"distributed.ray_address={address!r:.200}: nobody answers there ({error}); start a cluster with "
+            f"distributed.ray_address={address!r:.200}: no cluster answers there ({error}); start one with "
             "ray start --head, or use auto"
         ) from error
 

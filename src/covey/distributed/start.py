@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from covey.backend import Backend
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError
-from covey.rollout.learning import Sampler, TrainedPolicy
 from covey.rollout.scoring import Scorer
 
 if TYPE_CHECKING:  # a run on one machine loads none of it
     from covey.distributed.fleet import Fleet, Maker
+    from covey.rollout.learning import Sampler, TrainedPolicy
 
 _GRACE_SECONDS = 5.0
 """Beyond its own time limits, that a worker has to say which reward function hangs."""

@@ -27,12 +27,12 @@ _LONGEST = 1000  # an action of more characters is none: worlds need not cope wi
 
 
 def parse_action(text: str, format: ActionFormat = "text", actions: Sequence[str] | None = None) -> str | None:
-    """The action that a completion stands for, or None if it stands for none.
+    """The action in a completion, or None if there is none.
 
     Args:
         text: of the completion.
         format: see the table above.
-        actions: the admissible ones, where the world names them.
+        actions: the admissible actions, if the world lists them.
     """
     said = _READERS[format](text)
     if said is None or not said.strip() or len(said) > _LONGEST:
@@ -46,7 +46,7 @@ def write_action(action: str, format: ActionFormat = "text") -> str:
 
 
 def match_action(said: str, actions: Sequence[str]) -> str | None:
-    """The admissible action that a text means: the equal one, else the only one that it names."""
+    """The admissible action that equals a text, else the only one that the text contains; None = no such action."""
     wanted = _normal(said)
     for action in actions:
         if _normal(action) == wanted:

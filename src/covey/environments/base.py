@@ -22,16 +22,16 @@ from covey.errors import ConfigError, EpisodeError
 from covey.functions import make_named
 
 TaskInstance = dict[str, Any]
-"""One thing to do, as plain values that JSON can hold, with a `uid` and, where there are several kinds, a `type`."""
+"""One task: plain JSON values with a `uid` and, if there are several kinds of task, a `type`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the agent sees at one moment.
+    """What the agent sees before a turn.
 
     Attributes:
-        text: in words.
-        actions: what may be done now, where the world says so; None = anything may be tried.
+        text: the observation in words.
+        actions: the admissible actions; None = any text is allowed.
     """
 
     text: str
@@ -40,15 +40,15 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an action of the agent led to.
+    """The result of an action.
 
     Attributes:
-        observation: what is seen now.
-        reward: for this step.
+        observation: the next observation.
+        reward: of this step.
         done: the episode is over.
-        success: the task was solved; False as long as it goes on.
-        valid: the world took the action as one.
-        info: whatever else it said, plain values.
+        success: the task is solved; False during the episode.
+        valid: the action was valid.
+        info: other plain values from the environment.
     """
 
     observation: Observation
@@ -66,43 +66,43 @@ Returned = (
 
 
 class Environment(ABC):
-    """One place to play in. An instance is used for one episode after another."""
+    """One environment, which plays one episode after another."""
 
     @abstractmethod
     def reset(self, task: TaskInstance, seed: int) -> Observation | str:
-        """Begin an episode; equal task and seed give equal worlds."""
+        """Begin an episode and return its first observation. Equal tasks and seeds must give equal episodes."""
 
     @abstractmethod
     def step(self, action: str) -> Returned:
-        """Do something: observation, reward, done, info. As in Gymnasium, done may be two: terminated, truncated.
+        """Take an action and return observation, reward, done, info. As in Gymnasium, done may be split into terminated
+        and truncated.
 
-        `info["success"]` says whether the task is solved (without it: whether it is done, and not truncated, with a
-        reward above 0), `info["valid"]` whether the action was one (without it: whether it is admissible, if known).
+        `info["success"]`: the task is solved; default: done, not truncated, and the reward is above 0.
+        `info["valid"]`: the action was valid; default: it is admissible, if the admissible actions are known.
         """
 
     def close(self) -> None:  # noqa: B027 (most have nothing to give back)
-        """Gives back whatever the environment holds: processes, files, memory.
+        """Release what the environment holds: processes, files, memory.
 
-        Called when the environment's process ends in order, at the end of a run, and given two seconds. A process that
-        hangs is killed. Processes that the environment has started are killed with it in any case, unless they have
-        left its process group.
+        It is called at the end of a run and may take two seconds; then the environment's process is killed. Processes
+        that the environment started are killed too, unless they left its process group.
         """
 
     def expert_action(self) -> str | None:
-        """What a perfect player would do now, where the world knows; None otherwise."""
+        """The action of a perfect player, if the world knows it, else None."""
         return None
 
 
 class World(ABC):
-    """Where task instances come from, and who plays them.
+    """A source of tasks, and of the environments that play them.
 
-    Held-out instances share nothing with training instances, whatever the seed.
+    No held-out task may occur in training, whatever the seed.
 
     Attributes:
-        name: what `get_world` knows it by.
-        system_prompt: the rules of the game, put before each episode; None = none.
-        max_turns: actions after which an episode ends without success; a default that users override.
-        max_completion_length: tokens that an action needs; likewise.
+        name: the world's name for `get_world`.
+        system_prompt: the rules, shown before each episode; None = none.
+        max_turns: most turns of an episode; a default for `environment.max_turns`.
+        max_completion_length: tokens that a turn needs; a default for `sampling.max_completion_length`.
     """
 
     name: ClassVar[str]
@@ -112,7 +112,7 @@ class World(ABC):
 
     @abstractmethod
     def train_tasks(self, seed: int) -> list[TaskInstance]:
-        """Training instances; the same seed gives the same ones.
+        """The training tasks; the same seed gives the same tasks.
 
         Raises:
             DataError: they cannot be read.
@@ -120,7 +120,7 @@ class World(ABC):
 
     @abstractmethod
     def eval_tasks(self) -> list[TaskInstance]:
-        """Held-out instances, always the same ones.
+        """The held-out tasks, always the same.
 
         Raises:
             DataError: they cannot be read.
@@ -128,10 +128,10 @@ class World(ABC):
 
     @abstractmethod
     def make(self) -> Environment:
-        """An environment that plays any of the instances. Called in a process of its own: the world is pickled."""
+        """Make an environment for any of the tasks. It is called in another process, so the world must be picklable."""
 
     def prepare(self) -> None:  # noqa: B027 (most have nothing to prepare)
-        """Import and read what every environment needs. Called once, in the process that is copied for each of them."""
+        """Import and read what all environments need. It is called once, in the process that is forked for each."""
 
 
 def checked_reset(returned: Any) -> Observation:
@@ -182,7 +182,7 @@ def _observation(value: Any, method: str) -> Observation:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise EpisodeError(f"{method} returned {text!r:.80}: half a surrogate pair is no text") from error
+            raise EpisodeError(f"{method} returned {text!r:.80}: half a surrogate pair is not text") from error
     return Observation(value.text, None if actions is None else tuple(actions))
 
 
@@ -219,9 +219,9 @@ _WORLDS: dict[str, Callable[..., World] | str] = {
 
 
 def register_world(name: str, factory: Callable[..., World] | str) -> None:
-    """Make `factory(**options)` available as `get_world(name, **options)`, in place of an earlier one.
+    """Make `factory(**options)` available as `get_world(name, **options)`; it replaces an earlier one of this name.
 
-    A factory that is imported only when it is asked for is named, `MODULE:NAME`.
+    `factory` may be text, `MODULE:NAME`, which is imported at its first use.
     """
     _WORLDS[name] = factory
 
@@ -235,11 +235,11 @@ def get_world(name: str, **options: Any) -> World:
     """Make a world by its name.
 
     Args:
-        name: `"house"`, or with options in one text, `"house:rooms=4,max_turns=5"`; or of a file, `"maze.py:Maze"`,
-            `"maze.py:Maze:size=9"`: a `World` class, a function that makes one, or one that is made already.
-        **options: arguments of the world; they win over those in `name`.
+        name: a name with or without options (`"house"`, `"house:rooms=4,max_turns=5"`), or a `World` class, factory or
+            object in a file (`"maze.py:Maze"`, `"maze.py:Maze:size=9"`).
+        **options: arguments of the world; they replace those in `name`.
 
     Raises:
-        ConfigError: no such world, no such option, or a value that the world refuses.
+        ConfigError: there is no such world or option, or the world refuses a value.
     """
     return make_named("environment", name, _WORLDS, World, **options)

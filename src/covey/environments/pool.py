@@ -62,20 +62,19 @@ class Places(Protocol):
 
 
 class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
-    """Places in which instances of a world are played.
+    """Processes that play episodes of a world, each in a numbered place.
 
-    A place that takes too long or ends is killed, answers `EpisodeError`, and is a fresh process the next time. One
-    that has ended between two episodes begins the next one in a fresh process.
+    A process that takes too long or ends is killed and gives an `EpisodeError`; the next episode gets a new process.
 
     Args:
-        world: makes the environments; it is pickled, so a class of a module or of a `file.py:World`, not of `__main__`.
-        places: how many episodes can go on at once.
-        reset_seconds: time limit of a reset, from its turn on.
-        step_seconds: time limit of a step.
-        resets_at_once: how many resets go on at once; the others wait for their turn.
+        world: makes the environments. It is pickled, so its class must be in a module or `file.py`, not in `__main__`.
+        places: number of episodes at the same time.
+        reset_seconds: time limit of a reset, in seconds, from when it begins.
+        step_seconds: time limit of a step, in seconds.
+        resets_at_once: number of resets at the same time; the others wait.
 
     Raises:
-        ConfigError: the world cannot be sent to another process, or (at the first reset) not be imported there.
+        ConfigError: the world cannot be pickled, or (at the first reset) not be imported in the other process.
     """
 
     def __init__(
@@ -97,19 +96,18 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         return len(self._places)
 
     def reset(self, place: int, task: TaskInstance, seed: int) -> None:
-        """Begin an episode; `wait` tells when it has begun."""
+        """Begin an episode; `wait` returns its first observation."""
         self._ask(place, {"task": task, "seed": seed}, "reset")
 
     def step(self, place: int, action: str) -> None:
-        """Do something; `wait` tells what came of it."""
+        """Take an action; `wait` returns its outcome."""
         self._ask(place, {"action": action}, "step")
 
     def wait(self, seconds: float | None = None) -> list[tuple[int, Found]]:
-        """What has been answered since the last call, in the order of the places.
+        """The answers since the last call, in the order of the places; empty if no request is open.
 
         Args:
-            seconds: wait at most so long for the first answer; None = until there is one. Without open questions the
-                answer is empty at once.
+            seconds: wait at most this long for the first answer; None = without limit.
         """
         found, self._early = self._early, []
         until = None if seconds is None else time.monotonic() + seconds
@@ -131,16 +129,16 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         return sorted(found, key=lambda pair: pair[0])
 
     def cancel(self, place: int) -> None:
-        """Forget an open question; what is working on it is killed."""
+        """Drop an open request and kill its process."""
         self._early = [(number, found) for number, found in self._early if number != place]
         if self._places[place].deadline:
             self._places[place].stop()
 
     def expert_action(self, place: int) -> str | None:
-        """What a perfect player would do there now, where the world knows. Waits for the answer.
+        """The action of a perfect player, if the world knows it. It waits for the answer.
 
         Raises:
-            EpisodeError: the environment fails, or what it answers is no action.
+            EpisodeError: the environment fails, or its answer is not an action.
         """
         asked, limit = self._idle(place), self._limits["step"]
         try:
@@ -160,7 +158,7 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         return action
 
     def close(self) -> None:
-        """End every process, and let environments give back what they hold; those that are needed again start anew."""
+        """Close all environments and end their processes; a later request starts new ones."""
         self._early = []
         _close(self._places, self._template)
 

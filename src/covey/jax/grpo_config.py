@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import jax
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from covey.algorithms import Estimator, Objective, find_estimator
+from covey.algorithms import Estimator, Objective
 from covey.algorithms.arrays import unknown_name
 from covey.config import old_names
 from covey.config.algorithm import AlgorithmConfig
@@ -39,20 +39,20 @@ _SIGNATURE = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default
 class GRPOConfig(BaseModel, extra="forbid", frozen=True, strict=True):
     """Settings of `covey.jax.GRPOTrainer`, immutable.
 
-    Options are given and read by their names alone, as in `GRPOConfig(kl_coeff=0.1).temperature`. Those of sampling and
-    of the loss are a recipe's, with a recipe's meaning and range: `covey config --explain NAME` prints them. Of the
-    `sampling` section they are `num_samples_per_prompt` (a recipe's `num_generations`; 8), `temperature`, `top_k`,
-    `top_p`, `min_p` and `max_completion_length` (64); of the `algorithm` section `kl_coeff` (a recipe's `beta`) and all
-    that acts within one step, with the defaults `loss_type="reinforce"`, `adv_estimator="dr_grpo"` and
+    Options have flat names, as in `GRPOConfig(kl_coeff=0.1).temperature`. Those of sampling and of the loss mean the
+    same as in a recipe; `covey config --explain NAME` prints them. From the `sampling` section there are
+    `num_samples_per_prompt` (a recipe's `num_generations`; default 8), `temperature`, `top_k`, `top_p`, `min_p` and
+    `max_completion_length` (default 64). From the `algorithm` section there are `kl_coeff` (a recipe's `beta`) and all
+    settings that act within one step. Other defaults are `loss_type="reinforce"`, `adv_estimator="dr_grpo"` and
     `kl_estimator="k1"`.
 
     Attributes:
-        algorithm: those of the loss.
-        sampling: those of sampling.
-        eos_token_ids: sampling of a response stops after any of these; the token belongs to the response.
-        pad_token_id: fills what follows a response.
-        rows_per_pass: responses whose activations and logits are held at once; the backward pass recomputes the others.
-            None = all. Changes memory and time, not the loss.
+        algorithm: the options of the loss.
+        sampling: the options of sampling.
+        eos_token_ids: tokens that end a response; they belong to it.
+        pad_token_id: the token after the end of a response.
+        rows_per_pass: number of responses whose activations and logits are held at the same time; the backward pass
+            recomputes the others. None = all. It changes memory and time, not the loss.
         prompt_bucket: prompts are padded to this width times a power of two, so that few shapes are compiled.
         seed: of sampling; step s draws from `fold_in(key(seed), s)`.
     """
@@ -129,13 +129,13 @@ class GRPOConfig(BaseModel, extra="forbid", frozen=True, strict=True):
 
     @property
     def objective(self) -> Objective:
-        """What is minimised, as the `algorithm` section says."""
+        """The objective of the `algorithm` section."""
         return self.algorithm.objective()
 
     @property
     def estimator(self) -> Estimator:
-        """How a reward becomes an advantage."""
-        return find_estimator(self.algorithm.adv_estimator, self.algorithm.adv_parameters)
+        """The advantage estimator."""
+        return self.algorithm.estimator
 
 
 def _of(section: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:

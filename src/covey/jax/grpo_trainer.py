@@ -41,22 +41,22 @@ class GRPOTrainer(Trainer):
     """Trains a policy by comparing the responses to each prompt with each other.
 
     Args:
-        policy_model: any Flax module with `init(key, tokens)` and `apply(params, tokens) -> logits`, causal. With an
+        policy_model: any causal Flax module with `init(key, tokens)` and `apply(params, tokens) -> logits`. With an
             `init_cache` like `Transformer`'s it samples token by token.
-        ref_model: the reference's module, of the same kind. Bound to variables (`module.bind(...)`) it keeps these;
-            else the reference is the policy as `create_train_state` made it. None where no reference is used.
+        ref_model: the reference, a module of the same kind. A bound module (`module.bind(...)`) keeps its variables;
+            else the reference is the policy as `create_train_state` made it. None = no reference.
         optimizer: any Optax gradient transformation.
         reward_fn: `f(responses) -> list of numbers`, see `HostRewards`; or a JAX function marked by `jax_reward`.
         grpo_config: a `GRPOConfig`, or a dictionary of its fields.
-        decode: token ids to text, e.g. `tokenizer.decode`; without it reward functions get lists of ids, and one whose
-            signature says that it takes texts (`completions`, a hint with `str`, a verifier) is refused.
-        mesh: devices: prompts are spread over its axis `data`, weights and optimiser state over its axis `tensor`, see
-            `covey.jax.sharding`; it has one of them or both. None = one device.
+        decode: token ids -> text, e.g. `tokenizer.decode`. Without it reward functions get lists of ids, and a function
+            that takes texts (an argument `completions`, a hint with `str`, a verifier) is refused.
+        mesh: devices with the axis `data` for prompts, the axis `tensor` for weights and optimiser state, or both; see
+            `covey.jax.sharding`. None = one device.
 
     Attributes:
-        ref_params: variables of the reference; assign others to compare with them. None with LoRA, where the reference
-            is the policy with its adapters off.
-        frozen_params: collections of the policy that are not trained: with LoRA the base weights.
+        ref_params: variables of the reference, which you may replace. None with LoRA: the reference is then the policy
+            with its adapters off.
+        frozen_params: collections of the policy that are not trained, such as the base weights with LoRA.
     """
 
     def __init__(
@@ -103,15 +103,15 @@ class GRPOTrainer(Trainer):
         self._ref_params = place(variables, self.mesh, model)
 
     def create_train_state(self, key: jax.Array, dummy_input: jax.Array, *, params: Any = None) -> TrainState:
-        """A state at step 0, and the reference with it.
+        """Make a state at step 0, and set the reference.
 
         Args:
-            key: random key of the parameters, of the LoRA factors too.
+            key: random key of the parameters and LoRA factors.
             dummy_input: `[B, L]` token ids.
-            params: `{"params": ...}` to begin with in place of random ones, e.g. from `load_hf`.
+            params: `{"params": ...}` to begin with, e.g. from `load_hf`; None = random ones.
 
         Raises:
-            ConfigError: a dummy input of another shape or type, or parameters that do not fit the model.
+            ConfigError: the dummy input has another shape or type, or the parameters do not fit the model.
         """
         check_tokens("dummy_input", dummy_input)
         shapes = jax.eval_shape(self.policy_model.init, key, dummy_input)
@@ -160,15 +160,16 @@ class GRPOTrainer(Trainer):
         return {"frozen": self.frozen_params, "reference": self.ref_params}
 
     def prepare_batch(self, state: TrainState, batch: Batch) -> Batch:
-        """Pad, check and place a batch; sample it here for columns that are no arrays, or a Python reward on a mesh.
+        """Pad, check and place a batch. It also samples the batch if a column is not an array, or for a Python reward
+        on a mesh.
 
         Args:
-            state: its step keys the randomness, unless the batch has a `key`.
-            batch: `prompts`: lists of ids, or `[B, P]` padded on the right with `prompt_lengths` `[B]`. Optional
-                `columns`: name -> one entry for each prompt. Or what `rollout` returned.
+            state: its step is the random key, unless the batch has a `key`.
+            batch: a result of `rollout`, or `prompts` as lists of ids, or as `[B, P]` padded on the right with
+                `prompt_lengths` `[B]`. Optional `columns`: name -> one entry for each prompt.
 
         Raises:
-            ConfigError: prompts of another shape, of no token, beyond the vocabulary, or not divisible by the mesh.
+            ConfigError: prompts are empty, have another shape or unknown ids, or cannot be divided among the mesh.
         """
         if "constants" in batch:
             return batch
@@ -196,23 +197,23 @@ class GRPOTrainer(Trainer):
     def compute_loss(self, params: Any, batch: Batch) -> jax.Array:
         """The loss of a batch; differentiable in `params`, and one function for `jax.jit`.
 
-        1. sample N responses to each prompt; 2. reward them; 3. advantages in their groups; 4. their log-probabilities
-        under the policy; 5. the surrogate; 6. the KL from the reference; 7. the sum. 1 to 3 are constants for
-        differentiation. A batch from `rollout` begins at 4.
+        1. Sample N responses to each prompt. 2. Reward them. 3. Compute advantages in groups. 4. Compute
+        log-probabilities under the policy. 5. Compute the surrogate. 6. Compute the KL from the reference. 7. Add both.
+        Steps 1 to 3 are constants for differentiation. A batch from `rollout` begins at step 4.
 
         Args:
             params: `TrainState.params`.
-            batch: `prompts` `[B, P]` padded on the right, `prompt_lengths` `[B]` (default: all P), `key` (default: of
-                the seed), `columns` of arrays; or a record.
+            batch: a result of `rollout`, or `prompts` `[B, P]` padded on the right, `prompt_lengths` `[B]` (default:
+                all P), `key` (default: from the seed) and `columns` of arrays.
 
         Raises:
-            RewardError: from the reward function, when it runs at once; from compiled code JAX raises its own error,
-                which `train_step` turns into it. On a mesh, compile it for records: see `prepare_batch`.
+            RewardError: the reward function failed. In compiled code JAX raises its own error, which `train_step`
+                converts. On a mesh, compile for results of `rollout`; see `prepare_batch`.
         """
         return self.loss_and_metrics(params, batch)[0]
 
     def loss_and_metrics(self, params: Any, batch: Batch) -> tuple[jax.Array, Metrics]:
-        """The loss, and what else there is to know."""
+        """The loss, and metrics."""
         record = batch if "responses" in batch else self.rollout(params, batch)
         algorithm, objective = self.grpo_config.algorithm, self._objective
         given = record.get("constants", self._given())
@@ -257,13 +258,13 @@ class GRPOTrainer(Trainer):
         return found
 
     def rollout(self, params: Any, batch: Batch, key: jax.Array | None = None) -> dict[str, Any]:
-        """Steps 1 to 3, recorded: sampling, rewards, advantages, and what the reference says.
+        """Steps 1 to 3 of `compute_loss`: responses, rewards, advantages, and log-probabilities of the reference.
 
-        Called outside of compiled code it runs the reward function directly, between two compiled parts, and takes
-        columns of any type; inside, by a callback.
+        Outside compiled code the reward function is called directly and columns may have any type. Inside, it is called
+        by a callback.
 
         Args:
-            params: of the policy that samples.
+            params: parameters of the policy that samples.
             batch: see `prepare_batch`, or `compute_loss`.
             key: random key; None = the batch's.
 

@@ -71,16 +71,16 @@ def load_hf(
 
     Args:
         folder: holds `config.json` and `*.safetensors`.
-        dtype: of the parameters.
-        lora_rank: for the returned config; the adapters themselves are made by `create_train_state`.
+        dtype: type of the parameters.
+        lora_rank: LoRA rank of the returned config; `create_train_state` makes the factors.
         lora_alpha: see `ModelConfig`.
 
     Returns:
         The config, and `{"params": ...}` for `Transformer(config).apply`.
 
     Raises:
-        ModelError: not such a folder, an architecture that `Transformer` does not compute, or weights that do not fit
-            its config.
+        ModelError: the folder has no such files, `Transformer` does not support the architecture, or the weights do not
+            fit the config.
     """
     folder = Path(folder)
     config = replace(_read_config(folder / "config.json"), lora_rank=lora_rank, lora_alpha=lora_alpha)

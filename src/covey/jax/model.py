@@ -73,8 +73,8 @@ class ModelConfig:
         out_bias: a bias on the attention's output projection.
         qk_norm: RMSNorm on each query and key head (Qwen3).
         tie_embeddings: the output head is the embedding.
-        sliding_window: a token sees this many positions, itself included; None = all before it.
-        padding_token: its embedding is not trained where it is read, as in PyTorch; None = all are.
+        sliding_window: number of positions that a token sees, including itself; None = all before it.
+        padding_token: token whose input embedding is not trained, as in PyTorch; None = all are trained.
         lora_rank: rank of the LoRA factors on every linear layer; 0 = none.
         lora_alpha: their output is scaled by `lora_alpha / lora_rank`.
         lora_modules: the linear layers that have them.
@@ -108,7 +108,7 @@ class ModelConfig:
             raise ConfigError(f"num_kv_heads={self.num_kv_heads}: choose a divisor of num_heads={self.num_heads}")
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ConfigError(
-                f"num_heads={self.num_heads}: is no divisor of hidden_size={self.hidden_size}; set head_dim"
+                f"num_heads={self.num_heads}: is not a divisor of hidden_size={self.hidden_size}; set head_dim"
             )
         if self.width_of_head % 2:
             raise ConfigError(f"head_dim={self.width_of_head}: rotary embedding turns pairs; choose an even number")
@@ -199,7 +199,7 @@ class MLP(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The decoder; called through Flax's `init(key, tokens)` and `apply(variables, tokens)`."""
+    """The decoder: Flax's `init(key, tokens)`, and `apply(variables, tokens)`, which returns logits `[B, L, V]`."""
 
     config: ModelConfig
 

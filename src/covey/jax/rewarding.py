@@ -22,11 +22,11 @@ _MARK = "_covey_jax_reward"
 
 
 def jax_reward(function: F) -> F:
-    """Mark a reward function that is written in JAX, to be traced into the compiled step.
+    """Mark a reward function written in JAX, which is then compiled into the step.
 
-    It is called as `f(responses, mask, **columns)` with `responses` `[R, T]` ids, `mask` `[R, T]` True on sampled
-    tokens, and those columns that it names, one row for each response; `prompts` `[R, P]` and `prompt_lengths` `[R]`
-    are among them. It returns `[R]` floats, NaN where a response cannot be scored.
+    It is called as `f(responses, mask, **columns)`: `responses` `[R, T]` are ids, `mask` `[R, T]` is True on sampled
+    tokens. It gets the columns that it names, with one row for each response, also `prompts` `[R, P]` and
+    `prompt_lengths` `[R]`. It returns `[R]` floats, NaN where a response cannot be scored.
     """
     setattr(function, _MARK, True)
     return function

@@ -75,13 +75,13 @@ def lora_from_tensors(
 
 
 def save_adapter(folder: str | Path, config: ModelConfig, lora: Any, *, base_model: str) -> None:
-    """Write an adapter that PEFT and all that reads PEFT's files can load.
+    """Write an adapter in PEFT's format.
 
     Args:
         folder: created if missing.
         config: of the model; `lora_rank` and `lora_alpha` are written.
         lora: see `adapter_tensors`.
-        base_model: folder or name of the model that it belongs to.
+        base_model: folder or name of the base model.
 
     Raises:
         ModelError: see `adapter_tensors`.
@@ -99,8 +99,8 @@ def save_adapter(folder: str | Path, config: ModelConfig, lora: Any, *, base_mod
 def load_adapter(folder: str | Path) -> LoadedAdapter:
     """Read a PEFT adapter.
 
-    A rank-stabilised one (`use_rslora`) is scaled by `alpha / sqrt(rank)`: its alpha is returned as
-    `alpha · sqrt(rank)`, which means the same here, and saving it again makes it a plain one.
+    For a rank-stabilised adapter (`use_rslora`), alpha is returned as `alpha · sqrt(rank)`, which has the same effect
+    here. Saving it again makes a plain adapter.
 
     Args:
         folder: holds `adapter_config.json` and `adapter_model.safetensors`.
@@ -109,8 +109,7 @@ def load_adapter(folder: str | Path) -> LoadedAdapter:
         `(rank, alpha, target_modules, tensors)`, see `LoadedAdapter`. Shapes are checked by `lora_from_tensors`.
 
     Raises:
-        ModelError: no such files, damaged ones, or an adapter that is more than plain LoRA on the linear layers of a
-            `Transformer`.
+        ModelError: files are missing or damaged, or the adapter is not plain LoRA on linear layers of a `Transformer`.
     """
     found = read_adapter_folder(folder)
     stabilised = bool(found.config.get("use_rslora"))
@@ -160,7 +159,7 @@ def save_model(folder: str | Path, config: ModelConfig, params: Any, hf_config: 
         hf_config: content of the base model's `config.json`; the type of the weights is set in it.
 
     Raises:
-        ModelError: see `model_tensors`; `hf_config` is another model's; or the folder holds other weights.
+        ModelError: see `model_tensors`; or `hf_config` is of another model; or the folder holds other weights.
         RunFolderError: it cannot be written.
     """
     tensors, told = model_tensors(config, params), dict(hf_config)

@@ -25,13 +25,13 @@ StepObserver = Callable[[int, Mapping[str, float]], None]
 
 
 class TrainState(struct.PyTreeNode):
-    """What a step changes.
+    """The state of training, which each step changes.
 
     Attributes:
-        step: scalar integer, steps taken.
-        params: what is trained, as Flax's `apply` takes it: `{"params": ...}`, or `{"lora": ...}`.
-        opt_state: of the optimiser.
-        tx: the optimiser; no leaf of the tree.
+        step: number of steps taken, a scalar integer.
+        params: the trained parameters, as Flax's `apply` takes them: `{"params": ...}` or `{"lora": ...}`.
+        opt_state: state of the optimiser.
+        tx: the optimiser; not a leaf of the tree.
     """
 
     step: jax.Array
@@ -41,7 +41,7 @@ class TrainState(struct.PyTreeNode):
 
     @classmethod
     def create(cls, params: Any, tx: optax.GradientTransformation) -> Self:
-        """The state at step 0 of an optimiser that has seen nothing."""
+        """The state at step 0, with a new optimiser state."""
         return cls(step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params), tx=tx)
 
     def apply_gradients(self, grads: Any) -> Self:
@@ -52,10 +52,10 @@ class TrainState(struct.PyTreeNode):
 
 
 class Trainer(ABC):
-    """The loop around a loss.
+    """The training loop around a loss.
 
-    A subclass says how a state begins (`create_train_state`) and what is minimised (`compute_loss`); it may prepare
-    batches outside of the compiled step (`prepare_batch`) and report more than the loss (`loss_and_metrics`).
+    A subclass defines the first state (`create_train_state`) and the loss (`compute_loss`). It may also prepare batches
+    outside the compiled step (`prepare_batch`) and report metrics (`loss_and_metrics`).
 
     Args:
         optimizer: any Optax gradient transformation, for example from `make_optimizer`.
@@ -73,7 +73,7 @@ class Trainer(ABC):
 
         Args:
             key: random key of the parameters.
-            dummy_input: an input of the model, of which only shape and type matter.
+            dummy_input: an input of the model; only its shape and type matter.
         """
 
     @abstractmethod
@@ -85,18 +85,18 @@ class Trainer(ABC):
         return self.compute_loss(params, batch), {}
 
     def prepare_batch(self, state: TrainState, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What is done to a batch before it enters the compiled step."""
+        """Prepare a batch for the compiled step."""
         return batch
 
     def train_step(self, state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
         """One optimiser step, compiled for each shape of batch.
 
-        A gradient that is zero everywhere or not finite changes nothing but the step count: momentum would otherwise
-        move the weights without a reason.
+        If the gradient is zero everywhere or not finite, only the step count changes. Otherwise momentum would move the
+        weights without a reason.
 
         Returns:
-            The next state, and scalars: `loss`, `grad_norm` before the optimiser's clipping, `updated` (1 or 0), and
-            those of `loss_and_metrics`.
+            The next state, and scalars: `loss`, `grad_norm` before clipping, `updated` (1 or 0), and those of
+            `loss_and_metrics`.
         """
         ready = self.prepare_batch(state, batch)
         return self._advance(jax.tree.map(jnp.copy, state), ready)
@@ -128,23 +128,23 @@ class Trainer(ABC):
     ) -> TrainState:
         """Train on batches in order, `passes_per_batch` steps on each.
 
-        The state is copied once, at the beginning; from then on each step writes to the memory of the one before it,
-        where `train_step` leaves the old state beside the new one.
+        The state is copied once, at the beginning. Then each step reuses the memory of the one before, which
+        `train_step` by itself does not.
 
         Args:
-            state: where to begin. To resume, load it and skip the batches that it has seen.
-            batches: what `prepare_batch` takes.
+            state: the first state. To resume, load it and skip the batches that it has seen.
+            batches: batches for `prepare_batch`.
             max_steps: stop when `state.step` reaches this; None = when the batches end.
             on_step: called after each step.
-            checkpoint_folder: where checkpoints go.
-            save_steps: write one whenever this many steps more have been taken; 0 = never. They are written between
-                batches, never between passes over one.
+            checkpoint_folder: folder for checkpoints.
+            save_steps: write a checkpoint every this many steps; 0 = never. Checkpoints are written between batches,
+                never between passes over one.
 
         Returns:
             The state after the last step.
 
         Raises:
-            ConfigError: `save_steps` without a folder.
+            ConfigError: `save_steps` is set without a folder.
         """
         if save_steps and checkpoint_folder is None:
             raise ConfigError(f"save_steps={save_steps}: there is nowhere to save to; pass checkpoint_folder")
@@ -165,11 +165,11 @@ class Trainer(ABC):
         return state
 
     def constants(self) -> dict[str, Any]:
-        """Arrays outside of the state that a resumed run needs unchanged; saved with it."""
+        """Arrays outside the state that are saved with it and that a resumed run needs unchanged."""
         return {}
 
     def set_constants(self, constants: Mapping[str, Any]) -> None:  # noqa: B027 (most trainers have none)
-        """Take what `constants` returned when the checkpoint was written."""
+        """Restore the arrays that `constants` returned when the checkpoint was written."""
 
     def save_checkpoint(self, state: TrainState, folder: str | Path) -> Path:
         """Write the state to `folder/STEP`; the folder appears only when it is complete.
@@ -178,7 +178,7 @@ class Trainer(ABC):
             The folder written.
 
         Raises:
-            CheckpointError: that step is there already, or the folder cannot be written.
+            CheckpointError: there is already a checkpoint of this step, or the folder cannot be written.
         """
         path = Path(folder).absolute() / str(int(state.step))
         if path.exists():
@@ -194,11 +194,11 @@ class Trainer(ABC):
         """Read the newest checkpoint of a folder.
 
         Args:
-            folder: that `save_checkpoint` was given, or one `STEP` folder in it.
+            folder: the folder given to `save_checkpoint`, or one `STEP` folder in it.
             state: from `create_train_state`, for shapes, types, placement and the optimiser.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or it is of another model or optimiser.
+            CheckpointError: there is no checkpoint, it is damaged, or it belongs to another model or optimiser.
         """
         path = _newest(Path(folder).absolute())
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, self._tree(state))
@@ -237,19 +237,19 @@ def make_optimizer(
     max_grad_norm: float = 1.0,
     betas: tuple[float, float] = (0.9, 0.999),
 ) -> optax.GradientTransformation:
-    """AdamW behind a clipped gradient, with the schedules of the PyTorch trainer.
+    """AdamW with gradient clipping and the schedules of the PyTorch trainer.
 
     Args:
-        learning_rate: after the warm-up.
+        learning_rate: learning rate after warm-up.
         lr_scheduler_type: `constant`, or `linear` or `cosine` down to 0 at `max_steps`.
-        warmup_steps: steps over which the rate rises from 0.
+        warmup_steps: steps over which the learning rate rises from 0.
         max_steps: length of the run, for `linear` and `cosine`.
         weight_decay: of AdamW.
-        max_grad_norm: the gradient is scaled down to this norm; 0 = never.
+        max_grad_norm: larger gradients are scaled down to this norm; 0 = never.
         betas: of AdamW.
 
     Raises:
-        ConfigError: an unknown schedule, or one without a length beyond its warm-up.
+        ConfigError: the schedule is unknown, or needs `max_steps` above `warmup_steps`.
     """
     if lr_scheduler_type not in ("constant", "linear", "cosine"):
         raise ConfigError(f"lr_scheduler_type={lr_scheduler_type!r}: no such schedule; use constant, linear or cosine")

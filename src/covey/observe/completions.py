@@ -143,7 +143,7 @@ def read_table(path: Path, columns: Sequence[str] | None = None, *, limited: boo
         except RunFolderError:
             raise
         except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
-            raise RunFolderError(f"{path} is no readable Parquet file ({str(error)[:300]}); delete it") from error
+            raise RunFolderError(f"{path} is not a readable Parquet file ({str(error)[:300]}); delete it") from error
 
 
 def parts_and_others(row: Record) -> tuple[Record, Record]:

@@ -1,4 +1,4 @@
-"""Says in words why a run does not learn, from its metrics alone.
+"""Finds the reasons why a run does not learn, from its metrics.
 
 `diagnose` is a pure function of recent metrics. The thresholds are rules of thumb, gathered in `Thresholds`, and every
 message names the numbers that it judges. `findings` and `Doctor` follow a run.
@@ -82,90 +82,87 @@ class Thresholds:
 _TEXTS = """
 not_finite: {name} was NaN or infinite in {bad} of the last {total} steps
 -> {fix}
-episodes_failed: the environment failed in {share:.0%} of the episodes {last}; these teach nothing
--> See how in events.jsonl and in the column error of completions/, and mend the environment; if it is only slow, raise
-   environment.step_seconds
-rewards_none: no reward function could score {share:.0%} of the completions {last}; these teach nothing
--> Let the reward function return 0.0 for a wrong or unreadable answer, and None only where it does not apply
-groups_all_right: {about}, and the {named} is {right:.2f}: the prompts are too easy by now{unless}
--> Stop here, use harder prompts, or set algorithm.dynamic_sampling=3 to skip what is solved
+episodes_failed: the environment failed in {share:.0%} of the episodes {last}, which are not trained on
+-> Find the errors in events.jsonl and in the column error of completions/, and fix the environment. If it is only slow,
+   raise environment.step_seconds
+rewards_none: no reward function could score {share:.0%} of the completions {last}, which are not trained on
+-> Return 0.0 for a wrong or unreadable answer, and None only if the reward does not apply
+groups_all_right: {about}, and the {named} is {right:.2f}: the prompts are too easy now{unless}
+-> Stop here, use harder prompts, or set algorithm.dynamic_sampling=3 to skip solved prompts
 reward_never_nonzero: the reward was 0 for every completion of the last {total} steps
--> Look at completions/ in the run folder: if right answers are there, the reward function does not recognise them; if
-   not, {begin}; or use easier prompts, or add a reward for partial success
+-> Read completions/ in the run folder. If right answers are there, the reward function does not recognise them. If not,
+   {begin}. Or use easier prompts, or reward partial success
 reward_constant: {about}
--> Reward something that completions differ in: GRPO learns only from differences
+-> Reward something in which completions differ: GRPO learns only from differences
 groups_all_wrong: {about}, and the {named} is {right:.2f}: the prompts are too hard so far{unless}
--> Raise sampling.num_generations so that some completion succeeds, use easier prompts, or add a reward for partial
-   success; or {begin}
+-> Raise sampling.num_generations until some completions succeed, use easier prompts, or reward partial success. Or
+   {begin}
 groups_tied: {about}{known}: little is left to learn from
 -> Set algorithm.dynamic_sampling=3, raise sampling.num_generations or sampling.temperature, or drop prompts that are
    always or never solved
 gradient_zero: the gradient was exactly 0 in the last {count} steps although rewards differ
--> See which mask/<reason> excludes the tokens, and that model.use_peft or the weights really are trainable
+-> Check which mask/<reason> excludes the tokens, and that the weights are trainable (model.use_peft)
 learning_rate_zero: the learning rate was 0 in the last {count} steps
--> The schedule has run out: raise schedule.max_steps, or set optim.lr_scheduler_type to constant
+-> The schedule has ended: raise schedule.max_steps, or set optim.lr_scheduler_type to constant
 policy_does_not_move: after {count} steps the KL from the reference is below {limit:g} at a learning rate of {rate:.1e}:
-   the policy hardly moves
+   the policy hardly changes
 -> Raise optim.learning_rate (1e-5 to 1e-4 is usual with LoRA, 1e-6 without)
-completions_truncated: {share:.0%} of the completions were cut off{at} before they ended {last}
+completions_truncated: {share:.0%} of the completions were cut off{at} {last}
 -> Raise sampling.max_completion_length, or ask for shorter answers{mask}
 completions_short: completions have {length:.1f} tokens on average {last}: nearly empty
--> Check the prompt and the chat template in completions/ of the run folder, and that no reward favours brevity
-no_answer: no answer could be extracted from {share:.0%} of the completions {last}, more than {limit:.0%}
--> Improve the format that the prompt asks for, or reward the format itself; see in completions/ of the run folder what
-   is written instead
-tag_opened_by_prompt: {name} was 0 in the last {total} steps, and prompts end in an open tag such as <think>, as the
-   chat template has it: completions close the tag, and the opening one is not in them
--> Let the function take the tag as opened; its argument prompt_ends tells how each prompt ends
-mask_ratio_low: the masks leave {kept:.0%} of the completions in the loss {last}, less than {limit:.0%}; those that take
-   any are {acting}
--> Where an off-policy mask does, update the reference more often (algorithm.reference_update_steps); where the validity
-   mask does, improve the prompt's format; where mask_truncated_completions does, raise sampling.max_completion_length
-mask_ratio_high: the masks leave {kept:.0%} of the completions in the loss {last}, more than {limit:.0%}: the samples
-   are good, and the masks do little
--> Nothing needs to be done; masks that depend on the policy cost a forward pass and may be switched off
+-> Check the prompt and the chat template in completions/ of the run folder, and that no reward favours short answers
+no_answer: no answer was found in {share:.0%} of the completions {last}, more than {limit:.0%}
+-> Read in completions/ of the run folder what is written instead. Ask for the format more clearly, or reward it
+tag_opened_by_prompt: {name} was 0 in the last {total} steps. The chat template already opens a tag such as <think> in
+   the prompt, so completions hold only its end
+-> Let the reward function accept this; its argument prompt_ends has the end of each prompt
+mask_ratio_low: only {kept:.0%} of the completions are not fully masked {last}, less than {limit:.0%}; active masks:
+   {acting}
+-> For an off-policy mask, update the reference more often (algorithm.reference_update_steps). For the validity mask,
+   ask for the format more clearly. For mask_truncated_completions, raise sampling.max_completion_length
+mask_ratio_high: {kept:.0%} of the completions are not fully masked {last}, more than {limit:.0%}: the samples are good,
+   and the masks have little effect
+-> Nothing needs to be done. Masks that depend on the policy cost a forward pass and can be switched off
 masked: {reason} excluded {share:.0%} of the sampled tokens from the loss {last}
--> Loosen or switch off {reason}; masking every bad completion also removes what would teach better ones
-kl_high: the KL from the reference is {kl:.2f} nats for each token {last}, above {limit:g}
--> Raise algorithm.beta or lower optim.learning_rate; with a reference that follows the policy, lower
+-> Loosen or switch off {reason}. Masking every bad completion also removes the signal that would improve them
+kl_high: the KL from the reference is {kl:.2f} nats per token {last}, above {limit:g}
+-> Raise algorithm.beta or lower optim.learning_rate. If the reference follows the policy, lower
    algorithm.reference_update_steps
-clip_fraction_high: {share:.0%} of the tokens were held back by the clip {last}: updates are too large
+clip_fraction_high: {share:.0%} of the tokens were clipped {last}: updates are too large
 -> Lower optim.learning_rate or algorithm.num_iterations
-greedy_from_the_start: the entropy was {begun:.4f} nats for each token from the first step on, and is {entropy:.4f}
-   {last}: sampling hardly draws, so the completions of a group are alike, and probabilities that are so sharp make KL
-   and updates large
+greedy_from_the_start: the entropy was {begun:.4f} nats per token from the first step on, and is {entropy:.4f} {last}:
+   the completions of a group are nearly the same, and KL and updates are large
 -> Raise sampling.temperature (1 is usual)
-entropy_collapse: the entropy is {entropy:.4f} nats for each token {last}: all completions of a group are alike
+entropy_collapse: the entropy is {entropy:.4f} nats per token {last}: the completions of a group are nearly the same
 -> Raise sampling.temperature, the upper clip range or algorithm.entropy_coef, or go back to an earlier checkpoint with
    a larger algorithm.beta
-entropy_fell: the entropy fell from {begun:.2f} to {entropy:.2f} nats for each token within {count} steps, and the
+entropy_fell: the entropy fell from {begun:.2f} to {entropy:.2f} nats per token within {count} steps, and the
    reward does not rise: the policy hardly explores any more
 -> Start again, or from a checkpoint before the fall, with a lower optim.learning_rate, or a larger
-   algorithm.entropy_coef or algorithm.beta; and {begin}
+   algorithm.entropy_coef or algorithm.beta. Also {begin}
 kinds_at_zero: the accuracy of {names} was 0 in {count} evaluations, while that of {best} rose from {before:.0%} to
    {now:.0%}
--> Put one solved example of each of these kinds into the prompt itself (few-shot), and add training rows of them;
-   completions/ in the run folder shows what is answered instead
-sampler_mismatch: sampler and trainer disagree by {nats:.3f} nats for each token {last}: the trained objective is not
-   that of the sampled completions
+-> Put one solved example of each of these kinds into the prompt (few-shot), and add training rows of them. Read in
+   completions/ of the run folder what is answered instead
+sampler_mismatch: log-probabilities of sampler and trainer differ by {nats:.3f} nats per token {last}
 -> Set algorithm.importance_sampling_correction to token_truncate, or run both in the same model.dtype
-actions_alike: {share:.0%} of the turns begin with something after which all episodes of their group do the same {last},
-   and {succeed:.0%} of the episodes succeed: what none of them tries cannot be learnt
--> Go back to where they still differed, with a larger sampling.temperature or algorithm.entropy_coef, or with more
-   tasks in a step (data.prompts_per_step) and fewer episodes of each
-samplers_idle: samplers have nothing to sample for {share:.0%} of the sampling time {last}
+actions_alike: {share:.0%} of the turns begin in a state where all episodes of the group act the same {last}, and only
+   {succeed:.0%} of the episodes succeed: actions that are never tried cannot be learnt
+-> Go back to a checkpoint where they differed, with a larger sampling.temperature or algorithm.entropy_coef, or with
+   more tasks in a step (data.prompts_per_step) and fewer episodes of each
+samplers_idle: samplers are idle for {share:.0%} of the sampling time {last}
 -> Use fewer distributed.samplers, a smaller distributed.groups_per_unit in a new run, or more data.prompts_per_step
 scoring_slow: reward functions take {scoring:.1f} s of a step of {step:.1f} s {last}
--> Let other processes or machines score, distributed.reward_workers, or more of them; or make the slowest one faster
+-> Use distributed.reward_workers (more of them), or make the slowest reward function faster
 reward_falling: the mean reward fell from {older:.3f} to {newer:.3f} within {count} steps
 -> Lower optim.learning_rate or raise algorithm.beta, and go back to an earlier checkpoint
-kl_low: the reward stands still at a KL of {kl:.4f} nats for each token, below {limit:g}: the penalty may hold the
-   policy back
+kl_low: the reward does not rise, and the KL is {kl:.4f} nats per token, below {limit:g}: the KL penalty may be too
+   strong
 -> Lower algorithm.beta
-reward_flat: the mean reward stands still: {older:.3f}, then {newer:.3f} in the newer half of {count} steps, with a
+reward_flat: the mean reward does not rise: {older:.3f}, then {newer:.3f} in the newer half of {count} steps, with a
    standard error of {error:.3f}
--> Read what is sampled (covey report RUN --worst): if this is the most that can be earned, stop here; if right answers
-   are never tried, raise sampling.temperature or sampling.num_generations; if they are tried and do not become more
+-> Read completions (covey report RUN --worst). If this is the highest possible reward, stop here. If right answers are
+   never sampled, raise sampling.temperature or sampling.num_generations. If they are sampled but do not become more
    frequent, raise optim.learning_rate or data.prompts_per_step
 """
 _SAYS = {
@@ -173,10 +170,10 @@ _SAYS = {
     for match in re.finditer(r"^(\w+): (.*?)^-> (.*?)(?=^\w|\Z)", _TEXTS, re.MULTILINE | re.DOTALL)
 }
 _EXAMPLES = (
-    "put one solved example of each kind of question into the prompt itself (few-shot), which often works where a "
-    "sentence in data.system_prompt does not"
+    "put one solved example of each kind of question into the prompt (few-shot), which often works better than a "
+    "sentence in data.system_prompt"
 )
-_IMITATION = "begin with imitation where the world has an expert (covey play RECIPE --imitate)"
+_IMITATION = "begin with imitation if the world has an expert (covey play RECIPE --imitate)"
 _WANTED_MASKS = {"mask/top_entropy_quantile", "mask/down_sampling"}  # asked for as a share, to mask most tokens
 _EXPLAINED_MASKS = {"mask/failed_episodes"}  # by `_worlds`
 _MOST_FINDINGS = 500
@@ -224,16 +221,14 @@ def _say(code: str, recent: _Window, **numbers: Any) -> Diagnosis:
 
 
 def diagnose(history: Sequence[Record], thresholds: Thresholds | None = None) -> list[Diagnosis]:
-    """Look at a run's last steps and name what keeps it from learning.
+    """Find what keeps a run from learning, in its last steps.
 
     Args:
-        history: metrics of training steps, oldest first: lines of `metrics.jsonl`, or what observers are
-            told. Lines without any of the names in `covey.metric_names.METRICS` that are judged here
-            count for nothing; of evaluations (only `eval/` names) the accuracy is read.
-        thresholds: where trouble begins.
+        history: metrics of training steps and evaluations, oldest first, such as the lines of `metrics.jsonl`.
+        thresholds: the limits of good values.
 
     Returns:
-        Diagnoses, the most basic first; empty when nothing is wrong or too few steps are known.
+        Diagnoses, the most basic first; empty if nothing is wrong or too few steps are known.
     """
     limits = thresholds or Thresholds()
     steps = [step for step in history if is_step(step)]
@@ -302,7 +297,7 @@ def _rewards(recent: _Window, limits: Thresholds, *, of_one: bool) -> Iterator[D
     reward = recent.mean("reward")
     about = f"in {tied:.0%} of the groups all completions got the same reward (last {total} steps)"
     if right is None:
-        right, named, unless = (reward if of_one else None), "mean reward", ", if 1 is the most that can be earned"
+        right, named, unless = (reward if of_one else None), "mean reward", ", if 1 is the highest possible reward"
     if right is not None and right >= limits.solved_reward:
         yield _say("groups_all_right", recent, about=about, named=named, right=right, unless=unless)
     elif right is not None and right <= limits.failed_reward:

@@ -145,7 +145,7 @@ def read_json_lines(path: Path, is_record: Callable[[Record], bool] = lambda rec
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         record = read_json(line, dict)
         if record is None or not is_record(record):
-            what = "is no JSON object" if record is None else "is none of this file's lines"
+            what = "is not a JSON object" if record is None else "is none of this file's lines"
             raise RunFolderError(f"{path}: line {number} {what}; remove that line and try again")
         records.append(record)
     return records

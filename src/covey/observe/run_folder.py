@@ -215,7 +215,7 @@ class RunFolder:
             present = [entry.name for entry in folder.iterdir()] if folder.exists() and not there else []
         foreign = sorted(name for name in present if name not in _IGNORED | _FRESH and not files.is_leftover(name))
         if foreign:
-            held = f"is not empty (it holds {', '.join(foreign[:3])}) and is no Covey run"
+            held = f"is not empty (it holds {', '.join(foreign[:3])}) and is not a Covey run"
             raise RunFolderError(f"{path} {held}; choose another run.output_dir")
         existing = next(place for place in (folder, *folder.parents) if place.exists())
         effective = os.access in os.supports_effective_ids
@@ -427,7 +427,7 @@ class RunFolder:
         with files.explained(self.versions_path, "read"):
             versions = read_json(self.versions_path.read_bytes(), dict)
         if versions is None or not isinstance(versions.get("run_id"), str) or not versions["run_id"]:
-            what = "is damaged: it is no JSON object with a run_id; restore it from a backup"
+            what = "is damaged: it is not a JSON object with a run_id; restore it from a backup"
             raise RunFolderError(f"{self.versions_path} {what}")
         return versions
 

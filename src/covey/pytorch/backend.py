@@ -8,28 +8,29 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from covey.backend import adamw_options, adapter_options
-from covey.config.effects import uses_reference
-from covey.config.vllm import logprobs_mode
+from covey.config.effects import logprobs_mode, uses_reference
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError
+from covey.functions import later
 from covey.pytorch import optimizers
-from covey.pytorch.engine import Engine
-from covey.pytorch.gradient_sum import AloneInFixedPoint, Share
-from covey.pytorch.learner import Learner
 from covey.pytorch.models import quantised
 from covey.pytorch.models.quantised import quantised_layers
-from covey.pytorch.optimizers import LossScale
 from covey.pytorch.policy import Policy
 from covey.types import Prompt
 
 if TYPE_CHECKING:
-    from covey.pytorch.engine.vllm_engine import VLLMEngine
+    from covey.pytorch import engine, gradient_sum, learner
+    from covey.pytorch.engine import vllm_engine
+else:
+    engine, vllm_engine, gradient_sum, learner = later(
+        "covey.pytorch", "engine engine.vllm_engine gradient_sum learner"
+    )
 
 
 class PyTorchBackend:
     """Policy, engine and learner on one device, with which others may share the packs of a step."""
 
-    def __init__(self, share: Share | None = None) -> None:
+    def __init__(self, share: gradient_sum.Share | None = None) -> None:
         """The learner's `share`; all packs are its own, unless others have a part."""
         self._share = share
 
@@ -60,12 +61,10 @@ class PyTorchBackend:
             offload=config.optim.offload,
         )
 
-    def make_sampler(self, config: GRPOConfig, policy: Any, **how: Any) -> Engine | VLLMEngine:
+    def make_sampler(self, config: GRPOConfig, policy: Any, **how: Any) -> engine.Engine | vllm_engine.VLLMEngine:
         """The engine that samples in this process, Covey's or vLLM; `how` goes to Covey's."""
         chosen, cache = config.sampling, int(config.sampling.kv_cache_gb * 2**30)
         if chosen.engine == "vllm":
-            from covey.pytorch.engine.vllm_engine import VLLMEngine
-
             autocast = config.optim.autocast
             held = next(p.dtype for p in policy.model.parameters() if p.is_floating_point())
             options = config.vllm
@@ -76,7 +75,7 @@ class PyTorchBackend:
                         "sampling.engine='vllm' with a model that was passed quantised: vLLM would read its "
                         "weights as quantised ones too; pass the model's name, with model.quantization"
                     )
-            return VLLMEngine(
+            return vllm_engine.VLLMEngine(
                 policy.model,
                 policy.tokenizer,
                 folder=policy.folder,
@@ -87,7 +86,7 @@ class PyTorchBackend:
                 seed=config.run.seed,
                 trust_remote_code=config.model.trust_remote_code,
             )
-        return Engine(
+        return engine.Engine(
             cast(Policy, policy).model,
             policy.tokenizer,
             dtype=None if chosen.sampler_dtype == "model" else getattr(torch, chosen.sampler_dtype),
@@ -96,7 +95,7 @@ class PyTorchBackend:
             **how,
         )
 
-    def make_learner(self, config: GRPOConfig, policy: Any) -> Learner:
+    def make_learner(self, config: GRPOConfig, policy: Any) -> learner.Learner:
         """The learner; it runs packs side by side unless something samples beside it in this process."""
         learners = config.distributed.learners
         if learners > 1 and self._share is None:
@@ -104,14 +103,14 @@ class PyTorchBackend:
                 f"distributed.learners={learners}: this is one process; train with the command covey train, which "
                 f"starts the others, or with torchrun --nproc-per-node {learners} -m covey train RECIPE"
             )
-        share = self._share or (None if config.distributed.samplers is None else AloneInFixedPoint())
+        share = self._share or (None if config.distributed.samplers is None else gradient_sum.AloneInFixedPoint())
         beside = config.schedule.max_staleness == 0 or config.server.upload_adapters_to_server
         half = config.optim.autocast == "float16" or any(p.dtype == torch.float16 for p in policy.model.parameters())
-        return Learner(
+        return learner.Learner(
             policy,
             side_by_side=beside,
             optimizer=config.optim.optimizer,
-            loss_scale=LossScale() if half else None,
+            loss_scale=optimizers.LossScale() if half else None,
             share=share,
             **adamw_options(config),
         )

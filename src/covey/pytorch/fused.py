@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,9 @@ from covey.pytorch.models.form import LayerForm, NormForm, Rotary, Turn, read_fo
 from covey.pytorch.models.lora import LeanLoraLinear
 from covey.pytorch.products import add_product, linear, product
 from covey.rollout.packing import Pack
-from covey.rollout.walking import Piece
+
+if TYPE_CHECKING:
+    from covey.rollout.walking import Piece
 
 
 class Norm:

@@ -27,13 +27,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
-from covey.errors import ModelError
-from covey.pytorch.products import linear, product_into
+from covey.pytorch.models.form import Head, wide, wide_dtype
+from covey.pytorch.products import product_into
 from covey.types import Support
 
 ExactKL = Literal["exact", "exact_weighted"]
@@ -42,54 +41,6 @@ _WEIGHT_EPS = 1e-8  # as printed in usmle-qa.md
 CHUNK_BYTES = 256 << 20
 """Of a chunk's float32 logits on CUDA; there are two such buffers."""
 _CHUNK_BYTES = {"cpu": 32 << 20, "cuda": CHUNK_BYTES, "meta": CHUNK_BYTES}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Head:
-    """How a model turns a hidden state into logits: `softcap * tanh(scale * (h W' + b) / softcap)`."""
-
-    weight: Tensor | None  # [V, d], or None where only the module can be called (LoRA on the head, unusual heads)
-    bias: Tensor | None = None  # [V]
-    scale: float = 1.0
-    softcap: float | None = None
-    module: nn.Module | None = None  # the head itself
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> Head:
-        """The output head of a causal LM with the model's own factors on the logits: `final_logit_softcapping` (Gemma
-        2), `logit_scale` (Cohere, a factor) and `logits_scaling` (Granite, a divisor); `Policy` compares the result
-        with the model's own logits.
-        """
-        module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        if module is None:
-            raise ModelError(f"{type(model).__name__}: has no output head; use a causal language model")
-        config = model.config.get_text_config()
-        scale = 1.0
-        if getattr(config, "logit_scale", None) is not None:
-            scale *= float(config.logit_scale)
-        if getattr(config, "logits_scaling", None) is not None:
-            scale /= float(config.logits_scaling)
-        softcap = getattr(config, "final_logit_softcapping", None)
-        if type(module) is nn.Linear:
-            return cls(module.weight, module.bias, scale, softcap, module)
-        return cls(None, None, scale, softcap, module)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """`[S, d]` -> `[S, V]` in float32 or wider, by plain autograd operations."""
-        if self.weight is None:
-            assert self.module is not None
-            raw = _wide(self.module(hidden)) * self.scale
-        else:
-            raw = _product(hidden, self.weight) * self.scale
-            if self.bias is not None:
-                raw = raw + _wide(self.bias) * self.scale
-        return raw if self.softcap is None else torch.tanh(raw / self.softcap) * self.softcap
-
-    def frozen(self) -> Head:
-        """The same head on its present weights, detached: a later exchange of data does not reach it."""
-        weight = None if self.weight is None else self.weight.detach()
-        bias = None if self.bias is None else self.bias.detach()
-        return Head(weight, bias, self.scale, self.softcap, self.module)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,7 +156,7 @@ class _Job:
 
     def buffers(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Two `[rows, V]`, used again and again: on a CPU fresh pages can cost as much as computing on them."""
-        one = hidden.new_empty(min(self.rows, len(hidden)), width, dtype=_wide_dtype(hidden.dtype))
+        one = hidden.new_empty(min(self.rows, len(hidden)), width, dtype=wide_dtype(hidden.dtype))
         return one, torch.empty_like(one)
 
     def reference_logq(self, start: int, stop: int) -> Tensor | None:
@@ -305,7 +256,7 @@ class _Score(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         train_head = grad_enabled and (weight.requires_grad or (bias is not None and bias.requires_grad))
         direct = grad_enabled and hidden.requires_grad and not train_head
-        logp = torch.empty(len(hidden), dtype=_wide_dtype(hidden.dtype), device=hidden.device)
+        logp = torch.empty(len(hidden), dtype=wide_dtype(hidden.dtype), device=hidden.device)
         entropy = torch.empty_like(logp) if job.entropy else logp.new_empty(0)
         kl = torch.empty_like(logp) if job.reference is not None else logp.new_empty(0)
         factor = job.head.scale / job.temperature
@@ -313,7 +264,7 @@ class _Score(torch.autograd.Function):
         wanted = [name for name, is_asked in asked.items() if is_asked]
         # in the hidden state's own precision: they are gradients of it
         vectors = {name: torch.empty_like(hidden) for name in wanted} if direct else {}
-        operand, wide_bias = _operand(weight), None if bias is None else _wide(bias.detach())
+        operand, wide_bias = _operand(weight), None if bias is None else wide(bias.detach())
         buffers = job.buffers(hidden, len(weight))
         for start, stop in job.chunks():
             chunk = _compute(hidden[start:stop], operand, wide_bias, job, start, buffers, direct)
@@ -355,12 +306,12 @@ class _Score(torch.autograd.Function):
         hidden, weight, bias = (*ctx.saved_tensors, None)[:3]
         job: _Job = ctx.job
         factor = job.head.scale / job.temperature
-        dtype = _wide_dtype(hidden.dtype)
+        dtype = wide_dtype(hidden.dtype)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden, dtype=dtype) if need_hidden else None
         d_weight = torch.zeros_like(weight, dtype=dtype) if need_weight else None
         d_bias = torch.zeros_like(bias, dtype=dtype) if need_bias and bias is not None else None
-        operand, wide_bias = _operand(weight), None if bias is None else _wide(bias)
+        operand, wide_bias = _operand(weight), None if bias is None else wide(bias)
         buffers = job.buffers(hidden, len(weight))
         for start, stop in job.chunks():
             h = hidden[start:stop]
@@ -406,18 +357,10 @@ def _score_by_module(hidden: Tensor, job: _Job) -> tuple[Tensor, Tensor, Tensor]
 
     parts = [checkpoint(chunk_scores, hidden[start:stop], start, use_reentrant=False) for start, stop in job.chunks()]
     if not parts:  # still of the graph: the backward of what others attend to begins here
-        empty = hidden.sum(-1).to(_wide_dtype(hidden.dtype))
+        empty = hidden.sum(-1).to(wide_dtype(hidden.dtype))
         return empty, empty.detach(), empty.detach()
     logp, entropy, kl = (torch.cat(column) for column in zip(*parts, strict=True))
     return logp, entropy, kl
-
-
-def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(_wide_dtype(x.dtype))
 
 
 def _row_dot(a: Tensor, b: Tensor) -> Tensor:
@@ -428,11 +371,7 @@ def _row_dot(a: Tensor, b: Tensor) -> Tensor:
 def _operand(weight: Tensor) -> Tensor:
     """The head's weight as the products take it: narrow only where a kernel returns float32 for it."""
     weight = weight.detach()
-    return weight if weight.is_cuda or weight.is_meta else _wide(weight)
-
-
-def _product(hidden: Tensor, weight: Tensor) -> Tensor:
-    return linear(_wide(hidden), _wide(weight))
+    return weight if weight.is_cuda or weight.is_meta else wide(weight)
 
 
 def _product_into(out: Tensor, rows: Tensor, weight: Tensor, factor: float) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,13 @@ from covey.pytorch.attention.probe import Expected, check_scores, find_obstacle
 from covey.pytorch.attention.tree_attention import LAYOUT_ARGUMENT
 from covey.pytorch.attention.tree_layout import TreeLayout, TreePath
 from covey.pytorch.fused import FusedDecoder
-from covey.pytorch.logprobs import Head
-from covey.pytorch.models.form import rope_by_length
+from covey.pytorch.models.form import Head, rope_by_length
 from covey.pytorch.models.loading import LoadedModel, causal_lm, transformer
 from covey.pytorch.models.lora import dropout_obstacle, switch_dropout_off
 from covey.rollout.packing import Pack
-from covey.rollout.walking import Piece
+
+if TYPE_CHECKING:
+    from covey.rollout.walking import Piece
 
 logger = logging.getLogger("covey.pytorch")
 
@@ -113,7 +114,7 @@ class PackedModel:
             run = partial(self._hidden_padded, cast(Pack, pack))
         else:
             hangs: dict[str, Any] = {}
-            if isinstance(pack, Piece):
+            if not isinstance(pack, Pack):
                 hangs = {"past": pack.past, "path": path, "trunk": pack.trunk}
             layout = TreeLayout.of(pack.branches, self.device, **hangs)
             fused = self.fused if self.fused is not None and self.fused.can_run() else None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -21,18 +21,25 @@ from transformers import PreTrainedTokenizerBase
 from covey.adapters import check_fits
 from covey.errors import ModelError
 from covey.files import save_tokenizer
-from covey.pytorch.attention.tree_layout import Paths
-from covey.pytorch.engine.merge import weights_of
-from covey.pytorch.logprobs import ExactKL, Head, ReferenceDistribution, TokenScores, score_tokens
-from covey.pytorch.models.loading import load_model, says_quantised, trained_dtype
+from covey.functions import later
+from covey.pytorch.models.form import Head
+from covey.pytorch.models.loading import context_length, load_model, says_quantised, trained_dtype
 from covey.pytorch.models.lora import attach, save_adapter
 from covey.pytorch.optimizers import HostMemory
 from covey.pytorch.packed_model import PackedModel
 from covey.pytorch.reference import Reference, ReferenceUpdate
-from covey.rollout.learning import Weights
-from covey.rollout.packing import Pack
-from covey.rollout.walking import Piece
-from covey.types import Support
+
+if TYPE_CHECKING:
+    from covey.pytorch import logprobs
+    from covey.pytorch.attention.tree_layout import Paths
+    from covey.pytorch.engine import merge
+    from covey.pytorch.logprobs import ExactKL, TokenScores
+    from covey.rollout.learning import Weights
+    from covey.rollout.packing import Pack
+    from covey.rollout.walking import Piece
+    from covey.types import Support
+else:  # what it takes to be scored, and to be sampled from
+    logprobs, merge = later("covey.pytorch", "logprobs engine.merge")
 
 logger = logging.getLogger("covey.pytorch")
 
@@ -139,6 +146,11 @@ class Policy:
         return self.held.device
 
     @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and completion together."""
+        return context_length(self.held.lm)
+
+    @property
     def uses_peft(self) -> bool:
         """True when an adapter is trained, False when the model itself is."""
         return isinstance(self.model, PeftModel)
@@ -190,8 +202,10 @@ class Policy:
         if exact_kl is not None:
             with self.reference.active():
                 hidden = self.held.hidden(pack, None if paths is None else paths.reference).detach()
-                compared = ReferenceDistribution(hidden, self._reference_logits(self.held.head().frozen()), exact_kl)
-        return score_tokens(
+                compared = logprobs.ReferenceDistribution(
+                    hidden, self._reference_logits(self.held.head().frozen()), exact_kl
+                )
+        return logprobs.score_tokens(
             self.held.hidden(pack, None if paths is None else paths.own),
             torch.from_numpy(pack.targets).to(self.device),
             self.held.head(),
@@ -254,7 +268,7 @@ class Policy:
 
     def weights(self, version: int) -> Weights:
         """What a sampler takes, as they are now; see `Weights`."""
-        return weights_of(self.model, version)
+        return merge.weights_of(self.model, version)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the trained tensors by name."""

@@ -57,7 +57,7 @@ class Reference:
     ) -> None:
         """Make a reference that equals the policy as it is now; `ConfigError` where a value is out of range."""
         if update not in ("none", "copy", "ema"):
-            raise ConfigError(f"update={update!r}: is no rule for a reference; use none, copy or ema")
+            raise ConfigError(f"update={update!r}: is not a rule for a reference; use none, copy or ema")
         if every < 1:
             raise ConfigError(f"algorithm.reference_update_steps={every}: must be 1 or more")
         if not 0.0 <= ema_decay < 1.0:

@@ -1,4 +1,4 @@
-"""Rewards that can be verified: what a completion is worth."""
+"""Verifiable rewards: functions and verifiers that score completions."""
 
 from typing import TYPE_CHECKING
 

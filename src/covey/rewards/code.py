@@ -58,14 +58,14 @@ _REMEMBERED = 4096
 
 
 class CodeReward:
-    """1.0 where the program in a completion passes every test of its row's `column`, else 0.0.
+    """Reward 1.0 if the program in a completion passes all tests of its row, else 0.0.
 
     Args:
-        column: of the tests; a row without any is not scored (None).
-        partial_credit: the share of tests that pass instead.
+        column: dataset column with the tests; a row without tests is not scored (None).
+        partial_credit: reward the share of passed tests instead.
         limits: of each program.
-        workers: programs at once; None = the machine's cores.
-        unprotected: run even where the host offers too little protection; see `covey.rewards.jail`.
+        workers: number of programs at the same time; None = the machine's cores.
+        unprotected: run even if the host offers too little protection; see `covey.rewards.jail`.
         packages: installed distributions that programs may import, such as "numpy".
     """
 
@@ -109,7 +109,7 @@ class CodeReward:
         return [None if result is None else self.score(result) for result in results]
 
     def results(self, completions: Sequence[str | list[Message]], **columns: Any) -> list[TestResult | None]:
-        """What each completion's tests did; a text that was run lately is not run again."""
+        """The test results of each completion; recent results are reused for equal texts."""
         specs = column_of(columns, self._column, "programs are tested by", function=self.__name__)
         jobs: dict[tuple[str, str], tuple[str, Tests]] = {}
         keys: list[tuple[str, str] | None] = []
@@ -133,11 +133,11 @@ class CodeReward:
         return results
 
     def score(self, result: TestResult) -> float:
-        """The reward that a result is worth: 1.0 or 0.0, or the share of tests passed with `partial_credit`."""
+        """The reward for a result: 1.0 or 0.0, or with `partial_credit` the share of passed tests."""
         return result.fraction if self._partial else result.score
 
     def close(self) -> None:
-        """Ends the jail; the next call starts it anew."""
+        """End the sandbox; the next call starts it again."""
         with self._lock:
             if self._harness is not None:
                 self._harness.close()

@@ -66,7 +66,7 @@ def read_json(text: str) -> Any:
 
 
 def completion_text(completion: str | list[Message]) -> str:
-    """The text of a completion as reward functions receive it: a string, or the last of its messages."""
+    """The text of a completion: the string itself, or the content of its last message."""
     if isinstance(completion, str):
         return completion
     content = completion[-1].get("content") if completion else None
@@ -98,8 +98,8 @@ def opened_texts(completions: Sequence[str | list[Message]], columns: Mapping[st
 def parse_number(text: str) -> Fraction | None:
     r"""Read a text that is one number and nothing else, exactly: `-1,234.5`, `$18`, `18.00`, `1/2`, `\frac{1}{2}`.
 
-    Surrounding white space, a dollar sign, a percent sign and a full stop at the end do not count. Returns
-    None for anything else.
+    Surrounding white space, a dollar sign, a percent sign and a full stop at the end are ignored. The result is None
+    for any other text.
     """
     text = text.strip()
     if not text or len(text) > MAX_NUMBER_LENGTH:
@@ -148,7 +148,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def boxed_content(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}`, braces balanced; None if there is none, or the last one does not end."""
+    r"""The content of the last `\boxed{...}` with balanced braces; None if there is none or it does not end."""
     found = boxes(text)
     return text[slice(*found[-1])] if found and found[-1][1] >= 0 else None
 
@@ -172,8 +172,8 @@ def boxes(text: str) -> list[tuple[int, int]]:
 def final_number(text: str, markers: Iterable[Marker] = ("####", "boxed", "answer")) -> Fraction | None:
     r"""The number that a text offers as its final answer.
 
-    The first marker in `markers` that is followed by a number decides, at its last place in the text; without
-    any, the last number in the text. No other number takes the place of a box that cannot be read. None: there is none.
+    This is the number after the last occurrence of the first marker in `markers` that is followed by a number. Without
+    such a marker it is the last number in the text. None: there is no number, or the box cannot be read.
 
     Args:
         text: a completion.

@@ -59,21 +59,21 @@ class _NoReplyError(Exception):
 
 
 class JudgeReward:
-    """Scores from 0 to 1; None where the judge gave none.
+    """Reward from 0 to 1 by a judge model; None if the judge gave no score.
 
-    Raises `ConfigError`: a number out of range, or a template without the fields.
+    Raises `ConfigError`: a number is out of range, or the template lacks a field.
 
     Args:
-        base_url: of the endpoint, e.g. "https://api.openai.com/v1".
-        model: its name there.
-        template: with the fields `prompt`, `completion` and, if wanted, `mark`; the reply must hold "Score: n".
+        base_url: address of the API, e.g. "https://api.openai.com/v1".
+        model: name of the judge model.
+        template: prompt with the fields `prompt`, `completion` and optionally `mark`; it must ask for "Score: n".
         best: the highest score.
-        timeout: seconds for one request.
-        retries: further tries after a failure that may pass (no connection, too many requests, server error).
-        deadline: seconds for one completion with all its tries.
-        concurrency: requests at once.
-        cache: folder in which replies are kept; the same question is not asked twice, also in later runs.
-        api_key_variable: environment variable of the key; none is sent where it is not set.
+        timeout: time limit for one request, in seconds.
+        retries: how often a request is repeated after a temporary failure (connection, rate limit, server error).
+        deadline: time limit for one completion with all its requests, in seconds.
+        concurrency: number of requests at the same time.
+        cache: folder in which replies are kept, so that later runs do not ask the same again.
+        api_key_variable: environment variable of the API key; if it is not set, no key is sent.
     """
 
     __name__ = "judge"
@@ -116,7 +116,7 @@ class JudgeReward:
         return [found[pair] for pair in pairs]
 
     def close(self) -> None:
-        """Closes the connections and ends the threads."""
+        """Close the connections and end the threads."""
         self._pool.shutdown(cancel_futures=True)
         self._client.close()
 

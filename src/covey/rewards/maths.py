@@ -35,15 +35,15 @@ class MathReward:
 
     Raises `ConfigError`: `math-verify` is not installed.
 
-    A reference is read whole; no number is looked for in it. It is a number (int, float, Decimal, Fraction, NumPy's);
-    text that is one answer (`\frac{1}{2}`, `1, 2, 3`, `x = 5`, `Monday`); a solution whose answer is in its last
-    `\boxed{}`, after `####` or in its only `$...$`; or None, and the row is not scored. In a completion the last
-    `\boxed{}` is the answer, even one that cannot be read; without a box it is what math-verify finds.
+    A reference is a number (int, float, Decimal, Fraction, NumPy) or text with one answer (`\frac{1}{2}`, `1, 2, 3`,
+    `x = 5`, `Monday`). It may also be a solution with the answer in its last `\boxed{}`, after `####` or in its only
+    `$...$`. A row with None is not scored. A completion's answer is its last `\boxed{}`, also if it cannot be
+    read; without a box it is what math-verify finds.
 
     Args:
-        column: the reference.
-        workers: processes.
-        time_limit: seconds for one completion; one that takes longer scores 0.
+        column: dataset column with the reference.
+        workers: number of processes.
+        time_limit: time limit for one completion, in seconds; a longer one scores 0.
     """
 
     __name__ = "math"
@@ -80,7 +80,7 @@ class MathReward:
         self._read([row.get(self._column) for row in rows])
 
     def close(self) -> None:
-        """Ends the processes; the next call starts them anew."""
+        """End the processes; the next call starts them again."""
         self._pool.close()
 
     def _read(self, references: Sequence[Any]) -> list[str | None]:
@@ -115,7 +115,7 @@ def expression_of(reference: Any) -> str:
     if (number := number_text(reference)) is not None:
         return number
     if not isinstance(reference, str):
-        raise ValueError(f"a {type(reference).__name__} is no reference, a finite number or text is")
+        raise ValueError(f"a {type(reference).__name__} is not a reference, a finite number or text is")
     text, boxed, marked = reference.strip(), answer_in(reference), reference.rpartition("####")[2].strip()
     if boxed is not None:
         text = boxed

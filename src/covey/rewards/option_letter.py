@@ -84,11 +84,11 @@ class _Found(NamedTuple):
 
 
 def extract_choice(text: str, letters: Sequence[str] = "ABCD") -> str | None:
-    """The letter that a text chooses, or None. Raises `ConfigError`: `letters` are not single capital letters.
+    """The option letter that a text chooses, or None. Raises `ConfigError`: `letters` are not single capital letters.
 
     Args:
-        text: of a completion.
-        letters: the options' letters, capitals.
+        text: a completion.
+        letters: the capital letters of the options.
     """
     reader = _Reader(tuple(letters))
     cleaned = re.sub(r"[*`]|(?<!\w)_+|_+(?!\w)", "", text[-MAX_TAIL:])

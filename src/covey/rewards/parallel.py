@@ -146,13 +146,13 @@ def serve(channel: int) -> None:
 
 
 class ParallelVerifier(Verifier):
-    """Another verifier, several items at once and each within a time limit.
+    """Runs another verifier in several processes, with a time limit for each item.
 
     Args:
         verifier: scores one pair with `verify`; it is copied to each process.
-        workers: processes.
-        time_limit: seconds for one item.
-        timeout_score: of an item that takes longer; None = not scored.
+        workers: number of processes.
+        time_limit: time limit for one item, in seconds.
+        timeout_score: score of an item that takes longer; None = not scored.
     """
 
     def __init__(
@@ -181,5 +181,5 @@ class ParallelVerifier(Verifier):
         return scores
 
     def close(self) -> None:
-        """Ends the processes; the next call starts them anew."""
+        """End the processes; the next call starts them again."""
         self._pool.close()

@@ -30,10 +30,10 @@ TextReward = Callable[..., list[float | None]]
 
 
 def exact_match(column: str = "answer", *, ignore_case: bool = False) -> TextReward:
-    """Reward 1.0 where the whole completion equals the row's `column`, white space around both aside; else 0.0.
+    """Reward 1.0 where the whole completion equals the row's `column`, without surrounding white space; else 0.0.
 
-    A row whose reference is None is not scored (None). A reference is text, a bool or a number; a number in digits, 5.0
-    as "5". Anything else raises `RewardError`.
+    A reference is text, a bool or a number, where 5.0 is written "5". A row with None is not scored (None). Any other
+    reference raises `RewardError`.
     """
 
     def compare(text: str, reference: Any) -> tuple[bool, None]:
@@ -53,11 +53,11 @@ def numeric_match(
     """Reward 1.0 where the completion's final number equals the row's `column` as an exact number; else 0.0.
 
     Args:
-        column: dataset column with the reference: a number, or text that is one. None: the row is not scored.
-        strict: True accepts only a completion that is the number and nothing else.
-        markers: where the final number is looked for; see `covey.rewards.extract.final_number`.
+        column: dataset column with the reference, a number or its text; a row with None is not scored.
+        strict: True accepts only a completion that consists of the number.
+        markers: see `covey.rewards.extract.final_number`.
 
-    The function raises `RewardError` for a reference that is no number, naming the sample.
+    The function raises `RewardError` for a reference that is not a number, and names the sample.
     """
     chosen = tuple(markers)
 
@@ -84,8 +84,8 @@ def format_reward(
     Args:
         pattern: e.g. `r"<think>.*</think>\s*\S+"`. Python's matcher can take exponential time on nested
             repetitions such as `(a+)+`, and cannot be interrupted while it does: avoid them.
-        full: the whole text must match, white space around it aside; False searches. Where the prompt ends in a tag
-            such as `<think>`, the text may match with that tag before it.
+        full: the whole text must match, without surrounding white space; False = any part may match. If the prompt ends
+            in a tag such as `<think>`, the text may also match with this tag before it.
         flags: of the `re` module.
         name: the key of the reward in logs.
     """
@@ -161,8 +161,8 @@ _JSON_BLOCK = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n?```", re.DOTALL)
 def tags_reward(*tags: str, name: str = "tags") -> TextReward:
     """Reward 1.0 where a completion is `<a>...</a> <b>...</b>`: these tags once each, in order, with text in each.
 
-    Nothing but white space may stand outside of them. The first tag may be opened by the prompt's end instead. Raises
-    `ConfigError`: no tags, or one that is no name.
+    Only white space may stand outside the tags. The prompt may open the first tag. Raises `ConfigError`: there are no
+    tags, or one is not a name.
     """
     if not tags or not all(re.fullmatch(r"[A-Za-z][\w-]*", tag) for tag in tags):
         raise ConfigError(f"tags={tags!r}: give names such as 'think', 'answer'")
@@ -188,14 +188,14 @@ def has_tags(text: str, tags: Sequence[str]) -> bool:
 
 
 def json_reward(schema: Mapping[str, Any] | None = None, *, name: str = "json", time_limit: float = 2.0) -> TextReward:
-    """Reward 1.0 where a completion is JSON, bare or in its last fenced block, and fits a JSON schema (if given).
+    """Reward 1.0 where a completion, or its last fenced block, is JSON and fits a JSON schema (if given); else 0.0.
 
-    Raises `ConfigError`: the schema is none.
+    Raises `ConfigError`: the schema is not valid.
 
     Args:
-        schema: its check can take time that is exponential in the text, so it runs in a process of its own.
+        schema: checked in another process, because the check can take a time that is exponential in the text.
         name: the key of the reward in logs.
-        time_limit: seconds for the check of one completion; one that takes longer scores 0.
+        time_limit: time limit for one completion, in seconds; a longer check scores 0.
     """
     import jsonschema
 
@@ -250,7 +250,7 @@ def _validator(schema: str) -> Any:
 def length_reward(most: int, *, least: int = 1, over: int = 0, name: str = "length") -> TextReward:
     """Reward 1.0 where a completion has `least` to `most` tokens, falling to 0.0 over `over` more tokens.
 
-    Raises `ConfigError`: not 1 <= least <= most, or over below 0.
+    Raises `ConfigError`: not 1 <= least <= most, or `over` is negative.
     """
     if not 1 <= least <= most or over < 0:
         raise ConfigError(f"least={least}, most={most}, over={over}: 1 <= least <= most and over >= 0 must hold")

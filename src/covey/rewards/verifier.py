@@ -15,7 +15,7 @@ RewardFunction = Callable[..., Any]
 
 @runtime_checkable
 class SupportsBatchVerify(Protocol):
-    """Anything with `batch_verify`; it is accepted wherever a reward function is."""
+    """An object with `batch_verify`; it can take the place of a reward function."""
 
     def batch_verify(self, pairs: list[tuple[str, str]]) -> Sequence[float | None]:
         """One score for each (prompt, completion) pair, in order."""
@@ -24,8 +24,8 @@ class SupportsBatchVerify(Protocol):
 class Verifier:
     """Base class of verifiers. Override `verify` (one pair) or `batch_verify` (all at once).
 
-    A verifier sees text alone, no dataset columns: the completion's text and the prompt's (the last user
-    message of a conversation). It can be called like a reward function, also by TRL.
+    A verifier sees the text of the completion and of the prompt (the last user message of a conversation), but no
+    dataset columns. It can be called like a reward function, also by TRL.
 
         class IsEven(Verifier):
             def verify(self, prompt: str, completion: str) -> float:
@@ -35,7 +35,7 @@ class Verifier:
     """
 
     def verify(self, prompt: str, completion: str) -> float | None:
-        """Score one pair; None if it cannot be scored."""
+        """Score one pair; None = it cannot be scored."""
         if type(self).batch_verify is Verifier.batch_verify:
             raise NotImplementedError(f"{type(self).__name__} overrides neither verify nor batch_verify; define one")
         return self.batch_verify([(prompt, completion)])[0]
@@ -80,8 +80,8 @@ def verifier_from_reward(function: RewardFunction, columns: Mapping[str, Mapping
 
     Args:
         function: a reward function with TRL's signature.
-        columns: prompt text -> the dataset columns that the function wants for it, such as
-            `{"2+3=": {"answer": "5"}}`: a verifier has no dataset row. One that a prompt lacks is None.
+        columns: prompt text -> dataset columns for the function, such as `{"2+3=": {"answer": "5"}}`, because a
+            verifier has no dataset row. A missing column is None.
     """
     return _RewardVerifier(function, columns or {})
 
@@ -94,7 +94,7 @@ def as_pairs(
 
 
 def reward_name(function: object) -> str:
-    """What a reward function is called in logs: its `__name__` (also within a partial), or its class's."""
+    """The name of a reward function in logs: its `__name__` (also inside a partial), or the name of its class."""
     while hasattr(function, "func") and not hasattr(function, "__name__"):
         function = function.func
     name = getattr(function, "__name__", None)

@@ -5,7 +5,7 @@ Advantages come from the estimator: what it is given is put together here, and w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,21 +19,17 @@ from covey.algorithms import (
     Turns,
     combine_masks,
     combine_rewards,
-    find_estimator,
     soft_overlong_punishment,
 )
 from covey.algorithms.down_sampling import DownSampling
 from covey.algorithms.masks import completion_masks
-from covey.types import Batch, BoolArray, Group, IntArray, Prompt, Trajectory
+from covey.rollout.scoring import HasAnswer, has_text
+from covey.types import Batch, BoolArray, Group, IntArray, Trajectory
 
 if TYPE_CHECKING:
     from covey.config.algorithm import AlgorithmConfig
     from covey.config.environment import EnvironmentConfig
     from covey.config.rewards import RewardConfig
-
-
-HasAnswer = Callable[[Prompt, str], bool]
-"""Does this completion of this prompt hold an answer at all, right or wrong?"""
 
 
 class Score(Protocol):
@@ -42,16 +38,6 @@ class Score(Protocol):
     """
 
     def __call__(self, batch: Batch, *, reference: bool = False, sharper: float = 1.0) -> NDArray[np.float32]: ...
-
-
-def has_text(prompt: Prompt, text: str) -> bool:
-    """True unless the completion is empty: the rule where no task says more."""
-    return bool(text.strip())
-
-
-def estimator_of(algorithm: AlgorithmConfig) -> Estimator:
-    """The estimator that the section names. Raises `ConfigError`: there is none, or it takes other parameters."""
-    return find_estimator(algorithm.adv_estimator, algorithm.adv_parameters)
 
 
 def make_batch(
@@ -102,7 +88,7 @@ def make_batch(
         some = all_of(compared) if rows.any() else batch
         advantages = spread_over(rows, some.advantages, batch.advantages)
         return _without(replace(batch, advantages=advantages, group_relative=some.group_relative), rows)
-    estimator = estimator_of(algorithm)
+    estimator = algorithm.estimator
     batch = _without_advantages(groups, algorithm, environment, has_answer)
     tokens: dict[str, Any] = {"logprobs": batch.old_logprobs}
     if score is not None and estimator.needs_reference:

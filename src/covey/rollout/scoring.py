@@ -38,13 +38,15 @@ from covey.rollout.calls import (
     read_rewards,
     shorten,
 )
-from covey.types import Episode, Message, Prompt
+from covey.types import BoolArray, Episode, FloatArray, Message, Prompt, equal_rewards
 
 _log = logging.getLogger(__name__)
 
 Rewards = NDArray[np.float64]
 RewardLike = Any
 """A reward function or an object with `batch_verify`."""
+HasAnswer = Callable[[Prompt, str], bool]
+"""Does this completion of this prompt hold an answer at all, right or wrong?"""
 
 _NO_COLUMNS = frozenset({"prompt", "completion", "prompts", "completions", "completion_ids"})
 
@@ -179,7 +181,7 @@ class Scorer:
             for name in spec.required:
                 if name not in present and name not in _PROVIDED:
                     raise ConfigError(
-                        f"reward function {spec.name!r} needs the argument {name!r}, which is no column of "
+                        f"reward function {spec.name!r} needs the argument {name!r}, which is not a column of "
                         f"the dataset (columns: {', '.join(sorted(present)) or 'none'}); rename one of the "
                         "two, or give the argument a default value"
                     )
@@ -429,3 +431,28 @@ def _arguments(spec: RewardSpec, asked: Asked, shared: Mapping[str, Any]) -> tup
 
 def _copied(content: str | list[Message]) -> str | list[Message]:
     return content if isinstance(content, str) else [dict(message) for message in content]
+
+
+IsCorrect = Callable[[Prompt, str], bool] | str | Scorer
+"""The definition of `accuracy`: does this completion solve this prompt? Or, for `rewards.correctness`, the name of the
+reward that says so by 0 or 1, or the scorer whose judge does.
+"""
+
+
+def has_text(prompt: Prompt, text: str) -> bool:
+    """True unless the completion is empty: the rule where no task says more."""
+    return bool(text.strip())
+
+
+def right_by(name: str, rewards: FloatArray) -> BoolArray:
+    """`[N]` 1 is right; 0, and None for what cannot be judged, is not. Raises `RewardError`: another number."""
+    right = np.asarray(equal_rewards(rewards, 1.0))
+    odd = rewards[~(np.isnan(rewards) | (rewards == 0.0) | right)]
+    if len(odd):
+        raise RewardError(
+            f"rewards.correctness={name!r}: it gave {odd[0]:g}, and what says whether a completion is right gives 0 "
+            "or 1 (None: cannot tell); name a function that does, which need not be a reward (FILE.py:FUNCTION, in "
+            "Python GRPOTrainer(correctness=...)), or leave rewards.correctness out",
+            function=name,
+        )
+    return right

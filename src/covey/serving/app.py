@@ -1,4 +1,4 @@
-"""The server: OpenAI's completion API with token ids over HTTP, uploads of adapters, and how it is started.
+"""The server: OpenAI's completion API with token ids, uploads of adapters, and starting it.
 
     app = create_app(batching_engine, tokenizer, ServeSettings(model_name="smollm2"), model)
 
@@ -40,7 +40,7 @@ _PARTS = ("adapter_weights", "adapter_config", "policy_version", "trainer", "tak
 
 
 def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, model: Any) -> FastAPI:
-    """The application; whoever runs it closes it, and so the engine. Uploads are checked against the bare `model`."""
+    """Make the application. Closing it also closes the engine. Uploads are checked against `model` without adapter."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -221,7 +221,7 @@ def _add_errors(app: FastAPI) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What `covey serve` may be told. Names are those of its options."""
+    """The options of `covey serve`, under the same names."""
 
     dtype: str = "float32"
     device: str | None = None
@@ -237,9 +237,9 @@ class ServeOptions:
 def open_server(
     model: str, host: str, port: int, token: str | None, options: ServeOptions
 ) -> tuple[Any, socket.socket]:
-    """An application with its model loaded, and the socket that it is to listen on.
+    """Load the model, and return the application with the socket for it to listen on.
 
-    Raises `ConfigError`: the address cannot be listened on; `ModelError`: the model cannot be loaded.
+    Raises `ConfigError`: the address cannot be used; `ModelError`: the model cannot be loaded.
     """
     listening = listen(host, port)  # before the model, which takes a while
     loaded = load_model(model, dtype=options.dtype, device=options.device or "auto")

@@ -1,4 +1,4 @@
-"""Talking to an inference server: uploads that are verified, and requests that are tried again for a bounded time."""
+"""The client of an inference server: verified uploads, and requests that are repeated for a limited time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BACKOFF = tenacity.wait_exponential(multiplier=0.2, max=10.0)
 
 
 class RefusedError(ServingError):
-    """The server understood the request and refuses it; trying again would not help."""
+    """The server refuses a request; repeating it would not help."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class _BusyError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class UploadAnswer:
-    """What a server says to an upload."""
+    """A server's answer to an upload."""
 
     policy_version: int  # of the weights that it now holds
     sha256: str = ""  # of the tensors that it applied; "" from a server that does not say
@@ -51,14 +51,14 @@ class UploadAnswer:
 
 
 class InferenceClient:
-    """A server's address with how patiently it is asked.
+    """A connection to a server.
 
     Args:
         url: such as "http://127.0.0.1:8000", or "unix:/path/of/a/socket".
         token: bearer token; None = the environment variable COVEY_SERVER_TOKEN, if any.
-        timeout: seconds that one request may take.
-        retry_seconds: for which a request that failed is tried again.
-        sleep: waits; for tests.
+        timeout: time limit for one request, in seconds.
+        retry_seconds: time, in seconds, to repeat a failed request.
+        sleep: called to wait; for tests.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class InferenceClient:
     ) -> None:
         self.url = url.rstrip("/")
         if not self.url.lower().startswith(("http://", "https://", "unix:")):
-            raise ServingError(f"server {url!r}: it is no address; begin it with http://, https:// or unix:")
+            raise ServingError(f"server {url!r}: it is not an address; begin it with http://, https:// or unix:")
         self._retry_seconds, self._sleep = retry_seconds, sleep
         token = token or os.environ.get(TOKEN_VARIABLE)
         check_token(token)
@@ -89,11 +89,11 @@ class InferenceClient:
                 trust_env=False,
             )
         except (httpx.InvalidURL, ValueError) as error:
-            raise ServingError(f"inference_server_url={url!r}: it is no address ({error})") from error
+            raise ServingError(f"inference_server_url={url!r}: it is not an address ({error})") from error
         weakref.finalize(self, self._http.close)
 
     def health(self, *, retry: bool = False) -> dict[str, Any]:
-        """Asks `/health` and returns its answer. Raises `ServingError`: the server does not answer."""
+        """Request `/health` and return the answer. Raises `ServingError`: the server does not answer."""
         return self.ask("GET", "/health", retry=retry)
 
     def upload_adapter(
@@ -105,18 +105,18 @@ class InferenceClient:
         trainer: str = "",
         restart: bool = False,
     ) -> UploadAnswer:
-        """Uploads an adapter.
+        """Upload an adapter.
 
-        Raises `RefusedError`: the adapter, or the trainer, is refused; `ServingError`: the server does not answer, or
-        not with a version.
+        Raises `RefusedError`: the server refuses the adapter or the trainer; `ServingError`: the server does not
+        answer, or its answer has no version.
 
         Args:
-            weights: safetensors.
-            config: PEFT's or mlx-lm-lora's.
-            policy_version: what it is to be called; a server that counts by itself ignores it.
-            trainer: name of the trainer, so that two of them do not take turns.
-            restart: the trainer begins, or begins again, and its versions with it; else a server that holds a newer
-                version, or this one with other weights, refuses.
+            weights: content of the safetensors file.
+            config: content of the adapter's configuration, PEFT's or mlx-lm-lora's.
+            policy_version: version of the weights; a server that counts versions itself ignores it.
+            trainer: name of the trainer; the server refuses uploads of a second trainer.
+            restart: True at the start of a run or when it resumes. Otherwise the server refuses if it holds a newer
+                version, or other weights under this version.
         """
         files = {
             "adapter_weights": ("adapters.safetensors", weights, "application/octet-stream"),
@@ -132,20 +132,20 @@ class InferenceClient:
         return UploadAnswer(version, str(answer.get("sha256", "")), str(answer.get("instance", "")))
 
     def release(self, trainer: str) -> None:
-        """Let another trainer upload; that this cannot be told to the server is no error."""
+        """Allow another trainer to upload. It is not an error if the server does not answer."""
         with contextlib.suppress(ServingError):
             self.ask("POST", "/release_trainer", retry=False, data={"trainer": trainer})
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Posts a JSON body to any path; see `ask`."""
+        """Post a JSON body to any path; see `ask`."""
         return self.ask("POST", path, json=dict(body))
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         self._http.close()
 
     def ask(self, method: str, path: str, *, retry: bool = True, **content: Any) -> dict[str, Any]:
-        """One request, tried again while it may help; an answer that is no JSON becomes `{"text": ...}`.
+        """Send one request and repeat it after temporary failures. An answer that is not JSON becomes `{"text": ...}`.
 
         Raises `RefusedError`: the server refuses it; `ServingError`: the server does not answer.
         """
@@ -184,9 +184,9 @@ class InferenceClient:
 
 
 def check_token(token: str | None) -> None:
-    """Refuse a token that no header can carry.
+    """Check that a token fits into an HTTP header.
 
-    Raises `ConfigError`: it has other characters than the visible ones of ASCII.
+    Raises `ConfigError`: it has other characters than visible ASCII.
     """
     if token and not re.fullmatch("[!-~]+", token):
         raise ConfigError(
@@ -208,10 +208,9 @@ async def upload_adapter_weights(
 ) -> int:
     """Upload adapter weights and compare the server's version with the local one (`policy_version`).
 
-    Version 1 is a trainer's first: whatever a server holds from an earlier run, its count begins again with it. A
-    server with another version is warned of, and the local one goes on to count. One request may take `timeout`
-    seconds; while nobody answers, or the server is busy, it is tried again for `retry_seconds`. Raises `ServingError`:
-    the upload failed.
+    Version 1 begins a new count, whatever the server holds from an earlier run. If the server reports another version,
+    a warning is logged and the local version counts. One request may take `timeout` seconds; it is repeated for
+    `retry_seconds` while the server is busy or does not answer. Raises `ServingError`: the upload failed.
     """
     client = InferenceClient(inference_server_url, token, timeout=timeout, retry_seconds=retry_seconds)
     try:
@@ -230,9 +229,9 @@ async def upload_adapter_weights(
 
 
 def warn_of_mismatch(found: int, expected: int, url: str) -> None:
-    """Say that a server counts otherwise."""
+    """Log a warning about another version on the server."""
     if found != expected:
-        told = "%s says policy version %d, %d was expected; the local version goes on to count"
+        told = "%s reports policy version %d, expected was %d; the local version counts"
         log.warning(told, url, found, expected)
 
 

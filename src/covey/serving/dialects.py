@@ -282,7 +282,7 @@ def find_dialect(kind: str) -> type[Dialect]:
         return DIALECTS[kind]
     found = load_function(kind)
     if not isinstance(found, type) or not issubclass(found, Dialect):
-        problem = "it is no class derived from covey.serving.dialect.Dialect"
+        problem = "it is not a class derived from covey.serving.dialect.Dialect"
         raise ConfigError(f"server.inference_server_kind={kind!r}: {problem}")
     missing = [name for name in ("publish", "request", "read") if getattr(found, name) is getattr(Dialect, name)]
     if missing:

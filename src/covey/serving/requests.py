@@ -251,9 +251,9 @@ def read_request(kind: type[Asked], body: bytes) -> Asked:
     except RequestError:
         raise
     except ValueError as error:
-        raise RequestError(f"the body is no JSON: {error!s:.300}") from error
+        raise RequestError(f"the body is not JSON: {error!s:.300}") from error
     if not isinstance(given, dict):
-        raise RequestError("the body is no JSON object")
+        raise RequestError("the body is not a JSON object")
     try:
         return kind.model_validate(without_neutral(kind.__name__, given, kind.model_fields.keys()))
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Where prompts come from and how their answers are checked."""
+"""Tasks: prompts, and the check of their answers."""
 
 from typing import TYPE_CHECKING
 

@@ -28,14 +28,14 @@ from covey.tasks.dataset import Row
 class Task(ABC):
     """Prompts with verifiable answers.
 
-    Rows have the column `prompt` (a conversation) and whatever the rewards read, e.g. `answer`. A column `kind` names
-    the sort of question: evaluations tell the accuracy of each. Held-out rows share no problem with training rows,
-    whatever the seed and in whatever words; see `covey.tasks.base`.
+    Rows have the column `prompt` (a conversation) and the columns that the rewards read, e.g. `answer`. With a column
+    `kind`, evaluations report the accuracy of each kind. No held-out problem may occur in training, whatever the seed
+    and the words.
 
     Attributes:
-        name: what `get_task` knows it by.
-        system_prompt: put before each prompt unless the user sets another; None = none.
-        max_completion_length: tokens that an answer needs; a default that users override.
+        name: the task's name for `get_task`.
+        system_prompt: put before each prompt, unless `data.system_prompt` is set; None = none.
+        max_completion_length: tokens that an answer needs; a default for `sampling.max_completion_length`.
     """
 
     name: ClassVar[str]
@@ -45,7 +45,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def reward_funcs(self) -> list[RewardFunction]:
-        """The rewards to train with when the user gives none."""
+        """The default reward functions."""
 
     @abstractmethod
     def train_rows(self, seed: int) -> list[Row]:
@@ -53,14 +53,14 @@ class Task(ABC):
 
     @abstractmethod
     def eval_rows(self) -> list[Row]:
-        """Held-out rows, always the same ones. Raises as `train_rows`."""
+        """Held-out rows, always the same. Raises `DataError`: the data cannot be read."""
 
     @abstractmethod
     def is_correct(self, text: str, row: Mapping[str, Any]) -> bool:
-        """Does this completion solve this row? Defines `eval/accuracy`; hostile text is just wrong."""
+        """True if the completion solves the row; `eval/accuracy` counts this. It must not raise, whatever the text."""
 
     def has_answer(self, text: str, row: Mapping[str, Any]) -> bool:
-        """Does this completion hold an answer at all? For `validity_min_length` and `completions/no_answer_ratio`."""
+        """True if the completion holds an answer; for `validity_min_length` and `completions/no_answer_ratio`."""
         return bool(text.strip())
 
 
@@ -194,7 +194,7 @@ _TASKS: dict[str, Callable[..., Task] | str] = {
 
 
 def register_task(name: str, factory: Callable[..., Task] | str) -> None:
-    """Make `factory(**options)`, or `MODULE:NAME` that is imported when it is asked for, known to `get_task`."""
+    """Make `factory(**options)` available to `get_task`; text `MODULE:NAME` is imported at its first use."""
     _TASKS[name] = factory
 
 
@@ -204,7 +204,7 @@ def task_names() -> tuple[str, ...]:
 
 
 def task_options(name: str) -> tuple[str, ...]:
-    """What the task of a name, with or without options in it, can be given. Raises `ConfigError`: no such task."""
+    """The options that a task accepts; `name` as in `get_task`. Raises `ConfigError`: no such task."""
     factory = find_factory("task", name, _TASKS)[1]
     return tuple(inspect.signature(factory).parameters) if callable(factory) else ()
 
@@ -213,18 +213,18 @@ def get_task(name: str, **options: Any) -> Task:
     """Make a task by its name.
 
     Args:
-        name: `"arithmetic"`, or with options in one text, `"arithmetic:kinds=gcd,digits=2"`; numbers, `true`,
-            `false` and `none` are read as such; or of a file, `"riddles.py:Riddles"`, `"riddles.py:Riddles:digits=2"`:
-            a `Task` class, a function that makes one, or one that is made already.
-        **options: arguments of the task, e.g. `path` for `gsm8k`; they win over those in `name`.
+        name: a name with or without options (`"arithmetic"`, `"arithmetic:kinds=gcd,digits=2"`), or a `Task` class,
+            factory or object in a file (`"riddles.py:Riddles"`, `"riddles.py:Riddles:digits=2"`). Numbers, `true`,
+            `false` and `none` are read as such.
+        **options: arguments of the task, e.g. `path` for `gsm8k`; they replace those in `name`.
 
-    Raises `ConfigError`: no such task, no such option, or a value that the task refuses.
+    Raises `ConfigError`: there is no such task or option, or the task refuses a value.
     """
     return make_named("task", name, _TASKS, Task, **options)
 
 
 def configured_task(name: str | None, dataset: str | None, eval_dataset: str | None) -> Task | None:
-    """The task that `data.task` names, or None. `data.dataset` and `data.eval_dataset` are the files that it reads.
+    """The task in `data.task`, or None. It reads the files `data.dataset` and `data.eval_dataset`, if they are set.
 
     Raises `ConfigError`: as `get_task`, or the task reads no files.
     """

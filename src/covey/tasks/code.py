@@ -101,14 +101,14 @@ class Code(FileTask):
     """Problems whose answers are programs: `{"prompt": [...], "tests": {...}, "uid": ...}`.
 
     Args:
-        path: what `load_rows` takes, in one of the formats above; None = tiny functions, made here.
-        eval_path: held-out problems; None: `num_eval` of `path` are held out, those with the lowest hash.
+        path: a source for `load_rows`, in one of the formats above; None = tiny functions, made here.
+        eval_path: held-out problems; None = hold out `num_eval` problems of `path`, those with the lowest hash.
         num_eval: number of held-out problems.
-        partial_credit: reward the share of tests that pass.
-        seconds: for each program.
-        memory_mb: for each program.
-        unprotected: run programs even where the host offers too little protection.
-        packages: installed distributions that programs may import, with spaces between them, such as "numpy scipy".
+        partial_credit: reward the share of passed tests.
+        seconds: time limit of a program, in seconds.
+        memory_mb: memory limit of a program, in MiB.
+        unprotected: run programs even if the host offers too little protection.
+        packages: installed packages that programs may import, separated by spaces, such as "numpy scipy".
         system_prompt: put before each problem; None = none.
 
     Raises `ConfigError`: a number out of range.
@@ -139,26 +139,26 @@ class Code(FileTask):
 
     @property
     def reward_funcs(self) -> list[RewardFunction]:
-        """1.0 where all tests pass, or the share that does."""
+        """Reward 1.0 if all tests pass, or with `partial_credit` the share of passed tests."""
         return [self._reward]
 
     def train_rows(self, seed: int) -> list[Row]:
-        """The problems that are not held out, in an order drawn with the seed."""
+        """The problems that are not held out, shuffled with the seed."""
         rows = super().train_rows(seed)
         random.Random(seed).shuffle(rows)
         return rows
 
     def is_correct(self, text: str, row: Mapping[str, Any]) -> bool:
-        """Does the program pass every test?"""
+        """True if the program passes all tests."""
         (result,) = self._reward.results([text], tests=[row["tests"]])
         return result is not None and result.score == 1.0
 
     def has_answer(self, text: str, row: Mapping[str, Any]) -> bool:
-        """Is there something that may be code?"""
+        """True if the completion may hold code."""
         return "def " in text or "```" in text or "print(" in text
 
     def read(self, source: Any, split: str) -> list[Row]:
-        """The problems of a file, or the tiny functions where there is none."""
+        """The problems of a file; without a file, the tiny functions."""
         if source is None:
             return _rows(make_problems(), "functions")
         return _rows(load_rows(source, split=split), str(source))

@@ -46,14 +46,13 @@ def load_rows(source: Any, *, split: str = "train", what: str = "training") -> l
     """Read a dataset into a list of rows, at least one.
 
     Args:
-        source: a list of dicts; a Hugging Face `Dataset`, or a dict of splits; a DataFrame of pandas or polars, or a
-            table of Arrow (missing values become None); the path of a .jsonl, .json, .csv or .parquet file (.gz of the
-            first three too); or the id of a dataset on the hub, `owner/name` or `owner/name:configuration`, which needs
-            the package `datasets`.
-        split: which split to take where there are several.
-        what: needs the rows, for the message when there are none.
+        source: a list of dicts, a Hugging Face `Dataset`, a dict of splits, a DataFrame of pandas or polars, or an
+            Arrow table. It may also be a .jsonl, .json or .csv file (.gz too), a .parquet file, or a dataset on the
+            Hugging Face hub: `owner/name` or `owner/name:configuration` (needs `datasets`).
+        split: the split to take if there are several.
+        what: name of the part that needs the rows, for messages.
 
-    Raises `DataError`: the source is empty, cannot be read, or holds something that is no row.
+    Raises `DataError`: the source is empty, cannot be read, or holds something other than rows.
     """
     if isinstance(source, str | os.PathLike):
         name = os.fspath(source)
@@ -114,29 +113,29 @@ def build_prompts(
 ) -> list[Prompt]:
     """Render and tokenise the prompt of every row.
 
-    A conversation goes through the tokenizer's chat template with the generation prompt added; one that ends with a
-    message of the assistant goes on there. A plain string is tokenised as it is, without the template. With
-    `system_prompt`, a conversation that does not start with a system message gets one, and a plain string becomes a
-    conversation (system, user) where the tokenizer has a template; reward functions then see that conversation.
+    A conversation goes through the tokenizer's chat template with the generation prompt; a last message of the
+    assistant is continued. A plain string is tokenised as it is. With `system_prompt`, a conversation without a
+    system message gets one. A plain string then becomes a conversation (system, user), also for reward functions, if
+    the tokenizer has a template.
 
     Args:
         rows: from `load_rows`.
         tokenizer: a transformers tokenizer: callable on text, with `apply_chat_template` and `chat_template`.
         prompt_column: column that holds the prompt, a string or a list of `{"role": ..., "content": ...}`.
         system_prompt: see above.
-        max_prompt_length: longest prompt, in tokens; None = what the context allows.
-        context_length: tokens that the model can attend to; None = not checked.
+        max_prompt_length: longest prompt, in tokens; None = only the context limits it.
+        context_length: the model's context, in tokens; None = not checked.
         max_completion_length: tokens that a prompt must leave free in the context; None = 1.
-        chat_template_kwargs: further arguments of the chat template, such as `enable_thinking`.
-        long_prompts: what becomes of a prompt that is too long: "error", "truncate" (its last tokens are kept; reward
-            functions see the whole text) or "drop" (its row is left out).
+        chat_template_kwargs: more arguments for the chat template, such as `enable_thinking`.
+        long_prompts: what to do with a prompt that is too long: "error", "truncate" (keep its last tokens; reward
+            functions see the whole text) or "drop" (leave its row out).
 
     Returns:
-        One prompt for each row, in order. `columns` holds the row without `prompt_column`; `uid` is the row's
-        `uid` or `id` as text where every row has one and no two share it, otherwise the row's index.
+        One prompt for each row, in order. `columns` holds the row without `prompt_column`. `uid` is the row's `uid` or
+        `id` as text, if all rows have different ones, else the row's index.
 
-    Raises `DataError`: a row has no prompt, or one that is malformed, empty, too long or without the user's text; or
-    every row is dropped.
+    Raises `DataError`: a prompt is missing, malformed, empty, too long or without the user's text; or all rows are
+    dropped.
     """
     _check_column(rows, prompt_column)
     uids = _uids(rows)
@@ -188,12 +187,12 @@ class DataOrder:
     """The infinite order in which rows are visited, as a pure function of (seed, position).
 
     Epoch e is a permutation of the n rows keyed by (seed, e), so a resumed run needs only its position. It sorts
-    Philox's raw 64-bit output, which NumPy keeps stable between versions (its `permutation` it does not).
+    Philox's raw 64-bit output, which is the same in all versions of NumPy.
 
     Args:
         n: number of rows, at least 1.
         seed: key of the permutations.
-        shuffle: False visits the rows in order, again and again.
+        shuffle: False = visit the rows in order in each epoch.
     """
 
     def __init__(self, n: int, seed: int, shuffle: bool = True) -> None:
@@ -233,7 +232,7 @@ class WeightedOrder:
         self.n, self.seed, self._weights = n, seed, weights
 
     def take(self, position: int, k: int) -> list[int]:
-        """`k` row indices; more than there are rows begin again with all of them."""
+        """`k` row indices; if k is more than n, each round of n uses all rows."""
         if position < 0 or k < 0:
             raise ValueError(f"position={position}, k={k}: neither may be negative")
         rows: list[int] = []
@@ -564,7 +563,7 @@ def as_entries(source: Any) -> Sequence[Any]:
         return [source[index] for index in range(len(source))]  # a map-style dataset of PyTorch
     if not hasattr(source, "__len__") or not hasattr(source, "__iter__"):
         raise DataError(
-            f"dataset={shown(source)}: a {type(source).__name__} is no list of rows; "
+            f"dataset={shown(source)}: a {type(source).__name__} is not a list of rows; "
             "pass a list of dicts, a Dataset, or a path (of a stream, a finite part: list(stream.take(1000)))"
         )
     return source  # type: ignore[no-any-return]

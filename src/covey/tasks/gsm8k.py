@@ -34,11 +34,11 @@ class GSM8K(FileTask):
     """Word problems: `{"prompt": [...], "answer": "72", "question": "...", "uid": ...}`.
 
     Args:
-        path: what `load_rows` takes, with the columns `question` and `answer` (a solution that ends in `#### n`).
-        eval_path: held-out problems (split `test` on the hub). None: `num_eval` problems of `path` are held
-            out, those with the lowest hash of the question. Problems held out are never trained on.
-        num_train: use so many training problems, drawn with the seed; None = all.
-        num_eval: number of held-out problems; with `eval_path`, at most so many.
+        path: a source for `load_rows`, with the columns `question` and `answer` (a solution that ends in `#### n`).
+        eval_path: held-out problems (split `test` on the hub). None = hold out `num_eval` problems of `path`, those
+            with the lowest hash of the question.
+        num_train: number of training problems, drawn with the seed; None = all.
+        num_eval: number of held-out problems; with `eval_path`, the most to use.
         system_prompt: put before each problem; None = none.
 
     Raises `ConfigError`: a number out of range.
@@ -62,15 +62,15 @@ class GSM8K(FileTask):
 
     @property
     def reward_funcs(self) -> list[RewardFunction]:
-        """1.0 for the exact number, else 0.0."""
+        """Reward 1.0 for the exact number, else 0.0."""
         return [self._reward]
 
     def is_correct(self, text: str, row: Mapping[str, Any]) -> bool:
-        """True where the reward is 1, that is where the final number is the answer."""
+        """True if the final number is the answer."""
         return is_correct_answer(text, row["answer"])
 
     def read(self, source: Any, split: str) -> list[Row]:
-        """The rows of a GSM8K file, their answers as numbers."""
+        """The rows of a GSM8K file, with answers as numbers."""
         where = source if isinstance(source, str) else "dataset"
         problems = []
         for index, row in enumerate(load_rows(source, split=split)):

@@ -158,16 +158,16 @@ class USMLE(FileTask):
     """Multiple-choice questions: `{"prompt": [...], "question", "options", "answer", "uid"}`.
 
     Args:
-        path: a .jsonl file, or what `load_rows` takes, in the format above.
-        eval_path: held-out questions; None: `num_eval` of `path` are held out, those with the lowest hash.
-        num_train: use so many training questions, drawn with the seed; None = all.
+        path: a .jsonl file or another source for `load_rows`, in the format above.
+        eval_path: held-out questions; None = hold out `num_eval` questions of `path`, those with the lowest hash.
+        num_train: number of training questions, drawn with the seed; None = all.
         num_eval: number of held-out questions; None = all of `eval_path`.
         wording: of the prompt; see `format_usmle_prompt`.
         reward: "correct" (usmle-qa.md's compute_reward) or "model" (its USMLERewardModel).
         vocabulary: file of medical words for "model".
         system_prompt: put before each question; None = none.
 
-    Raises `ConfigError`: an option has a value that it cannot have.
+    Raises `ConfigError`: an option has a wrong value.
     """
 
     name: ClassVar[str] = "usmle"
@@ -200,15 +200,15 @@ class USMLE(FileTask):
 
     @property
     def reward_funcs(self) -> list[RewardFunction]:
-        """1.0 for the right letter, or the reward model's number."""
+        """Reward 1.0 for the right letter, else 0.0; or the score of the reward model."""
         return [self._reward]
 
     def is_correct(self, text: str, row: Mapping[str, Any]) -> bool:
-        """Does the text choose the right letter?"""
+        """True if the text chooses the right letter."""
         return compute_reward(row, text)[0] == 1.0
 
     def has_answer(self, text: str, row: Mapping[str, Any]) -> bool:
-        """Does the text choose one of the letters?"""
+        """True if the text chooses one of the letters."""
         return self.chosen(text, row) is not None
 
     def chosen(self, text: str, row: Mapping[str, Any]) -> str | None:
@@ -216,7 +216,7 @@ class USMLE(FileTask):
         return extract_answer(text, sorted(row["options"]))
 
     def rotated(self, row: Mapping[str, Any], shift: int) -> Row:
-        """The question with each option `shift` letters further on: with shift 1, what was A is B."""
+        """The question with each option moved by `shift` letters: with shift 1, option A becomes B."""
         letters = sorted(row["options"])
         turned = {letter: letters[(place + shift) % len(letters)] for place, letter in enumerate(letters)}
         options = dict(sorted((turned[letter], text) for letter, text in row["options"].items()))
@@ -276,7 +276,7 @@ def _read_lines(path: Path) -> Iterable[tuple[int, Any]]:
 
 def _question(entry: Any) -> Row:
     if not isinstance(entry, Mapping):
-        raise ValueError(f"{entry!r:.60} is no object with question, options and answer")
+        raise ValueError(f"{entry!r:.60} is not an object with question, options and answer")
     question, options = entry.get("question"), entry.get("options")
     if not isinstance(question, str) or not question.strip():
         raise ValueError("there is no question")

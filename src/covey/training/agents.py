@@ -11,11 +11,10 @@ from covey.config.whole import GRPOConfig
 from covey.environments.base import World
 from covey.errors import ConfigError, DataError, naming
 from covey.rollout.agents import Player
-from covey.rollout.batching import has_text
 from covey.rollout.collect import AgentCollector
 from covey.rollout.conversation import ConversationTemplate
 from covey.rollout.learning import Sampler, TrainedPolicy
-from covey.rollout.scoring import Scorer
+from covey.rollout.scoring import Scorer, has_text
 from covey.training import setup
 from covey.types import Prompt
 
@@ -46,7 +45,7 @@ def world_data(config: GRPOConfig, world: World, others: Sequence[Any] = ()) -> 
         raise DataError(f"{said}: it has no training tasks")
     for task in (*train, *held_out):
         if not isinstance(task, Mapping):
-            raise DataError(f"{said}: its task {task!r:.80} is no dictionary; tasks are like {{'uid': '7', ...}}")
+            raise DataError(f"{said}: its task {task!r:.80} is not a dictionary; tasks are like {{'uid': '7', ...}}")
     both = {str(task.get("uid")) for task in train} & {str(task.get("uid")) for task in held_out if "uid" in task}
     if both:
         raise DataError(

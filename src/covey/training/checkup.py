@@ -94,7 +94,7 @@ class Plan:
 
 def measure(trainer: GRPOTrainer, seen: list[Group] | None = None) -> Plan:
     """Take two steps with a trainer that has not trained yet. Throw it away afterwards: its weights have moved."""
-    began, loaded = time.perf_counter(), _peak()
+    began, _, loaded = time.perf_counter(), trainer.learner, _peak()  # with sampler and learner
     forget_peak()
     held, sampled_peak = _peak(), 0
     state, args, phase = trainer.state, trainer.args, trainer.phases.at(Elapsed())

@@ -1,28 +1,19 @@
-"""What is measured: of a policy on held-out problems, with a 95 % interval, of a step, and of each training question
-over the run.
-"""
+"""What is measured: of a policy on held-out problems, with a 95 % interval, and of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from covey.algorithms import Estimator
-from covey.errors import RewardError
 from covey.observe.statistics import wilson_interval
-from covey.rollout.batching import HasAnswer, has_text
 from covey.rollout.collect import Collector, Rollout
-from covey.rollout.scoring import Scorer
-from covey.types import BoolArray, FloatArray, Progress, Prompt, SamplingSettings, equal_rewards
-
-IsCorrect = Callable[[Prompt, str], bool] | str | Scorer
-"""The definition of `accuracy`: does this completion solve this prompt? Or, for `rewards.correctness`, the name of the
-reward that says so by 0 or 1, or the scorer whose judge does.
-"""
+from covey.rollout.scoring import HasAnswer, IsCorrect, Scorer, has_text, right_by
+from covey.training.questions import Answers
+from covey.types import BoolArray, Progress, Prompt, SamplingSettings
 
 EVALUATION_STREAM = 1
 """Second entry of every evaluation request's random stream (0 is training), so that the two never share numbers."""
@@ -164,20 +155,6 @@ def correct_completions(rollout: Rollout, is_correct: IsCorrect | None) -> BoolA
     return np.array([is_correct(g.prompt, e.text) for g in rollout.groups for e in g.episodes], dtype=np.bool_)
 
 
-def right_by(name: str, rewards: FloatArray) -> BoolArray:
-    """`[N]` 1 is right; 0, and None for what cannot be judged, is not. Raises `RewardError`: another number."""
-    right = np.asarray(equal_rewards(rewards, 1.0))
-    odd = rewards[~(np.isnan(rewards) | (rewards == 0.0) | right)]
-    if len(odd):
-        raise RewardError(
-            f"rewards.correctness={name!r}: it gave {odd[0]:g}, and what says whether a completion is right gives 0 "
-            "or 1 (None: cannot tell); name a function that does, which need not be a reward (FILE.py:FUNCTION, in "
-            "Python GRPOTrainer(correctness=...)), or leave rewards.correctness out",
-            function=name,
-        )
-    return right
-
-
 def with_logged(metrics: Mapping[str, Any], logged: Mapping[str, float], prefix: str = "") -> dict[str, Any]:
     """Metrics with what reward functions logged, under `logged/` where the run has something of that name itself."""
     taken = {name for name in logged if prefix + name in metrics or name == "step"}
@@ -232,13 +209,6 @@ def _std(values: np.ndarray, correction: int) -> float:
     return float(scored.std(ddof=correction)) if len(scored) > correction else 0.0
 
 
-Answers = dict[str, list[int]]
-"""uid of a question -> [right completions, all completions] in one step."""
-
-_FORGET = 0.5
-"""Each visit halves what earlier visits count: the policy has changed since."""
-
-
 def count_answers(rollout: Rollout, correct: BoolArray | None) -> Answers:
     """Right and all completions of each question of a step, or episodes of agents; empty if nothing says what is right.
 
@@ -256,75 +226,3 @@ def count_answers(rollout: Rollout, correct: BoolArray | None) -> Answers:
             answers[group.prompt.uid] = [before[0] + int(right.sum()), before[1] + len(right)]
         row += len(group.rewards)
     return answers
-
-
-class QuestionHistory:
-    """What is known about every training question."""
-
-    def __init__(self, uids: Sequence[str], group_relative: bool = True) -> None:
-        self._group_relative = group_relative
-        self._row = {uid: row for row, uid in enumerate(uids)}
-        self._right = np.zeros(len(uids))
-        self._wrong = np.zeros(len(uids))
-
-    def add(self, answers: Mapping[str, Sequence[int]]) -> None:
-        """Take in one step. Questions that the dataset no longer has are passed over."""
-        for uid, (right, total) in answers.items():
-            row = self._row.get(uid)
-            if row is not None:
-                self._right[row] = _FORGET * self._right[row] + right
-                self._wrong[row] = _FORGET * self._wrong[row] + total - right
-
-    def restore(self, steps: Iterable[Mapping[str, Any]]) -> None:
-        """Begin anew from the lines of `questions.jsonl`."""
-        self._right[:] = self._wrong[:] = 0.0
-        for step in steps:
-            self.add(step["answers"])
-
-    def weights(self) -> NDArray[np.float64]:
-        """`[n]` how much each question can teach: 1 for one never asked, towards 0 for one always right or wrong.
-
-        Six times the expected `p (1 - p)`, the variance of a right/wrong reward and so the size of a group's
-        advantages, where p has the posterior Beta(1 + right, 1 + wrong).
-
-        Where advantages are not differences within the group, the reward's square distance from the mean m over all
-        questions takes the variance's place, `p (1 - m)^2 + (1 - p) m^2`: what is always right teaches, too.
-        """
-        a, b = 1.0 + self._right, 1.0 + self._wrong
-        if not self._group_relative:
-            p = a / (a + b)
-            m = p.mean()
-            return np.asarray((p * (1 - m) ** 2 + (1 - p) * m**2) / (0.5 * (1 - m) ** 2 + 0.5 * m**2))
-        return np.asarray(6.0 * a * b / ((a + b) * (a + b + 1.0)))
-
-
-@dataclass(slots=True)
-class Question:
-    """One question over the run."""
-
-    uid: str
-    visits: list[tuple[int, int, int]] = field(default_factory=list)
-
-    @property
-    def accuracy(self) -> float:
-        """Share of right completions, all visits together."""
-        return sum(right for _, right, _ in self.visits) / sum(total for _, _, total in self.visits)
-
-    @property
-    def first(self) -> float:
-        """Share of right completions at the first visit."""
-        return self.visits[0][1] / self.visits[0][2]
-
-    @property
-    def last(self) -> float:
-        """Share of right completions at the last visit."""
-        return self.visits[-1][1] / self.visits[-1][2]
-
-
-def questions_of(steps: Iterable[Mapping[str, Any]]) -> list[Question]:
-    """The lines of `questions.jsonl` by question, the hardest first."""
-    found: dict[str, Question] = {}
-    for step in steps:
-        for uid, (right, total) in step["answers"].items():
-            found.setdefault(uid, Question(uid)).visits.append((int(step["step"]), int(right), int(total)))
-    return sorted(found.values(), key=lambda question: (question.accuracy, question.uid))

@@ -84,8 +84,8 @@ class RanksBackend:
         others = config.server.upload_adapters_to_server or config.distributed.samplers
         if config.schedule.max_staleness > 0 and not others:
             raise ConfigError(
-                f"schedule.max_staleness={config.schedule.max_staleness}: ranks sample and train in turns, nothing is "
-                "sampled ahead; set it to 0, or let servers or actors sample"
+                f"schedule.max_staleness={config.schedule.max_staleness}: learners sample and train in turns, nothing "
+                "is sampled ahead; set it to 0, or let servers or actors sample"
             )
         if config.distributed.learner_kind == "sharded":
             check_sharded(config)
@@ -116,7 +116,7 @@ class RanksBackend:
             return policy
         check_sharded(config)
         if self._ranks.rank == 0:
-            log.warning("%s: every rank reads the whole model before it is sharded: %s", policy.source, obstacle)
+            log.warning("%s: each learner reads the whole model before it is sharded: %s", policy.source, obstacle)
         return LeadingPolicy(policy, self._ranks, over)
 
     def make_sampler(self, config: GRPOConfig, policy: Any) -> LeadingSampler:

@@ -26,7 +26,8 @@ import numpy as np
 from covey.rollout.collect import Rollout
 from covey.rollout.learning import Sampler
 from covey.rollout.scoring import Logged
-from covey.training.evaluate import Answers, count_answers, counted_completions, judged_completions
+from covey.training.evaluate import count_answers, counted_completions, judged_completions
+from covey.training.questions import Answers
 from covey.training.schedule import ResolvedPhase, TrainerState
 from covey.types import BoolArray, Progress
 
@@ -67,7 +68,9 @@ class Source(Protocol):
     """What samples come from: a `GRPOTrainer`, which describes these. `sample_step` may be called from a thread."""
 
     state: TrainerState
-    engine: Sampler
+
+    @property
+    def engine(self) -> Sampler: ...
 
     def sample_step(self, phase: ResolvedPhase, position: int, version: int, progress: Progress) -> Sampled: ...
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from covey.algorithms import Estimator
 from covey.config.whole import GRPOConfig
 from covey.distributed.fleet import Fleet
 from covey.errors import CheckpointError, CoveyError, ModelError
@@ -19,7 +20,8 @@ from covey.observe.doctor import Doctor
 from covey.observe.observers import Observers
 from covey.observe.run_folder import RunFolder
 from covey.observe.trackers import make_observers
-from covey.rollout.learning import Learner, Sampler, TrainedPolicy
+from covey.processes import memory_metrics
+from covey.rollout.learning import Learner, TrainedPolicy
 from covey.rollout.scoring import Logged
 from covey.training.checkpoint import (
     changed_settings,
@@ -36,10 +38,15 @@ from covey.training.checkpoint import (
     save_checkpoint,
     source_hashes,
 )
-from covey.training.evaluate import NOTHING_JUDGED, Answers, Evaluation, QuestionHistory, with_logged
-from covey.training.schedule import Callbacks, PhasePlan, TrainerState
+from covey.training.evaluate import NOTHING_JUDGED, Evaluation, no_answer_ratio, rollout_metrics, with_logged
+from covey.training.prefetch import Sampled, Source
+from covey.training.questions import QuestionHistory
+from covey.training.schedule import ACCURACY_STEPS, Callbacks, PhasePlan, ResolvedPhase
 from covey.training.setup import Data, RunLength, require_measured
-from covey.training.tables import completion_rows
+from covey.training.step import episode_credit
+from covey.training.tables import Ledger, StepFacts, completion_rows, pack_step
+from covey.training.update import Update
+from covey.types import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -49,23 +56,23 @@ _PLACE = re.compile(r" at \S+:\d+, in ")
 _MOST_FAILURES = 20
 
 
-class Run(Protocol):
+class Run(Source, Protocol):
     """What a run is written from and a checkpoint is restored into: a `GRPOTrainer`, which describes these."""
 
     args: GRPOConfig
-    state: TrainerState
     policy: TrainedPolicy
-    engine: Sampler
-    learner: Learner
     phases: PhasePlan
     questions: QuestionHistory
     length: RunLength
     best_metric: str
     only_in_memory: bool
     data: Data
-    collect: Any
+    estimator: Estimator
+    prompts: list[Prompt]
+    eval_prompts: list[Prompt]
 
-    def publish(self) -> None: ...
+    @property
+    def learner(self) -> Learner: ...
 
 
 class Recorder:
@@ -73,7 +80,7 @@ class Recorder:
 
     def __init__(self, run: Run, callbacks: Callbacks) -> None:
         self._run = run
-        self._callbacks = callbacks
+        self._callbacks, self._learner = callbacks, run.learner
         self._settings = run.args.run
         self._folder: RunFolder | None = None
         self._observers = Observers()
@@ -84,6 +91,7 @@ class Recorder:
         self._notes: list[str] = []
         self._failures: set[tuple[str, str]] = set()
         self._sources = source_hashes(run.args)
+        self._longest_prompt = max(len(prompt.token_ids) for prompt in [*run.prompts, *run.eval_prompts])
         self._fleet = run.engine if isinstance(run.engine, Fleet) else None
         self.evaluated_at = -1
 
@@ -201,39 +209,69 @@ class Recorder:
         self._tell_news()
         self._observers.on_progress(activity, done, total)
 
-    def step(self, metrics: dict[str, Any], completions: Sequence[Mapping[str, Any]], answers: Answers) -> None:
-        """A step is done: metrics, completions, and a diagnosis in words if something is wrong."""
-        state, folder = self._run.state, self._folder
+    def step(
+        self, sampled: Sampled, done: Update, phase: ResolvedPhase, seconds: float, ledger: Ledger | None
+    ) -> dict[str, Any]:
+        """A step is done, and counted: its metrics, which are returned, its completions, what each token of its update
+        got, what it was trained on, and a diagnosis in words if something is wrong.
+        """
+        run, state, rollout, folder = self._run, self._run.state, sampled.rollout, self._folder
         assert folder is not None
-        if answers:
-            folder.append_answers(state.global_step, answers)
+        number, config = state.global_step, run.args
+        metrics: dict[str, Any] = {
+            "epoch": state.epoch,
+            "num_tokens": state.num_tokens,
+            "policy_version": min(episode.policy_version for episode in done.batch.episodes),
+            "phase": phase.index,
+            **rollout_metrics(rollout, run.estimator, config.algorithm.scaling["correction"]),
+            **done.metrics,
+            **memory_metrics(),
+            "step_time": seconds,
+        }
+        metrics["completions/no_answer_ratio"] = no_answer_ratio(rollout.counted, run.data.has_answer)
+        if sampled.accuracy is not None:
+            metrics["accuracy"] = sampled.accuracy
+        metrics = with_logged(metrics, sampled.logged.metrics)
+        if done.skipped:
+            self.event("skipped", f"step {number}: {done.skipped}")
+        if run.phases.learning_rate_factor < phase.learning_rate_factor:
+            self.event(
+                "learning_rate",
+                f"step {number}: the accuracy of the last {ACCURACY_STEPS} steps is too low (last step "
+                f"{sampled.accuracy:.0%}), so the learning rate is now multiplied by "
+                f"{run.phases.learning_rate_factor:g}",
+            )
+        penalty, credit = config.environment.invalid_action_penalty, episode_credit(rollout.groups, config)
+        rows = completion_rows(rollout.groups, done.batch, sampled.logged.columns, sampled.correct, penalty, credit)
+        if sampled.answers:
+            folder.append_answers(number, sampled.answers)
         self._unsaved = True
         self._tell_news()
         if self._fleet is not None:
             metrics |= self._fleet.take_metrics()
-        members = self._run.engine.members() if hasattr(self._run.engine, "members") else []
-        folder.write_samplers(state.global_step, members)
-        if metrics["phase"] != self._phase:
-            if self._phase >= 0 or metrics["phase"] > 0:
-                self.event("phase", f"step {state.global_step}: phase {metrics['phase'] + 1} begins")
-            self._phase = metrics["phase"]
-        state.log_history.append({"step": state.global_step, **metrics})
-        self._observers.on_step(state.global_step, metrics)
-        self._observers.on_completions(state.global_step, completions)
-        self._tell_failures(completions)
+        folder.write_samplers(number, run.engine.members() if hasattr(run.engine, "members") else [])
+        if phase.index != self._phase:
+            if self._phase >= 0 or phase.index > 0:
+                self.event("phase", f"step {number}: phase {phase.index + 1} begins")
+            self._phase = phase.index
+        state.log_history.append({"step": number, **metrics})
+        self._observers.on_step(number, metrics)
+        self._observers.on_completions(number, rows)
+        self._tell_failures(rows)
         self._diagnose()
+        if ledger is not None:
+            folder.write_ledger(number, ledger.rows)
+        if config.run.keep_batches:
+            numbers = (len(run.prompts), self._longest_prompt, len(rollout.discarded))
+            passes = (self._learner.tokens_per_micro_batch, type(self._learner).__name__)
+            begun = (number, config.to_dict(), phase.index, phase.learning_rate_factor)
+            facts = StepFacts(*begun, *numbers, *passes)
+            folder.write_batch(number, pack_step(facts, rollout.groups, run.data.has_answer))
+        return metrics
 
     def _diagnose(self) -> None:
         for diagnosis in self._doctor.check(self._run.state.log_history[-1]):
             self.event("diagnosis", str(diagnosis))
-
-    def tokens(self, ledger: Sequence[Mapping[str, Any]] | None, batch: bytes | None) -> None:
-        """Write what each token of this step's update got, and what the step was trained on."""
-        assert self._folder is not None
-        if ledger is not None:
-            self._folder.write_ledger(self._run.state.global_step, ledger)
-        if batch is not None:
-            self._folder.write_batch(self._run.state.global_step, batch)
 
     def evaluation(self, result: Evaluation, logged: Logged) -> dict[str, Any]:
         """An evaluation is done: returns its metrics, with what reward functions logged; is it the best so far?"""
@@ -299,12 +337,12 @@ class Recorder:
         save_checkpoint(
             folder.checkpoints,
             state.global_step,
-            run.learner.tensors(),
+            self._learner.tensors(),
             {
                 "trainer": state.to_dict(),
                 "plan": run.phases.state(),
                 "random": random_state(),
-                "tokens_per_micro_batch": run.learner.tokens_per_micro_batch,
+                "tokens_per_micro_batch": self._learner.tokens_per_micro_batch,
                 "settings": run.args.to_dict(),
                 "files": user_file_hashes(),
                 "sources": self._sources,
@@ -329,14 +367,14 @@ class Recorder:
             folder.truncate_after(-1)
             return
         checkpoint = load_checkpoint(path, run_id=folder.run_id)
-        state = checked_state(checkpoint, run.learner.tensors(), run.best_metric)
+        state = checked_state(checkpoint, self._learner.tensors(), run.best_metric)
         self._notes += changed_settings(checkpoint, run.args)
         self._notes += lost_lines(folder, checkpoint, run.args)
         with damage_explained(checkpoint):
             run.phases.restore(checkpoint.state["plan"])
             restore_random(checkpoint.state["random"])
-            run.learner.restore(checkpoint.tensors, state.updates)
-            run.learner.tokens_per_micro_batch = int(checkpoint.state["tokens_per_micro_batch"])
+            self._learner.restore(checkpoint.tensors, state.updates)
+            self._learner.tokens_per_micro_batch = int(checkpoint.state["tokens_per_micro_batch"])
         folder.truncate_after(checkpoint.step)
         folder.change_config(run.args.to_toml(), checkpoint.step)
         state.log_history = folder.read_metrics()

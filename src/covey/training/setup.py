@@ -30,17 +30,15 @@ from covey.errors import ConfigError, DataError, naming
 from covey.functions import load_function
 from covey.metric_names import says_which_is_best
 from covey.processes import total_memory
-from covey.rollout.batching import HasAnswer, estimator_of, has_text
-from covey.rollout.learning import TrainedPolicy
-from covey.rollout.scoring import Scorer
-from covey.tasks.base import Task
+from covey.rollout.scoring import HasAnswer, IsCorrect, Scorer, has_text, right_by
 from covey.tasks.dataset import DataOrder, WeightedOrder, build_prompts, load_rows, split_rows
-from covey.training.evaluate import IsCorrect, right_by
 from covey.training.schedule import PhasePlan, ResolvedPhase, learning_rate_schedule, resolve_warmup_steps
 from covey.types import Episode, Prompt, SamplingSettings
 
 if TYPE_CHECKING:
     from covey.environments.base import World
+    from covey.rollout.learning import TrainedPolicy
+    from covey.tasks.base import Task
 
 log = logging.getLogger(__name__)
 ONLY_HELD_OUT: Any = object()
@@ -110,7 +108,7 @@ def other_reference(config: GRPOConfig, other: Any, model: Any) -> tuple[GRPOCon
 
 def check_estimator(config: GRPOConfig, world: World | None) -> Estimator:
     """The run's advantage estimator, if the rest of the run gives it what it needs."""
-    estimator = estimator_of(config.algorithm)
+    estimator = config.algorithm.estimator
     if estimator.needs_turns and world is None:
         raise ConfigError(
             f"algorithm.adv_estimator={estimator.name!r}: it compares turns, so it needs environment.world; use grpo "
@@ -219,8 +217,8 @@ def load_data(
         )
     if seen:
         log.warning(
-            "%d of the %d held-out rows (data.eval_dataset) are training rows too: what is measured on them is no "
-            "held-out result; take them out of one of the two",
+            "%d of the %d held-out rows (data.eval_dataset) are training rows too, so their accuracy is not a held-out "
+            "result; remove them from one of the two",
             seen,
             len(held_out),
         )
@@ -492,6 +490,16 @@ def default_backend() -> Backend:
 
     require_one_process()
     return BACKEND
+
+
+def may_wait(config: GRPOConfig) -> bool:
+    """Whether the sampler and the learner of `default_backend` may be made when they are first asked for: nothing is
+    found then that making the policy has not found.
+    """
+    chosen, sampling = config.distributed, config.sampling
+    elsewhere = config.server.upload_adapters_to_server or chosen.samplers is not None
+    usual = (sampling.engine, sampling.sampler_dtype, config.model.quantization) == ("covey", "model", "none")
+    return not elsewhere and chosen.learners == 1 and usual and config.optim.optimizer == "adamw"
 
 
 def require_one_process() -> None:

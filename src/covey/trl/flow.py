@@ -237,7 +237,7 @@ class Run(covey.GRPOTrainer):
         if not own and not any(_may_log(function) for function in reward_funcs):
             parts = ", ".join(f"eval_rewards/{name}/mean" for name in self.data.scorer.names)
             raise ConfigError(
-                f"metric_for_best_model={compared_by[5:]!r}: nobody measures it; choose eval_reward or {parts}, "
+                f"metric_for_best_model={compared_by[5:]!r}: no evaluation has it; choose eval_reward or {parts}, "
                 "or let a reward function report it with log_metric"
             )
         self.best_metric = compared_by

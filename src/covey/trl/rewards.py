@@ -1,4 +1,4 @@
-"""Reward functions that scripts import from `trl.rewards`, with what they mean there."""
+"""The reward functions of `trl.rewards`, with the same meaning."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def accuracy_reward(completions: Sequence[Any], solution: Sequence[Any], **colum
 
     Args:
         completions: N completions; an answer is in `\boxed{}`, or LaTeX after words such as "the answer is".
-        solution: N references: text as `covey.rewards.MathReward` reads it. As in TRL, one that is no text (a number
-            too), is words only or holds no answer is not scored (None); of the first kind a warning tells.
+        solution: N references, texts as in `covey.rewards.MathReward`. As in TRL, a completion is not scored (None) if
+            its reference is not text (with a warning), is words only or holds no answer.
         columns: not used.
 
     Raises:
@@ -77,8 +77,8 @@ def reasoning_accuracy_reward(
 def think_format_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
     """1.0 where a completion begins with one `<think>...</think>`, else 0.0.
 
-    Where the prompt ends in `<think>` (the trainer tells of chat templates in `prompt_ends`), the completion only
-    closes it, and a second `<think>` is wrong.
+    If the prompt ends in `<think>` (`prompt_ends`, from the trainer), the completion must only close it, and a second
+    `<think>` is wrong.
     """
     return [1.0 if _THOUGHT.fullmatch(text) else 0.0 for text in opened_texts(completions, columns, "<think>")]
 

@@ -151,11 +151,11 @@ class DatasetConfig:
     Attributes:
         path: hub id or folder.
         name: configuration.
-        data_dir: folder in it.
-        data_files: files in it.
-        split: which part.
-        columns: those to keep; None = all.
-        fraction: share of the mixture; None = all of it. Given for all datasets or for none.
+        data_dir: folder in the dataset.
+        data_files: files in the dataset.
+        split: name of the split.
+        columns: columns to keep; None = all.
+        fraction: share of the mixture; set it for all datasets or for none.
     """
 
     path: str
@@ -169,7 +169,7 @@ class DatasetConfig:
 
 @dataclass
 class DatasetMixtureConfig:
-    """The datasets of a run, and whether some rows are held out."""
+    """The datasets of a run, and the share of rows to hold out."""
 
     datasets: list[DatasetConfig] = field(default_factory=list, metadata={"help": "Datasets, in a YAML file."})
     streaming: bool = field(default=False, metadata={"help": "Stream them."})
@@ -181,13 +181,12 @@ class DatasetMixtureConfig:
 
 
 def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
-    """The mixture, as a `datasets.DatasetDict` with `train`, and `test` where rows are held out.
+    """The mixture as a `datasets.DatasetDict` with `train`, and with `test` if rows are held out.
 
-    Where fractions are given, the mixture is the largest that they allow without repeating a row, of the first rows of
-    each dataset.
+    With fractions, it is the largest mixture without a repeated row, made of the first rows of each dataset.
 
     Raises:
-        ConfigError: no dataset, or fractions for some of them only, or of streams.
+        ConfigError: there is no dataset, only some have a fraction, or a streamed one has a fraction.
     """
     import datasets
 

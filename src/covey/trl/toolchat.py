@@ -165,7 +165,7 @@ def calls_in(text: str, schemas: Sequence[Mapping[str, Any]], *, ended: bool, ba
         try:
             call = _tagged(function[1], function[2], schemas) if function else read_call(read_json(block[1]))
         except ValueError as error:
-            call = Call(UNREADABLE, problem=f"The tool call cannot be read, it is no JSON: {error}")
+            call = Call(UNREADABLE, problem=f"The tool call cannot be read, it is not JSON: {error}")
         calls.append(call)
         if not call.problem:
             rest.append(text[read : block.start()])

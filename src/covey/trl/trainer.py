@@ -77,7 +77,7 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         reward_funcs: functions, sequence-classification models or their names, one or a list.
         args: the settings; None = `GRPOConfig("NAME-GRPO")`.
         train_dataset: a `Dataset`, `IterableDataset` (with `max_steps`), list of dicts or file, with a column `prompt`.
-        eval_dataset: the same, held out, or a dict of several by name.
+        eval_dataset: held-out prompts in the same forms, or a dict of several by name.
         processing_class: the tokenizer; None = the model's own.
         reward_processing_classes: tokenizers of reward models.
         callbacks: `transformers.TrainerCallback`s.
@@ -85,19 +85,19 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         quantization_config: with `peft_config`: a `BitsAndBytesConfig` or `TorchAoConfig` for the frozen model.
         peft_config: a `peft.LoraConfig`; None = all weights are trained.
         tools: functions with type hints and docstrings, sync or async, that the model may call; see `docs/agents.md`.
-        rollout_func: `f(prompts, trainer)`, which samples in the engine's place.
-        environment_factory: makes an environment, whose methods are tools; or a dict of such. With its own `get_reward`
-            `reward_funcs` may be left out, and with a single one `train_dataset` (set `max_steps`).
+        rollout_func: `f(prompts, trainer)` samples in place of the engine.
+        environment_factory: makes an environment, whose methods are tools; or a dict of such functions. `reward_funcs`
+            is optional if the environment has `get_reward`; `train_dataset` too with a single one (set `max_steps`).
 
     Attributes:
-        run: the trainer underneath.
+        run: Covey's own trainer, which does the work.
         args: the settings as they were given.
         state: transformers' `TrainerState`; `global_step` counts optimiser steps.
-        reward_funcs: as callables, those of environments last.
+        reward_funcs: all reward functions; those of environments come last.
 
     Raises:
-        ConfigError, DataError, ModelError, RewardError: anything that cannot work, before training. All are
-            `ValueError` or `RuntimeError` too.
+        ConfigError, DataError, ModelError, RewardError: settings, data, model or rewards cannot work; before training.
+            All are also a `ValueError` or `RuntimeError`.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
 
     @property
     def lr_scheduler(self) -> Any:
-        """The schedule given in `optimizers`, or else an object that tells the present rates (`get_last_lr`)."""
+        """The scheduler in `optimizers`, or else an object with the current learning rates (`get_last_lr`)."""
         return self._optimizers[1] or self._rates
 
     @cached_property
@@ -286,7 +286,7 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
 
     @property
     def entropy_coef(self) -> float:
-        """Weight of the entropy bonus, as it is now."""
+        """The current weight of the entropy bonus."""
         moved = self.run.state.entropy_coef
         return self.args.entropy_coef if moved is None else moved
 
@@ -323,8 +323,8 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
 
         Raises:
             CheckpointError: there is no such checkpoint.
-            RewardError, GenerationError, RunFolderError: the run stops at a point from which it can be resumed.
-            HubError: with `push_to_hub`, the upload fails; the run is finished, and the model is in `output_dir`.
+            RewardError, GenerationError, RunFolderError: the run stopped and can be resumed.
+            HubError: the upload of `push_to_hub` failed; the run is finished, and the model is in `output_dir`.
         """
         inner = None
         if resume_from_checkpoint:
@@ -363,15 +363,15 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Measure the policy on held-out prompts, log it, and return `eval_reward` and the other metrics.
+        """Evaluate the policy on held-out prompts, log the metrics and return them, such as `eval_reward`.
 
         Args:
-            eval_dataset: in place of the trainer's; a dict of several is measured one after the other.
-            ignore_keys: accepted, there is nothing to ignore.
-            metric_key_prefix: of the metrics' names.
+            eval_dataset: replaces the trainer's; the datasets of a dict are evaluated one after the other.
+            ignore_keys: has no effect.
+            metric_key_prefix: prefix of the metrics' names.
 
         Raises:
-            DataError: there is no held-out data.
+            DataError: there are no held-out prompts.
         """
         source = self.eval_dataset if eval_dataset is None else eval_dataset
         if source is None:
@@ -392,10 +392,10 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         self.evaluate({name: rows for name, rows in self._named.items() if name != self._own})
 
     def end(self) -> None:
-        """Nothing is left to end: one process, and trackers end with training."""
+        """Do nothing: there is one process, and trackers end with training."""
 
     def generate(self, prompts: Sequence[Any], num_generations: int = 1) -> list[list[str]]:
-        """Sample completions of prompts with the present weights.
+        """Sample completions of prompts with the current weights.
 
         Args:
             prompts: strings or conversations.
@@ -408,7 +408,7 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         return [[episode.text for episode in group.episodes] for group in rollout.groups]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add a record to the history, and tell callbacks and trackers; subclasses may add to it first."""
+        """Add a record to the history, and pass it to callbacks and trackers. Subclasses may extend it."""
         self._flow.record(logs)
         if self.args.log_completions and "loss" in logs and (rows := self._latest()):
             show(columns(rows, self.state.global_step), self.args.num_completions_to_print)

@@ -159,7 +159,7 @@ def as_mapping(name: str, value: Any) -> Mapping[str, Any]:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise ConfigError(f"{name}={value!r:.200}: is no JSON ({error}); give a dictionary") from error
+            raise ConfigError(f"{name}={value!r:.200}: is not JSON ({error}); give a dictionary") from error
     if value is not None and not isinstance(value, Mapping):
         raise ConfigError(f"{name}={value!r:.200}: a {type(value).__name__}; give a dictionary")
     return value or {}

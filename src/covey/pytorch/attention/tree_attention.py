@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,19 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from covey.errors import ModelError
-from covey.pytorch.attention import tree_flex, tree_parts
-from covey.pytorch.attention.tree_flex import kernel_for
+from covey.functions import later
+from covey.pytorch.attention import tree_parts
 from covey.pytorch.attention.tree_layout import Rule, TreeLayout
 from covey.pytorch.attention.tree_parts import Gradients
 
+if TYPE_CHECKING:
+    from covey.pytorch.attention import tree_flex
+else:  # with a compiler, for which a CPU has no use
+    (tree_flex,) = later("covey.pytorch.attention", "tree_flex")
+
 NAME_PREFIX = "covey_prefix_"
+DEVICES = ("cuda",)
+"""Where `tree_flex` is tried."""
 PLAIN_IMPLEMENTATIONS = ("sdpa", "eager")
 LAYOUT_ARGUMENT = "prefix_layout"
 """The keyword argument that carries the layout through the model's forward to its attention layers."""
@@ -51,6 +58,13 @@ def rule_of(module: nn.Module, query: Tensor, scaling: float | None, asked: Mapp
         raise UnsupportedAttentionError("its attention is not causal")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     return Rule(scale, asked.get("sliding_window"), asked.get("softcap"))
+
+
+def kernel_for(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tree_flex.Kernel | None:
+    """What takes a pack at once with these queries, keys and values; None = part by part, as always on a CPU."""
+    if q.device.type not in DEVICES:
+        return None
+    return tree_flex.kernel_for(q, k, v, rule)
 
 
 def forward(layout: TreeLayout, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
@@ -123,8 +137,9 @@ class _TreeAttention(torch.autograd.Function):
 
 def tree_attention(layout: TreeLayout, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
     """`forward`'s output, differentiable; once, where a path is walked."""
-    if layout.path is None and kernel_for(q, k, v, rule) is tree_flex.FLEX:  # autograd keeps what its backward needs
-        return tree_flex.attend(layout, q, k, v, None, layout.felt(rule))
+    kernel = None if layout.path is not None else kernel_for(q, k, v, rule)
+    if kernel is not None and kernel.under_autograd:
+        return kernel.attend(layout, q, k, v, None, layout.felt(rule))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # kernels read dense heads
     out: Tensor = _TreeAttention.apply(q, k, v, layout, layer, rule)  # type: ignore[no-untyped-call]
     return out

@@ -241,12 +241,10 @@ class Kernel(NamedTuple):
 
     attend: Callable[..., Tensor]
     differentiate: Callable[..., tuple[Tensor, ...]]
+    under_autograd: bool = False  # which then keeps what the backward of `attend` needs
 
 
-FLEX = Kernel(attend, differentiate)
-DEVICES = ("cuda",)
-"""Where it is tried."""
-
+FLEX = Kernel(attend, differentiate, under_autograd=True)
 PROBE = (Branch(0, 300, -1, 150), Branch(300, 90, 0, 260), Branch(390, 70, 0, 140), Branch(460, 120, -1, 60))
 """Two branches that leave a past of 150 tokens, and two that leave the first of these: five blocks of 128 tokens, of
 which some are seen in part, some wholly and some not at all by others."""
@@ -270,9 +268,7 @@ class Case(NamedTuple):
 
 
 def kernel_for(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Kernel | None:
-    """The kernel for a layer with these queries, keys and values; None = part by part, as always on a CPU."""
-    if q.device.type not in DEVICES:
-        return None
+    """The kernel for a layer with these queries, keys and values; None = part by part."""
     rule = rule._replace(window=None if rule.window is None else _WINDOW)
     return choose(Case(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], v.shape[2], rule))
 

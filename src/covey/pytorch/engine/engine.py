@@ -23,6 +23,7 @@ from covey.pytorch.engine.cache import KVCache
 from covey.pytorch.engine.choose import choose_runner, is_emulated
 from covey.pytorch.engine.device import TorchDevice
 from covey.pytorch.engine.merge import bare_model
+from covey.pytorch.models.loading import context_length
 from covey.pytorch.passes import within_memory
 from covey.rollout.learning import NO_VERSION, Weights, check_call
 from covey.rollout.turns import GenerationStats, Session
@@ -247,11 +248,7 @@ class Engine:
 
 
 def _context_length(model: nn.Module, asked: int | None) -> int:
-    config: Any = bare_model(model).config
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    built_for = getattr(config, "max_position_embeddings", None)
-    if asked is None:
-        return int(built_for) if built_for else 1 << 31
-    if asked < 2 or (built_for and asked > built_for):
+    built_for = context_length(bare_model(model))
+    if asked is not None and not 2 <= asked <= built_for:
         raise ModelError(f"context_length={asked}: the model was built for 2 to {built_for} tokens; use one of these")
-    return asked
+    return asked or built_for

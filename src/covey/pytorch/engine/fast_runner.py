@@ -19,8 +19,7 @@ from covey.errors import ModelError
 from covey.pytorch.engine.cache import LayerShape
 from covey.pytorch.engine.merge import are_tied, bare_model, frozen_version
 from covey.pytorch.engine.runner import Step
-from covey.pytorch.logprobs import Head
-from covey.pytorch.models.form import LayerForm, NormForm, Rotary, read_form
+from covey.pytorch.models.form import Head, LayerForm, NormForm, Rotary, read_form
 from covey.pytorch.products import can_pack, linear, prefers_onednn
 
 _EMBEDDING = "model.embed_tokens.weight"

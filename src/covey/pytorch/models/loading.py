@@ -100,8 +100,8 @@ def load_model(
         return _take(model, tokenizer, dtype, device, quantization)
     if not isinstance(model, str | Path):
         raise ModelError(
-            f"model={model!r:.200}: a {type(model).__name__} is no model; give a hub id, a folder, a .gguf file or a "
-            "loaded transformers model"
+            f"model={model!r:.200}: a {type(model).__name__} is not a model; give a hub id, a folder, a .gguf file or "
+            "a loaded transformers model"
         )
     source = str(model)
     torch_device = chosen_device(device)
@@ -309,7 +309,7 @@ def _load_tokenizer(
         require_tokenizer(tokenizer, "processing_class")
         if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
             raise ModelError(
-                f"processing_class={tokenizer!r:.200}: a {type(tokenizer).__name__} is no tokenizer; pass one of "
+                f"processing_class={tokenizer!r:.200}: a {type(tokenizer).__name__} is not a tokenizer; pass one of "
                 "transformers, or the folder or hub id of one"
             )
         return tokenizer
@@ -343,7 +343,7 @@ def chosen_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ModelError(f"model.device={name!r}: is no device name; use auto, cpu, cuda or cuda:0") from error
+        raise ModelError(f"model.device={name!r}: is not a device name; use auto, cpu, cuda or cuda:0") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ModelError(
             f"model.device={name!r}: PyTorch sees {torch.cuda.device_count()} CUDA devices here; use auto or cpu"
@@ -363,7 +363,7 @@ def chosen_dtype(name: str, device: torch.device) -> torch.dtype:
         wide = device.type == "cpu" or (device.type == "cuda" and not torch.cuda.is_bf16_supported())
         return torch.float32 if wide else torch.bfloat16
     if name not in _DTYPES:
-        raise ModelError(f"model.dtype={name!r}: is no dtype; use auto, {', '.join(_DTYPES)}")
+        raise ModelError(f"model.dtype={name!r}: is not a dtype; use auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 
@@ -424,7 +424,7 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(inner, PreTrainedModel):
         raise ModelError(
-            f"{type(inner).__name__}: is no transformers model; give a causal language model built with transformers"
+            f"{type(inner).__name__}: is not a transformers model; give a causal language model built with transformers"
         )
     return inner
 
@@ -434,6 +434,13 @@ def transformer(model: PreTrainedModel) -> nn.Module:
     if model.base_model is model:
         raise ModelError(f"{type(model).__name__}: has no separate transformer under its output head; use a causal LM")
     return model.base_model
+
+
+def context_length(model: nn.Module) -> int:
+    """Most tokens that a transformers model was built for; 2^31 where its config names no limit."""
+    config = cast(Any, model).config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return int(getattr(config, "max_position_embeddings", None) or 1 << 31)
 
 
 _SENSES = ("vision_config", "audio_config", "thinker_config", "vq_config")

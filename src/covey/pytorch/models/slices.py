@@ -80,7 +80,7 @@ class ModelFiles:
             if shape != tuple(tensor.shape) or kind not in _FLOATS:
                 raise NotSlicedError(f"{name} is {list(shape)} of {kind} in its files, not {list(tensor.shape)}")
             if not isinstance(tensor, nn.Parameter):
-                raise NotSlicedError(f"{name}, which its files hold, is no parameter")
+                raise NotSlicedError(f"{name}, which its files hold, is not a parameter")
             found.places[name] = (file, held)
         return found
 

@@ -1,16 +1,16 @@
-r"""Does a completion's program pass its tests? Hostile programs are expected; see `sandbox`.
+r"""Test the program in a completion. Hostile programs are expected; see `sandbox`.
 
     harness = TestHarness()
     tests = AssertTests(("assert add(1, 2) == 3", "assert add(0, 0) == 0"))
     harness.run("```python\ndef add(a, b):\n    return a + b\n```", tests).score          # 1.0
 
-Tests and expected results never enter the process that runs the program. What it returns crosses as plain values and is
+Tests and expected results never enter the process that runs the program. Its results cross as plain values. They are
 compared in the harness (`CallTests`, `ProgramTests`) or in a second confined process that runs the test code
-(`AssertTests`). So patching `assert`, `==` or `unittest`, leaving early, printing or forging a message of success, and
-reading memory, files or the stack find nothing to work on.
+(`AssertTests`). So a program cannot pass by patching `assert`, `==` or `unittest`, by leaving early, by printing or
+forging a message of success, or by reading memory, files or the stack.
 
-Whatever a program does, it is worth 0 at worst and the others are scored. A value is read here only if it is not much
-longer than the expected one; longer ones are wrong unread.
+A program that attacks the tests scores 0, and the other programs are still scored. A value much longer than the
+expected one is wrong and is not read.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class AssertTests:
     Attributes:
         tests: statements; each counts as one test.
         setup: trusted code that runs first, in the process of the tests: imports, helper functions.
-        entry_points: names that are the program's even where a builtin has the same one. Without these and `aliases`
-            all names that nothing trusted defines are, modules of the standard library aside.
-        aliases: further names for what the program defines, e.g. `{"candidate": "add"}`.
-        prefix: put before the program, e.g. HumanEval's prompt.
+        entry_points: names that the program defines, also if a builtin has the same name. Without `entry_points` and
+            `aliases` these are all names that the tests do not define, except modules of the standard library.
+        aliases: more names for what the program defines, e.g. `{"candidate": "add"}`.
+        prefix: text put before the program, e.g. HumanEval's prompt.
     """
 
     tests: tuple[str, ...]
@@ -78,11 +78,11 @@ class AssertTests:
 
 @dataclass(frozen=True, slots=True)
 class ProgramTests:
-    """Run the program on inputs and compare what it prints, line by line, white space at the end of lines aside.
+    """Run the program on inputs and compare its output line by line; white space at the end of lines is ignored.
 
     Attributes:
         cases: `(stdin, expected stdout)` pairs.
-        tolerance: between numbers where the texts differ; 0 = texts must be equal.
+        tolerance: allowed difference between numbers; 0 = the texts must be equal.
     """
 
     cases: tuple[tuple[str, str], ...]
@@ -94,8 +94,8 @@ Tests = CallTests | AssertTests | ProgramTests
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one test, and in words, "" where it passed; `counts`: False where a program that returns None for
-    everything passes too, so that this one earns nothing.
+    """The result of one test, with an explanation ("" if it passed). `counts` is False for a test that a program
+    passes by always returning None; such a test does not count.
     """
 
     status: Status
@@ -105,7 +105,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class TestResult:
-    """What came of each test of one completion, in order, and the beginning of what the program printed."""
+    """The result of each test of one completion, in order, and the beginning of the program's output."""
 
     __test__: ClassVar[bool] = False
 
@@ -119,7 +119,7 @@ class TestResult:
 
     @property
     def passed(self) -> int:
-        """How many tests passed."""
+        """The number of passed tests."""
         return sum(outcome.status == "passed" for outcome in self.outcomes)
 
     @property
@@ -129,7 +129,7 @@ class TestResult:
 
     @property
     def fraction(self) -> float:
-        """Share of tests that passed, without those that pass and do not count; 0 for a program that tried to cheat."""
+        """The share of passed tests, without those that do not count; 0 for a program that tried to cheat."""
         cheated = any(outcome.status == "cheat" for outcome in self.outcomes)
         earned = sum(outcome.status == "passed" and outcome.counts for outcome in self.outcomes)
         failed = len(self.outcomes) - self.passed
@@ -146,11 +146,11 @@ class TestHarness:
     Raises `JailError`: the host does not offer the minimum of protections, or a package is not installed.
 
     Args:
-        limits: of each program, all of its tests together; of each case of `ProgramTests`, where what follows a case
-            that took too long is not run.
-        workers: programs at once; None = the machine's cores.
+        limits: of each program with all its tests; with `ProgramTests`, of each case. After a case that took too long,
+            the next ones are not run.
+        workers: number of programs at the same time; None = the machine's cores.
         unprotected: see `Sandbox`.
-        packages: that programs may import; see `Sandbox`.
+        packages: packages that programs may import; see `Sandbox`.
     """
 
     __test__: ClassVar[bool] = False  # its name begins as those that pytest collects
@@ -172,13 +172,13 @@ class TestHarness:
 
     @property
     def protections(self) -> str:
-        """What is in force on this host, in words."""
+        """The protections on this host, in words."""
         return str(self._sandbox.protections)
 
     def run(self, completion: str, tests: Tests) -> TestResult:
         """Extract the program from a completion and test it.
 
-        Raises `JailError`: the tests themselves are broken, or the jail does not run.
+        Raises `JailError`: the tests themselves are broken, or the sandbox does not run.
         """
         code = extract_code(completion)
         count = len(tests.tests if isinstance(tests, AssertTests) else tests.cases)
@@ -199,7 +199,7 @@ class TestHarness:
         return list(self._pool.map(lambda job: self.run(*job), jobs))
 
     def close(self) -> None:
-        """Ends the jail and everything in it."""
+        """End the sandbox and all its processes."""
         self._pool.shutdown(cancel_futures=True)
         self._sandbox.close()
 
@@ -302,9 +302,9 @@ class TestHarness:
 
 
 def tester_order(tests: AssertTests) -> dict[str, Any]:
-    """What the process of the tests is told, among others which names are the program's.
+    """The message to the process of the tests, which also says which names the program defines.
 
-    Raises `JailError`: the tests are no Python, or use a name that a program could define to suit itself.
+    Raises `JailError`: the tests are not Python, or use a name that a program could redefine to cheat.
     """
     named = {name: name for name in tests.entry_points} | dict(tests.aliases)
     free, modules, own = free_names(tests.setup, tests.tests, tuple(named))
@@ -422,8 +422,8 @@ class _Handle:
     """Something that stayed in the jail; equal to nothing."""
 
     def __repr__(self) -> str:
-        return "an object that is no plain value"
+        return "an object that is not a plain value"
 
 
 def _no_handle(value: Any) -> int:
-    raise JailError(f"an argument of type {type(value).__name__} is no plain value")
+    raise JailError(f"an argument of type {type(value).__name__} is not a plain value")

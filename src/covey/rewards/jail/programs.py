@@ -111,7 +111,7 @@ def free_names(setup: str, tests: tuple[str, ...], named: tuple[str, ...]) -> tu
         try:
             tree = ast.parse(source)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise JailError(f"the test code is no Python: {error}: {source!r:.200}") from None
+            raise JailError(f"the test code is not Python: {error}: {source!r:.200}") from None
         parts.append(set())
         for name, uses in _names(tree):
             (bound if uses is None else parts[-1]).add(name)

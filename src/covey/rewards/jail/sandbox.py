@@ -1,4 +1,4 @@
-"""Confined processes for code that nobody vouches for; see `inside` for what they do.
+"""Confined processes for untrusted code; see `inside` for their side.
 
     with Sandbox() as sandbox:
         print(sandbox.protections)
@@ -6,8 +6,8 @@
             process.send({"role": "candidate", "code": "def f(x): return x + 1"})
             process.receive()                                        # {"names": ["f"]}
 
-A `Sandbox` is one small process (`zygote`) that forks the confined ones, in about 3 ms each. It and all that it
-has started end with this process. Nothing that a confined process does can raise anything here but `ProcessEndedError`.
+A `Sandbox` is one small process (`zygote`) that forks the confined ones, in about 3 ms each. It and its children end
+with this process. A confined process can cause no error here except `ProcessEndedError`.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ _ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a confined process may use.
+    """The limits of a confined process.
 
     Attributes:
-        seconds: from spawning to the end; the kernel ends it after at most one more second of processor time.
-        memory_mb: address space in MiB, Python itself (about 30) included.
-        files_mb: MiB of files in its scratch directory.
-        output_mb: MiB that it may print.
-        threads: at once, the first one included.
+        seconds: time from start to end; the kernel ends it after at most one more second of processor time.
+        memory_mb: address space in MiB, including Python itself (about 30).
+        files_mb: size of the files in its scratch directory, in MiB.
+        output_mb: size of its output, in MiB.
+        threads: number of threads at the same time, including the first.
     """
 
     seconds: float = 5.0
@@ -79,8 +79,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Protections:
-    """What is in force on this host: how `files` are kept away ("namespace", "landlock", or "" for not at all), that no
-    network can be reached, that no process can be started; and why something is `missing`, "" if nothing is.
+    """The protections on this host: how `files` are protected ("namespace", "landlock", or "" for not at all), whether
+    the network and new processes are blocked, and why a protection is `missing` ("" if none is).
     """
 
     files: str
@@ -90,7 +90,7 @@ class Protections:
 
     @property
     def enough(self) -> bool:
-        """Whether hostile code may be run."""
+        """True if the protections suffice for hostile code."""
         return bool(self.files) and self.network and self.processes
 
     def __str__(self) -> str:
@@ -104,11 +104,11 @@ class Protections:
 class Sandbox:
     """Starts confined processes; see the top of this module.
 
-    Raises `JailError`: the host does not offer the minimum, or the zygote does not start.
+    Raises `JailError`: the host does not offer the minimum of protections, or the zygote does not start.
 
     Args:
-        unprotected: run even where the minimum of protections is missing. Code can then read and change files.
-        packages: installed distributions that programs may import besides the standard library, such as "numpy".
+        unprotected: run even without the minimum of protections. Code can then read and change files.
+        packages: installed packages that programs may import besides the standard library, such as "numpy".
     """
 
     def __init__(self, *, unprotected: bool = False, packages: Sequence[str] = ()) -> None:
@@ -149,7 +149,7 @@ class Sandbox:
             )
 
     def spawn(self, limits: Limits) -> Confined:
-        """A confined process that waits for its role; its time begins now.
+        """Start a confined process, which waits for its first message; its time begins now.
 
         Raises `JailEndedError`: see there; `JailError`: the host cannot start or confine another process.
         """
@@ -228,20 +228,20 @@ class Confined:
 
     @property
     def printed(self) -> str:
-        """The first 64 KiB of what it printed."""
+        """The first 64 KiB of its output."""
         self._drain()
         return self._printed[:_OUTPUT_KEPT].decode("utf-8", "replace")
 
     @property
     def all_printed(self) -> bytes:
-        """All that it printed, at most `output_mb`."""
+        """All of its output, at most `output_mb`."""
         self._drain()
         return bytes(self._printed)
 
     def send(self, message: dict[str, Any]) -> None:
         """Sends a JSON object as a message.
 
-        Raises `ProcessEndedError`: the process does not take it; `ValueError`: it is too long.
+        Raises `ProcessEndedError`: the process does not read it; `ValueError`: the message is too long.
         """
         self.send_bytes(json.dumps(message).encode("utf-8", "surrogatepass"))
 
@@ -257,9 +257,10 @@ class Confined:
                 raise self._gone() from None
 
     def receive(self) -> dict[str, Any]:
-        """The next message, read; one that is no JSON object, or a long one, is "protocol".
+        """The next message, a JSON object.
 
-        Raises `ProcessEndedError`: none came in time, or the process did something that ends it.
+        Raises `ProcessEndedError`: no message came in time, the process ended or was ended, or the message is too long
+        or not a JSON object ("protocol").
         """
         body = self.receive_bytes()
         if len(body) > _MOST_TEXT:
@@ -376,7 +377,7 @@ def _close(process: subprocess.Popen[bytes], control: socket.socket) -> None:
 
 
 def parse_message(body: bytes) -> dict[str, Any]:
-    """A message of a confined process. Raises `ProcessEndedError`: it is none ("protocol")."""
+    """Read a message of a confined process. Raises `ProcessEndedError`: it is not a JSON object ("protocol")."""
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(message := json.loads(body.decode("utf-8", "surrogatepass")), dict):
             return message
@@ -392,9 +393,9 @@ def _protections(found: dict[str, Any]) -> Protections:
 
 
 def modules_of(packages: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Modules to import, folders to find them in, and paths that must be readable, for installed distributions.
+    """The modules of installed packages, the folders that hold them, and the paths that must be readable.
 
-    Raises `JailError`: one is not installed, or is no folder of Python modules.
+    Raises `JailError`: a package is not installed, or is not a folder of Python modules.
     """
     modules, folders, readable = list[str](), set[str](), set[str]()
     for name in packages:

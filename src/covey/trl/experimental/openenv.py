@@ -1,4 +1,4 @@
-"""Sampling for a `rollout_func`, as TRL's examples with OpenEnv import it."""
+"""Sampling for a `rollout_func`, imported as in TRL's examples with OpenEnv."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from covey.types import Request
 def generate_rollout_completions(
     trainer: Any, prompts: Sequence[Any], *, generation_overrides: Mapping[str, Any] | None = None, **_: Any
 ) -> list[dict[str, Any]]:
-    """Sample a completion of each prompt with the present weights.
+    """Sample a completion of each prompt with the current weights.
 
     Args:
-        trainer: that `rollout_func` was given.
-        prompts: strings or conversations; one that occurs several times gets as many different completions.
-        generation_overrides: not supported: refused.
+        trainer: the trainer given to `rollout_func`.
+        prompts: strings or conversations; a repeated prompt gets a different completion each time.
+        generation_overrides: not supported.
 
     Returns:
-        For each prompt `prompt_ids`, `completion_ids`, `logprobs` (a float for each token sampled) and `text`.
+        For each prompt `prompt_ids`, `completion_ids`, `logprobs` (a float for each sampled token) and `text`.
 
     Raises:
         ConfigError: `generation_overrides` is given.

@@ -51,11 +51,8 @@ function controls(run, steps, found) {
 }
 
 function draw(run, steps, found) {
-  if (!found.groups.length) {
-    root.replaceChildren(controls(run, steps, found), h("p", { class: "note" }, state.step === null ? "No episodes are recorded yet, or run.log_completions is false."
-      : "These completions are single answers, or were recorded without their turns. They are under Completions."));
-    return;
-  }
+  if (!found.groups.length) return void root.replaceChildren(controls(run, steps, found), h("p", { class: "note" }, state.step === null
+    ? "No episodes are recorded yet, or run.log_completions is false." : "These completions are single answers, or were recorded without their turns. They are under Completions."));
   if (!found.rows.some(({ row }) => String(row) === state.only)) state.only = "all";
   const rows = found.rows.filter(({ row }) => state.only === "all" || String(row) === state.only);
   const most = Math.max(...rows.map(({ play }) => play.length));

@@ -31,23 +31,15 @@ export class Chart {
     this.box = h("div", {});
     const png = h("button", { class: "small", onclick: () => this.savePicture() }, "PNG");
     const table = csv && h("button", { class: "small", onclick: () => download(`${title}.csv`, new Blob([csv()])) }, "CSV");
-    this.card = h(
-      "section",
-      { class: "card", "aria-label": title },
-      h("header", {}, h("h2", { title: hint }, title), h("span", { class: "tools" }, png, " ", table, " ", ...tools)),
-      this.readout,
-      this.box,
-    );
+    this.card = h("section", { class: "card", "aria-label": title },
+      h("header", {}, h("h2", { title: hint }, title), h("span", { class: "tools" }, png, " ", table, " ", ...tools)), this.readout, this.box);
     this.observer = new ResizeObserver(() => this.plot?.setSize({ width: this.box.clientWidth, height: this.height }));
     this.observer.observe(this.box);
   }
 
   draw(lines, { xLabel = "step", log = false, logX = false, marks = [], zero = false } = {}) {
-    const usable = lines.filter((line) => line.xs.length).map((line) => (log || logX ? positive(line, log, logX) : line))
-      .filter((line) => line.xs.length);
-    const tables = [];
-    const series = [{ label: xLabel }];
-    const bands = [];
+    const usable = lines.map((line) => (log || logX ? positive(line, log, logX) : line)).filter((line) => line.xs.length);
+    const [tables, series, bands] = [[], [{ label: xLabel }], []];
     for (const line of usable) {
       if (line.low) {
         bands.push({ series: [series.length, series.length + 1], fill: `${line.colour}33` });
@@ -57,25 +49,17 @@ export class Chart {
         }
       }
       tables.push([line.xs, line.ys]);
-      const width = line.thin ? 0.7 : 1.8;
-      series.push({
-        label: line.label,
-        stroke: line.thin ? `${line.colour}66` : line.colour,
-        fill: line.fill,
-        width,
-        dash: line.dash,
-        spanGaps: true,
+      const { label, fill, dash, thin } = line;
+      series.push({ label, fill, dash, thin, stroke: thin ? `${line.colour}66` : line.colour, width: thin ? 0.7 : 1.8, spanGaps: true,
         points: { show: Boolean(line.points) || line.xs.length === 1, size: 6, fill: colour("--card") },
-        thin: line.thin,
-        told: line.told && new Map(line.xs.map((x, place) => [x, line.told[place]])),
-      });
+        told: line.told && new Map(line.xs.map((x, place) => [x, line.told[place]])) });
     }
     this.lines = usable;
     const data = tables.length ? uPlot.join(tables) : [[]];
     const shape = JSON.stringify([series, bands, xLabel, log, logX, zero]);
     this.marks = marks;
     if (this.plot && shape === this.shape) {
-      plotted(series, this.plot);
+      series.forEach(({ told }, at) => { this.plot.series[at].told = told; }); // new values, for lines that stay
       this.plot.setData(data);
       return;
     }
@@ -84,24 +68,17 @@ export class Chart {
     const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
     // Zeros alone would get an axis from 0 to 100.
     const range = (_, low, high) => (low === null || (low === 0 && high === 0) ? [0, 1] : zero ? [Math.min(0, low), high > 0 ? high * 1.05 : 1] : uPlot.rangeNum(low, high, 0.1, true));
-    this.plot = new uPlot(
-      {
-        width: this.box.clientWidth || 400,
-        height: this.height,
-        legend: { show: false },
+    this.plot = new uPlot({
+        width: this.box.clientWidth || 400, height: this.height, legend: { show: false },
         cursor: { y: false, drag: { x: true, y: false }, sync: { key: "covey" }, points: { size: 6 } },
         scales: { x: { time: false, ...(logX ? { distr: 3 } : {}) }, y: log ? { distr: 3 } : { range } },
         axes: [
           { ...axis, size: 30, ...(xLabel === "step" ? { incrs: WHOLE } : {}), values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
           { ...axis, size: 62, values: (_, ticks) => this.tickTexts(ticks) },
         ],
-        series,
-        bands,
+        series, bands,
         hooks: { draw: [(plot) => this.drawMarks(plot)], setCursor: [(plot) => this.tell(plot, xLabel)] },
-      },
-      data,
-      this.box,
-    );
+      }, data, this.box);
     this.nameLines();
   }
 
@@ -128,10 +105,7 @@ export class Chart {
       if (x < bbox.left || x > bbox.left + bbox.width) continue;
       ctx.strokeStyle = ctx.fillStyle = mark.colour || colour(mark.kind === "doctor" ? "--warn" : "--soft");
       ctx.setLineDash([4, 4]);
-      ctx.beginPath();
-      ctx.moveTo(x, bbox.top);
-      ctx.lineTo(x, bbox.top + bbox.height);
-      ctx.stroke();
+      ctx.stroke(new Path2D(`M${x} ${bbox.top}v${bbox.height}`));
       ctx.font = `${11 * devicePixelRatio}px sans-serif`;
       const wide = ctx.measureText(mark.name).width + 5 * devicePixelRatio;
       const fits = x + wide < bbox.left + bbox.width; // at the right end the name stands before its line
@@ -147,25 +121,18 @@ export class Chart {
 
   tell(plot, xLabel) {
     const at = plot.cursor.idx;
-    if (at === null || at === undefined) {
-      this.nameLines();
-      return;
-    }
+    if (at === null || at === undefined) return this.nameLines();
     const parts = [`${xLabel} ${number(plot.data[0][at])}`];
     plot.series.forEach((series, index) => {
       const value = series.told ? series.told.get(plot.data[0][at]) : plot.data[index]?.[at];
-      if (index && series.label && !series.edge && !series.thin && value !== null && value !== undefined) {
-        parts.push(`${series.label} ${this.say(value)}`);
-      }
+      if (index && series.label && !series.edge && !series.thin && value !== null && value !== undefined) parts.push(`${series.label} ${this.say(value)}`);
     });
-    this.readout.textContent = parts.join("   ");
-    this.readout.title = this.readout.textContent;
+    this.readout.textContent = this.readout.title = parts.join("   ");
   }
 
   /** The picture with its title and the names of its lines, on paper. */
   savePicture() {
-    const from = this.plot.ctx.canvas;
-    const scale = devicePixelRatio;
+    const [from, scale] = [this.plot.ctx.canvas, devicePixelRatio];
     const names = this.lines.filter((line) => line.label && !line.thin);
     const canvas = h("canvas", { width: from.width, height: from.height + (30 + 16 * names.length) * scale });
     const ctx = canvas.getContext("2d");
@@ -190,10 +157,6 @@ export class Chart {
   }
 }
 
-/** New values to be told, for lines that stay. */
-function plotted(series, plot) {
-  series.forEach(({ told }, at) => { plot.series[at].told = told; });
-}
 
 /** What a logarithmic axis can show. */
 function positive(line, log, logX) {

@@ -1,7 +1,7 @@
 // What was sampled: groups side by side, and evaluations before and after.
 
 import { ask, pick, runChoice, runs } from "./data.js";
-import { choice, h, number, tick } from "./dom.js";
+import { choice, h, number, setter, tick } from "./dom.js";
 
 const state = { run: 0, kind: "step", step: null, search: "", shown: "all", uid: "", ended: "", reward_from: "", reward_to: "", length_from: "", length_to: "", everywhere: false, before: null, after: null, changed: "changed" };
 const SHOWN = [["all", "all completions"], ["right", "right"], ["wrong", "wrong"], ["truncated", "cut off"],
@@ -31,17 +31,12 @@ export function update(changed) {
 
 function controls() {
   const run = runs[state.run];
-  const set = (name, read = String) => (value) => {
-    state[name] = read(value);
-    load();
-  };
+  const set = setter(state, load);
   const search = h("input", { type: "search", value: state.search, placeholder: "text in prompt or completion", "aria-label": "Search",
     onchange: () => set("search")(search.value) });
   const steps = run.tables[state.kind] ?? [];
-  const parts = [];
-  parts.push(runChoice("Completions", state.run, set("run", Number)));
-  parts.push(choice("from", [["step", "training"], ["eval", "one evaluation"], ["compare", "two evaluations"]], state.kind,
-    (kind) => { state.step = null; set("kind")(kind); }));
+  const parts = [runChoice("Completions", state.run, set("run", Number)),
+    choice("from", [["step", "training"], ["eval", "one evaluation"], ["compare", "two evaluations"]], state.kind, (kind) => { state.step = null; set("kind")(kind); })];
   if (state.kind === "compare") {
     const evals = run.tables.eval;
     parts.push(choice("before: step", evals, state.before, set("before", Number)), choice("after: step", evals, state.after, set("after", Number)),
@@ -57,8 +52,7 @@ function controls() {
     parts.push(h("label", {}, h("span", { class: "soft" }, "step"), move(-1), field, move(1)), slider,
       choice("show", SHOWN, state.shown, set("shown")), search);
     const bound = (name, label) => {
-      const input = h("input", { type: "number", step: "any", value: state[name], style: { width: "5.5rem" }, "aria-label": label,
-        onchange: () => set(name)(input.value) });
+      const input = h("input", { type: "number", step: "any", value: state[name], style: { width: "5.5rem" }, "aria-label": label, onchange: () => set(name)(input.value) });
       return input;
     };
     parts.push(h("details", { class: "more", open: FILTERS.some((name) => state[name] !== "") }, h("summary", {}, "more filters"),
@@ -92,10 +86,7 @@ async function searchAll(before = null, looked = 0) {
     const found = await ask(`${run.index}/search`, { kind: state.kind, ...asked(), ...(before === null ? {} : { before }) });
     if (mine !== visit) return;
     looked += found.looked;
-    const open = (hit) => () => {
-      Object.assign(state, { everywhere: false, step: hit.step, uid: hit.uid });
-      load();
-    };
+    const open = (hit) => () => { Object.assign(state, { everywhere: false, step: hit.step, uid: hit.uid }); load(); };
     const rows = found.hits.map((hit) => h("tr", {},
       h("td", {}, h("button", { class: "link", onclick: open(hit) }, `step ${number(hit.step)}`)), h("td", {}, hit.uid),
       h("td", { class: `number ${hit.correct === null ? "" : hit.correct ? "good" : "bad"}` }, number(hit.reward)), h("td", { class: "number" }, number(hit.length)),
@@ -116,10 +107,7 @@ async function searchAll(before = null, looked = 0) {
 }
 
 async function load(offset = 0) {
-  if (state.everywhere && state.kind === "step") {
-    searchAll();
-    return;
-  }
+  if (state.everywhere && state.kind === "step") return void searchAll();
   const run = runs[state.run];
   const mine = ++visit;
   const evals = run.tables.eval;
@@ -129,10 +117,7 @@ async function load(offset = 0) {
   if (!steps.includes(state.step)) state.step = steps.at(-1) ?? null;
   newest = state.step === steps.at(-1);
   if (!offset) controls();
-  if (!steps.length) {
-    body.textContent = "No completions are recorded yet, or run.log_completions is false.";
-    return;
-  }
+  if (!steps.length) return void (body.textContent = "No completions are recorded yet, or run.log_completions is false.");
   try {
     const compares = state.kind === "compare";
     const found = compares
@@ -140,12 +125,10 @@ async function load(offset = 0) {
       : await ask(`${run.index}/completions`, { kind: state.kind, step: state.step, ...asked(), offset });
     if (mine !== visit) return;
     const page = compares ? found.pairs : found.groups;
-    const head = compares ? counted(found.counts)
-      : h("p", { class: "note" }, `${number(found.completions)} completions${asks() ? `; ${number(found.found)} prompts have some that match` : ` for ${number(found.found)} prompts`}.`);
-    const cards = page.map((each) => (compares ? pair(each) : group(each)));
     if (offset) body.lastChild.remove();
-    else body.replaceChildren(head);
-    body.append(...cards);
+    else body.replaceChildren(compares ? counted(found.counts)
+      : h("p", { class: "note" }, `${number(found.completions)} completions${asks() ? `; ${number(found.found)} prompts have some that match` : ` for ${number(found.found)} prompts`}.`));
+    body.append(...page.map(compares ? pair : group));
     const next = offset + page.length;
     body.append(next < found.found ? h("button", { onclick: () => load(next) }, `show more (${number(found.found - next)} left)`) : "");
   } catch (error) {
@@ -160,8 +143,7 @@ function counted({ gained, lost, both, neither, unjudged }) {
 }
 
 function question(messages, label) {
-  const asked = messages.at(-1);
-  const before = messages.slice(0, -1);
+  const [asked, before] = [messages.at(-1), messages.slice(0, -1)];
   return h("div", {}, label,
     h("div", { class: "question text" }, asked.content),
     before.length ? h("details", {}, h("summary", { class: "note" }, before.length === 1 ? `${before[0].role} message` : `${before.length} messages before it`),
@@ -202,8 +184,7 @@ function one(row, step, kind, group = null) {
     parts.length > 1 ? h("span", {}, "= ", parts.map(([name, value]) => `${name} ${number(value)}`).join(", ")) : null,
     kind === "eval" && state.kind === "compare" ? h("span", {}, `step ${step}`) : null,
   ];
-  const verdicts = Object.entries(row.others).filter(([name]) => name.startsWith("verdict/"));
-  const others = Object.entries(row.others).filter(([name]) => !name.startsWith("verdict/"));
+  const [verdicts, others] = [true, false].map((wanted) => Object.entries(row.others).filter(([name]) => name.startsWith("verdict/") === wanted));
   const card = h("article", { class: `one ${mark}` }, h("div", { class: "facts" }, facts), text,
     verdicts.map(([name, said]) => h("div", { class: "verdict text" }, h("span", { class: "soft" }, `${name.slice(8)}: `), said)),
     row.error ? h("div", { class: "bad text" }, row.error) : null,
@@ -228,6 +209,4 @@ function one(row, step, kind, group = null) {
 }
 
 /** An agent's episode: what it did stands out from what it saw. */
-function conversation(text) {
-  return text.split("\n").map((line) => h("span", { class: line.startsWith("> ") ? "" : "soft" }, `${line}\n`));
-}
+const conversation = (text) => text.split("\n").map((line) => h("span", { class: line.startsWith("> ") ? "" : "soft" }, `${line}\n`));

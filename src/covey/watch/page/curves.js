@@ -2,7 +2,7 @@
 
 import { Chart, smooth } from "./chart.js";
 import { ask, runs, shownRuns } from "./data.js";
-import { choice, h, tick } from "./dom.js";
+import { choice, h, setter, tick } from "./dom.js";
 import { plain, unit } from "./names.js";
 
 const FIRST = ["eval/accuracy", "eval/accuracy by kind", "eval/reward", "reward", "completions/mean_length", "entropy", "kl", "grad_norm", "frac_reward_zero_std",
@@ -19,10 +19,7 @@ export function show(into) {
   list = h("div", { class: "panels" }, h("p", { class: "loading" }, "Loading…"));
   marksBelow = h("ol", { class: "marks" });
   adding = h("select", { "aria-label": "Add a metric", onchange: () => add(adding.value) });
-  const redraw = (name) => (value) => {
-    settings[name] = value;
-    draw();
-  };
+  const redraw = (name) => setter(settings, draw)(name, (value) => value);
   root.replaceChildren(
     h("div", { class: "bar" },
       choice("x axis", [["step", "steps"], ["tokens", "tokens"], ["minutes", "minutes"]], settings.x, redraw("x")),

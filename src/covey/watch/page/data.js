@@ -2,7 +2,7 @@
 // up to which it is known.
 
 import { archive, fromArchive } from "./archive.js";
-import { choice, duration } from "./dom.js";
+import { choice, duration, median } from "./dom.js";
 
 const COLOURS = ["#1f77c9", "#e07b1a", "#2b9a5d", "#9552b5", "#c23b52", "#7a8793", "#0f9aa8", "#a58a00"];
 const KEY = "covey-watch-token";
@@ -12,17 +12,12 @@ const HAS = {
   Doctor: (run) => run.doctor.length || run.events.length, Settings: (run) => run.about.config,
 };
 
-function token() {
-  const given = /^#token=(.+)$/.exec(location.hash);
-  if (given) {
-    sessionStorage.setItem(KEY, decodeURIComponent(given[1]));
-    history.replaceState(null, "", location.pathname);
-  }
-  return sessionStorage.getItem(KEY) ?? "";
+const given = /^#token=(.+)$/.exec(location.hash);
+if (given) {
+  sessionStorage.setItem(KEY, decodeURIComponent(given[1]));
+  history.replaceState(null, "", location.pathname);
 }
-
-const secret = token();
-
+const secret = sessionStorage.getItem(KEY) ?? "";
 let waiting = 0;
 const busy = (by) => document.body.classList.toggle("busy", (waiting += by) > 0);
 
@@ -47,13 +42,11 @@ export async function quietly(path, parameters = {}) {
 
 /** The numbers of `metrics.jsonl`, as far as they are read. */
 class Metrics {
-  constructor() {
-    this.series = new Map(); // name -> {steps, values}
-    this.tokens = new Map(); // step -> tokens so far
-    this.minutes = new Map();
-    this.seconds = 0;
-    this.step = 0;
-  }
+  series = new Map(); // name -> {steps, values}
+  tokens = new Map(); // step -> tokens so far
+  minutes = new Map();
+  seconds = 0;
+  step = 0;
 
   take({ names, rows }) {
     const columns = names.map((name) => {
@@ -85,20 +78,11 @@ class Metrics {
 
 class Run {
   constructor(index, about) {
-    this.index = index;
-    this.about = about;
-    this.label = about.label;
-    this.colour = COLOURS[index % COLOURS.length];
-    this.shown = true;
-    this.events = [];
+    Object.assign(this, { index, about, label: about.label, colour: COLOURS[index % COLOURS.length], shown: true, events: [], doctor: [], diagnosed: false, loaded: false, damaged: 0, places: {} });
     this.questions = new Map(); // uid -> [[step, right, all], ...]
     this.tables = { step: [], eval: [], ledger: [], samplers: [] };
     this.texts = new Map(); // uid -> what the user asked
-    this.doctor = [];
-    this.diagnosed = this.loaded = false;
     this.heard = Date.now() - 1000 * (about.seconds_since_last_line ?? 0);
-    this.damaged = 0;
-    this.places = {};
     this.metrics = this.reading = new Metrics();
   }
 
@@ -138,9 +122,6 @@ class Run {
     }
   }
 
-  takeEvents({ lines }) {
-    this.events.push(...lines);
-  }
 
   /** Read on in one file; true if there was anything new. */
   async read(file, take) {
@@ -163,7 +144,7 @@ class Run {
     const before = this.loaded && this.step;
     if (await this.read("metrics", this.takeMetrics)) tell("metrics");
     if (this.loaded && this.step !== before) this.heard = Date.now();
-    if (await this.read("events", this.takeEvents)) tell("events");
+    if (await this.read("events", ({ lines }) => this.events.push(...lines))) tell("events");
     const tables = await quietly(`${this.index}/tables`, { mark: this.tables.mark ?? "" });
     if (tables.mark !== this.tables.mark) {
       this.tables = tables;
@@ -197,10 +178,7 @@ class Run {
   }
 
   /** Median seconds of the last steps. */
-  stepTime() {
-    const last = (this.series.get("step_time")?.values ?? []).slice(-20).sort((a, b) => a - b);
-    return last[Math.floor(last.length / 2)] ?? null;
-  }
+  stepTime() { return median((this.series.get("step_time")?.values ?? []).slice(-20)); }
 
   /** Steps that the run is to have, as far as its settings tell. */
   total() {
@@ -237,24 +215,15 @@ class Run {
     return { xs: found.steps.map((step) => this.place(step, x)), ys: found.values, steps: found.steps };
   }
 
-  place(step, x) {
-    if (x === "tokens") return this.tokens.get(step) ?? 0;
-    if (x === "minutes") return this.minutes.get(step) ?? 0;
-    return step;
-  }
-
-  last(name) {
-    return this.series.get(name)?.values.at(-1) ?? null;
-  }
+  place(step, x) { return x === "step" ? step : this[x].get(step) ?? 0; }
+  last(name) { return this.series.get(name)?.values.at(-1) ?? null; }
 
   /** Steps worth a line in a curve: phases that begin, and what the doctor said. */
   marks() {
     const found = this.doctor.map((said) => ({ step: said.step, kind: "doctor", text: said.message, run: this }));
     const phases = this.series.get("phase");
     (phases?.values ?? []).forEach((phase, at) => {
-      if (at > 0 && phase !== phases.values[at - 1]) {
-        found.push({ step: phases.steps[at], kind: "phase", text: `phase ${phase + 1} begins`, run: this });
-      }
+      if (at > 0 && phase !== phases.values[at - 1]) found.push({ step: phases.steps[at], kind: "phase", text: `phase ${phase + 1} begins`, run: this });
     });
     return found.sort((a, b) => a.step - b.step);
   }
@@ -263,8 +232,7 @@ class Run {
 export const runs = [];
 
 export async function load() {
-  const found = await quietly("runs");
-  found.forEach((about, index) => runs.push(new Run(index, about)));
+  (await quietly("runs")).forEach((about, index) => runs.push(new Run(index, about)));
 }
 
 export const shownRuns = () => runs.filter((run) => run.shown);

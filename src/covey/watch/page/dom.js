@@ -25,6 +25,9 @@ export function choice(label, options, value, onchange) {
   return h("label", {}, h("span", { class: "soft" }, label), select);
 }
 
+/** Listeners that set one field of a view's `state`, then draw it: `set("step", Number)`. */
+export const setter = (state, then) => (name, read = String) => (value) => { state[name] = read(value); then(); };
+
 export function tick(label, checked, onchange) {
   const box = h("input", { type: "checkbox", checked, onchange: () => onchange(box.checked) });
   return h("label", {}, box, label);
@@ -47,6 +50,11 @@ export function duration(seconds) {
   if (seconds < 60) return `${number(seconds, seconds < 10 ? 2 : 3)} s`;
   const minutes = Math.round(seconds / 60);
   return minutes < 60 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+export function median(values) {
+  const sorted = [...values].sort((a, b) => a - b);
+  return sorted[Math.floor(sorted.length / 2)] ?? null;
 }
 
 /** Hand a file to the reader. */

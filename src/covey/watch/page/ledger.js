@@ -1,7 +1,7 @@
 // The token ledger: what each token of a completion got, and what it added to the loss of its step.
 
 import { ask, pick, runChoice, runs } from "./data.js";
-import { choice, h, number, percent } from "./dom.js";
+import { choice, h, number, percent, setter } from "./dom.js";
 
 const COLUMNS = { advantage: "advantage", loss: "contribution to the loss", gradient: "gradient (d loss / d log-prob)", share: "share of the gradient", weight: "weight in the loss", ratio: "importance ratio",
   difference: "log-prob, trainer minus sampler", logp: "log-prob of the trainer", sampler_logp: "log-prob of the sampler", entropy: "entropy, nats", kl: "KL from the reference, nats", clipped: "clipped (1 = yes)" };
@@ -25,10 +25,7 @@ async function load() {
   const mine = ++visit;
   const run = runs[state.run];
   const steps = run.tables.ledger;
-  if (!steps.length) {
-    root.replaceChildren(h("p", {}, "This run has recorded no tokens. ", h("code", {}, "run.ledger=off,all:10"), " records those of every tenth step."));
-    return;
-  }
+  if (!steps.length) return void root.replaceChildren(h("p", {}, "This run has recorded no tokens. ", h("code", {}, "run.ledger=off,all:10"), " records those of every tenth step."));
   if (!steps.includes(state.step)) [state.step, state.row] = [steps.at(-1), null];
   try {
     const { completions } = await ask(`${run.index}/ledger`, { step: state.step });
@@ -36,10 +33,7 @@ async function load() {
     const turns = [...new Set(completions.map((each) => each.pass))];
     if (!turns.includes(state.turn)) [state.turn] = turns;
     const here = completions.filter((each) => each.pass === state.turn);
-    if (!here.length) {
-      root.replaceChildren(h("p", {}, `Step ${number(state.step)} trained on nothing: no completion had a gradient.`));
-      return;
-    }
+    if (!here.length) return void root.replaceChildren(h("p", {}, `Step ${number(state.step)} trained on nothing: no completion had a gradient.`));
     if (!here.some(({ row }) => row === state.row)) state.row = here[0].row;
     const { tokens } = await ask(`${run.index}/ledger/${state.row}`, { step: state.step, turn: state.turn });
     if (mine === visit) draw(run, steps, turns, here, tokens);
@@ -49,10 +43,7 @@ async function load() {
 }
 
 function draw(run, steps, turns, completions, tokens) {
-  const set = (name, read) => (value) => {
-    state[name] = read(value);
-    load();
-  };
+  const set = setter(state, load);
   for (const token of tokens) if (token.logp !== undefined) token.difference = token.logp - token.sampler_logp;
   const known = Object.keys(COLUMNS).filter((name) => tokens.some((token) => token[name] !== undefined));
   if (!known.includes(state.column)) [state.column] = known;

@@ -2,7 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { pick, runChoice, runs } from "./data.js";
-import { duration, h, number, percent } from "./dom.js";
+import { duration, h, median, number, percent } from "./dom.js";
 import { plain } from "./names.js";
 
 const PARTS = ["time/sampling", "time/scoring", "time/waiting_for_samples", "time/reference", "time/update", "time/publish"];
@@ -26,22 +26,13 @@ export function show(into) {
     charts[title] = new Chart(title, names.join(", "));
     panels.append(charts[title].card);
   }
-  tiles = h("div", { class: "tiles" });
-  samplers = h("div", {});
+  [tiles, samplers] = [h("div", { class: "tiles" }), h("div", {})];
   root.replaceChildren(
-    h("div", { class: "bar" }, runChoice("Machine", chosen, (value) => {
-      chosen = Number(value);
-      show(root);
-    })),
-    tiles, panels, samplers, h("h2", {}, "Versions and machine"),
+    h("div", { class: "bar" }, runChoice("Machine", chosen, (value) => { chosen = Number(value); show(root); })), tiles, panels, samplers, h("h2", {}, "Versions and machine"),
     h("table", {}, h("tbody", {}, Object.entries(run.about.versions).map(([name, value]) => h("tr", {}, h("td", {}, name), h("td", {}, value))))));
   update();
 }
 
-function median(values) {
-  const sorted = [...values].sort((a, b) => a - b);
-  return sorted.length ? sorted[Math.floor(sorted.length / 2)] : null;
-}
 
 /** What samples: as it is set, and what the run said of it. */
 function drawSamplers(run) {
@@ -82,17 +73,14 @@ export function update() {
     shares.push([name, ys.reduce((a, b) => a + b, 0)]);
     const told = whole.steps.map((step) => values.get(step) ?? 0);
     below = below.map((sum, at) => sum + (values.get(whole.steps[at]) ?? 0));
-    const colour = COLOURS[PARTS.indexOf(name)];
-    return { label: PLAIN[name.slice(5)], colour, xs: whole.steps, ys: below, fill: colour, told };
+    return { label: PLAIN[name.slice(5)], colour: COLOURS[PARTS.indexOf(name)], xs: whole.steps, ys: below, fill: COLOURS[PARTS.indexOf(name)], told };
   });
   // The highest is drawn first, so that each shows above the one before.
   charts.parts.draw([{ label: "whole step", colour: "#59626e", xs: whole.steps, ys: whole.ys }, ...stacked.reverse()], { zero: true });
   const { steps, ys } = run.points("num_tokens");
   const speed = steps.map((step, at) => [step, (ys[at] - (at ? ys[at - 1] : 0)) / (step - (at ? steps[at - 1] : step - 1)) / (total.get(step) || NaN)]).filter(([, value]) => Number.isFinite(value));
   charts.speed.draw([{ label: "tokens per second", colour: COLOURS[0], xs: speed.map(([x]) => x), ys: speed.map(([, y]) => y) }], { zero: true });
-  for (const [title, names] of OTHERS) {
-    charts[title]?.draw(names.map((name, at) => ({ label: plain(name), colour: COLOURS[at], ...run.points(name) })), { zero: true });
-  }
+  for (const [title, names] of OTHERS) charts[title]?.draw(names.map((name, at) => ({ label: plain(name), colour: COLOURS[at], ...run.points(name) })), { zero: true });
   const seconds = whole.ys.reduce((a, b) => a + b, 0);
   const tile = (text, value) => h("div", { class: "card" }, h("span", { class: "soft" }, text), h("b", {}, value));
   tiles.replaceChildren(

@@ -36,10 +36,7 @@ export function go(name, where) {
 
 function drawHead() {
   at("runs").replaceChildren(...runs.map((run) => {
-    const box = h("input", { type: "checkbox", checked: run.shown, onchange: () => {
-      run.shown = box.checked;
-      go(current);
-    } });
+    const box = h("input", { type: "checkbox", checked: run.shown, onchange: () => { run.shown = box.checked; go(current); } });
     return h("label", { title: run.about.path }, box, h("span", { class: "dot", style: { background: run.colour } }), run.label);
   }));
 }

@@ -1,7 +1,7 @@
 // How each training question was answered over the run.
 
 import { pick, runChoice, runs } from "./data.js";
-import { choice, h, number, percent } from "./dom.js";
+import { choice, h, number, percent, setter } from "./dom.js";
 
 const MOST = 300;
 const VISITS = 60;
@@ -62,15 +62,9 @@ function draw() {
   const search = state.search.toLowerCase();
   const wanted = (kinds[state.shown] ?? all).filter((q) => `${q.uid}\n${run.texts.get(q.uid) ?? ""}`.toLowerCase().includes(search));
   wanted.sort(orders[state.order]);
-  const set = (name, read = String) => (value) => {
-    state[name] = read(value);
-    draw();
-  };
+  const set = setter(state, draw);
   const field = h("input", { type: "search", value: state.search, placeholder: "text of a question", "aria-label": "Search",
-    onchange: () => {
-      field.blur();
-      set("search")(field.value);
-    } });
+    onchange: () => { field.blur(); set("search")(field.value); } });
   const weighted = run.about.settings["data.prompt_order"] === '"difficulty"';
   root.replaceChildren(
     h("div", { class: "bar" },
