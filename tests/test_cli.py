@@ -377,6 +377,7 @@ def test_a_recipe_is_tried(recipe_folder: Path, tmp_path: Path, covey: Command) 
     shown = shows(covey, 1, recipe_folder, f"run.output_dir={tmp_path / 'run'}")  # random models never end an answer
     for words in (
         *("data: 7 prompts from 7 rows", "3 held-out prompts", "completions_truncated\n"),
+        "untrained, at temperature 0: eval/num_completions 3; eval/reward",
         *("Raise sampling.max_completion_length", "peak memory of the process", "6 steps with 3 evaluations"),
     ):
         assert words in shown

@@ -35,6 +35,8 @@ from covey.training.schedule import Elapsed
 from covey.training.trainer import GRPOTrainer
 from covey.types import Group
 
+_ASKED = 8
+"""Prompts that are answered as in an evaluation too."""
 _LEFT_OUT = 0.05
 """Share of rows that may be left out for their length without a word."""
 CONTEXT_BYTES = 0.8e9
@@ -68,6 +70,7 @@ class Plan:
     mixed_share: float
     probe_seconds: float
     metrics: dict[str, float]
+    untrained: dict[str, float]
 
     @property
     def step_seconds(self) -> float:
@@ -95,6 +98,9 @@ class Plan:
 def measure(trainer: GRPOTrainer, seen: list[Group] | None = None) -> Plan:
     """Take two steps with a trainer that has not trained yet. Throw it away afterwards: its weights have moved."""
     began, _, loaded = time.perf_counter(), trainer.learner, _peak()  # with sampler and learner
+    untrained = {}
+    if trainer.world is None:
+        untrained = trainer.evaluation((trainer.data.held_out or trainer.data.train)[:_ASKED]).metrics
     forget_peak()
     held, sampled_peak = _peak(), 0
     state, args, phase = trainer.state, trainer.args, trainer.phases.at(Elapsed())
@@ -148,6 +154,7 @@ def measure(trainer: GRPOTrainer, seen: list[Group] | None = None) -> Plan:
         mixed_share=float(np.mean([trainer.estimator.teaches(group) for group in groups])),
         probe_seconds=time.perf_counter() - began,
         metrics=metrics | {"completions/no_answer_ratio": no_answer_ratio(both, trainer.data.has_answer)},
+        untrained=untrained,
     )
 
 
@@ -173,7 +180,13 @@ def checkup(trainer: GRPOTrainer, plan: Plan) -> list[Diagnosis]:
         f"{lost} of {rows} rows are left out: their prompts are too long",
         "Raise data.max_prompt_length, lower sampling.max_completion_length, or use a model with a longer context",
     )
-    found = diagnose([plan.metrics, plan.metrics], Thresholds(min_steps=2))
+    limits, told = Thresholds(min_steps=2), plan.untrained
+    # Samples of an untrained model at temperature 1 fail and run on where greedy answers do not; training ends that.
+    well = {
+        "completions_truncated": told.get("eval/completions/clipped_ratio", 1.0) < limits.clipped_completions,
+        "groups_all_wrong": told.get("eval/accuracy", told.get("eval/reward", 0.0)) > limits.failed_reward,
+    }
+    found = [one for one in diagnose([plan.metrics, plan.metrics], limits) if not well.get(one.code)]
     return [left_out, *found] if lost > _LEFT_OUT * rows else found
 
 
