@@ -35,6 +35,7 @@ from covey.config.text import explain as explained
 from covey.config.text import parse_overrides, render_explain
 from covey.config.whole import GRPOConfig
 from covey.errors import ClusterLostError, ConfigError, CoveyError
+from covey.observe.completions import differing
 from covey.observe.console import accept_any_text, print_table, say, visible
 
 if TYPE_CHECKING:
@@ -396,9 +397,10 @@ def _show(result: Evaluation, number: int) -> None:
     if played:
         return
     pairs = [(group.prompt, episode) for group in result.rollout.groups for episode in group.episodes]
-    for index, (prompt, episode) in enumerate(pairs[:number]):
+    questions = [p.content if isinstance(p.content, str) else p.content[-1]["content"] for p, _ in pairs[:number]]
+    for index, question in enumerate(differing(questions)):
+        prompt, episode = pairs[index]
         mark = "" if result.correct is None else ("right: " if result.correct[index] else "wrong: ")
-        question = prompt.content if isinstance(prompt.content, str) else prompt.content[-1]["content"]
         row = ", ".join(f"{name}={visible(repr(value), 200)}" for name, value in prompt.columns.items())
         told = f"{question}\n  {mark}{episode.text!r}" + (f"\n  row: {row}" if row else "")
         out.print(told, markup=False, highlight=False)

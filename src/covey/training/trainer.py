@@ -74,6 +74,10 @@ class TrainOutput:
     global_step: int
     metrics: dict[str, Any]
 
+    def __repr__(self) -> str:
+        """Short, since a notebook shows what its last line returns."""
+        return f"TrainOutput(global_step={self.global_step}, metrics=<{len(self.metrics)} values>)"
+
 
 class GRPOTrainer:
     """Trains a language model with GRPO. The arguments have the names of TRL's `GRPOTrainer`.
