@@ -35,8 +35,8 @@ from covey.config.text import explain as explained
 from covey.config.text import parse_overrides, render_explain
 from covey.config.whole import GRPOConfig
 from covey.errors import ClusterLostError, ConfigError, CoveyError
-from covey.observe.completions import differing
 from covey.observe.console import accept_any_text, print_table, say, visible
+from covey.observe.records import differing
 
 if TYPE_CHECKING:
     from covey.training.evaluate import Evaluation
@@ -154,9 +154,7 @@ app.command()(doctor)
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[
-        str, typer.Argument(help="pkg:NAME, hub id, folder, .gguf file, the folder of a run, or a recipe (its model).")
-    ],
+    model: Annotated[str, typer.Argument(help="pkg:NAME, hub id, folder, .gguf file, a run's folder, or a recipe.")],
     task: Annotated[str | None, typer.Option(help="Task to measure on; default: the run's own.")] = None,
     dataset: Annotated[
         str | None, typer.Option(help="Prompts to measure on; with --task, the file that the task reads.")
@@ -398,8 +396,7 @@ def _show(result: Evaluation, number: int) -> None:
         return
     pairs = [(group.prompt, episode) for group in result.rollout.groups for episode in group.episodes]
     questions = [p.content if isinstance(p.content, str) else p.content[-1]["content"] for p, _ in pairs[:number]]
-    for index, question in enumerate(differing(questions)):
-        prompt, episode = pairs[index]
+    for index, (question, (prompt, episode)) in enumerate(zip(differing(questions), pairs, strict=False)):
         mark = "" if result.correct is None else ("right: " if result.correct[index] else "wrong: ")
         row = ", ".join(f"{name}={visible(repr(value), 200)}" for name, value in prompt.columns.items())
         told = f"{question}\n  {mark}{episode.text!r}" + (f"\n  row: {row}" if row else "")
@@ -410,6 +407,5 @@ def _trainer(config: GRPOConfig) -> GRPOTrainer:
     from covey.training.setup import ONLY_HELD_OUT
     from covey.training.trainer import GRPOTrainer
 
-    data = config.data
-    rows = None if data.task or data.dataset or config.environment.world else ONLY_HELD_OUT
+    rows = None if config.data.task or config.data.dataset or config.environment.world else ONLY_HELD_OUT
     return GRPOTrainer(args=config.replace(learners=1), train_dataset=rows)  # it trains nothing

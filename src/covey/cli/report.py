@@ -28,9 +28,9 @@ from covey.errors import ConfigError, DataError, RunFolderError
 from covey.files import explained, open_regular, write_atomically
 from covey.observe import comparison, curve
 from covey.observe.comparison import Answers, ComparedRun, PairedAnswers
-from covey.observe.completions import WHOLE, differing, messages, parts_and_others
+from covey.observe.completions import WHOLE, messages, parts_and_others
 from covey.observe.console import format_number, print_table, say, visible
-from covey.observe.records import Record, plain
+from covey.observe.records import Record, differing, plain
 from covey.observe.run_folder import RunFolder, table_name
 from covey.watch.run import WatchedRun, labels
 from covey.watch.tables import PLACE, TableReader

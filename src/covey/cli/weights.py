@@ -52,8 +52,7 @@ def recipe_file(recipe: Path) -> Path:
 
 
 def config_for(model: str, adapter: str | None, overrides: list[str] | None) -> GRPOConfig:
-    """Settings for looking at a model: a run's own with its weights, of which it is said which, a recipe's, or the
-    defaults.
+    """Settings for looking at a model: a run's own with its weights (said which), a recipe's, or the defaults.
 
     Raises `ConfigError`: the run has no weights yet, or they are gone or damaged.
     """

@@ -21,7 +21,7 @@ MOST_BYTES, MOST_ROWS, MOST_COLUMNS = 512 << 20, 200_000, 500
 """Of a table that may be anybody's."""
 WHOLE = 1_000_000
 """Characters of a prompt that are searched."""
-_MESSAGES, _SHARED = 100, 60
+_MESSAGES = 100
 _KEYS = (
     *("group", "sample", "uid", "kind", "type", "reward", "advantage", "correct", "masked_by", "length", "turns"),
     *("finish_reason", "ended", "policy_version", "group_mean", "group_std", "group_tied"),
@@ -165,14 +165,6 @@ def messages(prompt: Any, most: int = 4_000) -> list[Record]:
     if found and all(isinstance(m, Mapping) and "content" in m for m in found):
         return [{"role": _text(m.get("role"))[:50], "content": _text(m["content"])[:most]} for m in found[:_MESSAGES]]
     return [{"role": "", "content": text[:most]}]
-
-
-def differing(texts: Sequence[str]) -> list[str]:
-    """Texts without a long beginning that all of them share, such as few-shot examples: whole lines, else words."""
-    length = next((n for n, characters in enumerate(zip(*texts, strict=False)) if len({*characters}) > 1), 0)
-    shared = texts[0][:length] if length else ""
-    cut = shared.rfind("\n") + 1 or shared.rfind(" ") + 1
-    return list(texts) if cut < _SHARED else [f"[...] {text[cut:]}" for text in texts]
 
 
 def _text(value: Any) -> str:

@@ -332,8 +332,7 @@ def _gradient(recent: _Window, steps: Sequence[Record], limits: Thresholds, *, e
 def _completions(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
     newest, name = _Window(recent.steps[-limits.newest :]), "completions/clipped_ratio"
     before = _Window(recent.steps[: -limits.newest]).mean(name) or 0.0
-    clipped = newest.above(name, limits.clipped_completions)
-    if clipped is not None and not clipped < limits.clipped_fall * before:
+    if (clipped := newest.above(name, max(limits.clipped_completions, limits.clipped_fall * before))) is not None:
         longest = recent.values("completions/max_length")
         at = f" at {max(longest):.0f} tokens" if longest else ""
         masked = clipped > 0.5 or recent.values("mask/mask_truncated_completions")
@@ -387,9 +386,7 @@ def _policy(recent: _Window, first: _Window, limits: Thresholds) -> Iterator[Dia
 
 
 def _entropy(steps: _Window, held_out: list[float], limits: Thresholds, *, of_one: bool) -> Iterator[Diagnosis]:
-    """A fall within few steps, for as long as the entropy stays down and nothing becomes better. Two steps must agree,
-    before it and now.
-    """
+    """A fall within few steps, while it stays down and nothing becomes better. Two steps must agree, before and now."""
     values, newest = steps.values("entropy"), _Window(steps.steps[-limits.newest :])
     right = newest.mean("accuracy") if newest.values("accuracy") or not of_one else newest.mean("reward")
     if len(values) < limits.min_steps or max(right or 0.0, *held_out[-1:], 0.0) >= limits.solved_reward:

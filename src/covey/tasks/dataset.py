@@ -509,11 +509,8 @@ def _read_csv(path: Path) -> Iterator[Any]:
                 raise csv.Error("not as many fields as the header has")
             yield row
     except csv.Error as error:
-        open_quote = (
-            str(error) == "unexpected end of data"
-        )  # told at the end of the file, of the row after the last one
-        what = "a quote is opened in this row and never closed" if open_quote else error
-        raise DataError(f"{path}, line {reader.line_num + open_quote}: {what}; correct or remove it") from None
+        told = {"unexpected end of data": "a quote in the row after this one is never closed"}.get(str(error), error)
+        raise DataError(f"{path}, line {reader.line_num}: {told}; correct or remove it") from None
 
 
 def _read_parquet(path: Path) -> Iterator[Any]:

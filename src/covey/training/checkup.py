@@ -35,8 +35,6 @@ from covey.training.schedule import Elapsed
 from covey.training.trainer import GRPOTrainer
 from covey.types import Group
 
-_ASKED = 8
-"""Prompts that are answered as in an evaluation too."""
 _LEFT_OUT = 0.05
 """Share of rows that may be left out for their length without a word."""
 CONTEXT_BYTES = 0.8e9
@@ -98,9 +96,8 @@ class Plan:
 def measure(trainer: GRPOTrainer, seen: list[Group] | None = None) -> Plan:
     """Take two steps with a trainer that has not trained yet. Throw it away afterwards: its weights have moved."""
     began, _, loaded = time.perf_counter(), trainer.learner, _peak()  # with sampler and learner
-    untrained = {}
-    if trainer.world is None:
-        untrained = trainer.evaluation((trainer.data.held_out or trainer.data.train)[:_ASKED]).metrics
+    asked = (trainer.data.held_out or trainer.data.train)[:8]  # enough to see whether anything is right
+    untrained = {} if trainer.world is not None else trainer.evaluation(asked).metrics
     forget_peak()
     held, sampled_peak = _peak(), 0
     state, args, phase = trainer.state, trainer.args, trainer.phases.at(Elapsed())

@@ -188,8 +188,9 @@ class Recorder:
             whole = bool(saved) and saved[-1].name == checkpoint_name(state.global_step)
             kept = "Nothing is lost" if whole else f"{saved[-1].name if saved else 'Nothing'} is the last checkpoint"
             go_on = f"{kept}: continue with {folder.how_to_continue()}"
-            first = "No step was finished: start the run again"
-            self.event(status, f"{reason}\n{go_on if state.global_step else first}")
+            self.event(
+                status, f"{reason}\n{go_on if state.global_step else 'No step was finished: start the run again'}"
+            )
         except CoveyError as error:
             log.warning("the run stops, and its last step could not be saved: %s", error)
 

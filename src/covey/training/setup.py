@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from covey.tasks.base import Task
 
 log = logging.getLogger(__name__)
-ONLY_HELD_OUT: Any = object()
-"""As `train_dataset`: nothing will be trained, and the held-out rows stand for it."""
+ONLY_HELD_OUT: Any = object()  # as `train_dataset`: nothing will be trained, and the held-out rows stand for it
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,17 +15,8 @@ from typing import Any
 
 from covey.errors import RunFolderError
 from covey.observe.comparison import answers_of
-from covey.observe.completions import (
-    KEYS_AND_TEXTS,
-    Wanted,
-    differing,
-    grouped,
-    listed,
-    messages,
-    parts_and_others,
-    read_table,
-)
-from covey.observe.records import Record, plain
+from covey.observe.completions import KEYS_AND_TEXTS, Wanted, grouped, listed, messages, parts_and_others, read_table
+from covey.observe.records import Record, differing, plain
 from covey.rewards.parallel import ItemTimeout, WorkerPool
 
 LISTED, WHOLE = 4_000, 500_000
