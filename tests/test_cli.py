@@ -64,6 +64,12 @@ def test_train_eval_sample_report(covey: Command, recipe_folder: Path, tmp_path:
     assert all(words in out for words in ("eval/reward", "say one"))
     found = json.loads(covey.done("eval", run, "--num", "2", "--json"))
     assert f"{found['metrics']['eval/reward']:.4g}" in out
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text('{"prompt": "say one: ", "answer": "1"}\n')
+    settings = (f"data.eval_dataset={asked}", "data.dataset=none", "--num", "1", "--show", "1")
+    status, out, err = covey("eval", recipe_folder, *settings)  # the recipe's own model; nothing is trained
+    assert (status, "say one" in out, "row: answer='1'" in out, "training rows too" in err) == (0, True, True, False)
+    assert covey.done("eval", recipe_folder / "recipe.toml", *settings).splitlines()[:3] == out.splitlines()[:3]
     arguments = ("sample", run, "hello", "-n", "2", "--max-tokens", "5")
     first = covey.done(*arguments)
     assert first.count("log-probability") == 2
@@ -165,6 +171,11 @@ def test_config_prints_what_a_recipe_means_and_explains(covey: Command, recipe_f
             ("eval", "{model}", "--dataset", "missing.jsonl", "--baseline", "{model}"),
             "compares right answers, and nothing says here which are right; give --task",
         ),
+        (
+            ("eval", "{model}", "--dataset", "missing.jsonl"),
+            "no reward function to measure with: set rewards.functions",
+        ),
+        (("eval", "{tmp}/none.toml"), "none.toml"),
         (("eval", "{model}", "--show", "-1"), "greater than or equal to 0"),
         (("sample", "{model}", "hi", "-n", "1000000000"), "-n 1000000000 x --max-tokens 128: needs at least"),
         (("sample", "{model}", "hi", "--temperature", "1e-320"), "set it to 0 (greedy) or at least 0.001"),
@@ -380,6 +391,7 @@ def test_a_recipe_is_tried(recipe_folder: Path, tmp_path: Path, covey: Command) 
     shown = shows(covey, 1, recipe_folder, f"run.output_dir={tmp_path / 'run'}")  # random models never end an answer
     for words in (
         *("data: 7 prompts from 7 rows", "3 held-out prompts", "completions_truncated\n"),
+        "untrained, at temperature 0: eval/num_completions 3; eval/reward",
         *("Raise sampling.max_completion_length", "peak memory of the process", "6 steps with 3 evaluations"),
     ):
         assert words in shown

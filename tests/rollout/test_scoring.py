@@ -288,6 +288,12 @@ def test_exceptions_that_cannot_be_printed_or_are_too_long_and_the_first_functio
 
     fails("MuteError: \\(its message cannot be shown\\)", mute)
     assert len(str(fails("1000000 characters", chatty))) < 1_000
+    for wrong, advice in (
+        (lambda completions: misspelt, "correct the name; "),  # type: ignore[name-defined]  # noqa: F821
+        (lambda completions: [{"a": 1}["b"]], "a completion that lacks it .* return 0.0"),
+        (lambda completions: completions[0][0]["content"], "a completion is a string: leave out"),
+    ):
+        fails(advice, wrong)
 
     async def late(completions: list[str]) -> list[float]:
         await asyncio.sleep(0.05)

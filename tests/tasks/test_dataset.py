@@ -149,6 +149,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}' * 100, mtime=0)[:-20], "cannot be read"),
         ("a.csv", b"prompt,answer\n1,2,3\n", "line 2: not as many fields"),
         ("a.csv", b"prompt,answer\n1\n", "line 2: not as many fields"),
+        ("a.csv", b"prompt;answer\nHello, you;1\n", "a.csv: its columns are separated by ';'; save it with commas"),
+        ("a.csv", b"prompt\tanswer\n1\t2\n", r"separated by '.t'"),
+        ("a.csv", b'prompt,answer\n1,2\n"1,2\n3,4\n', "line 2: a quote in the row after this one is never closed"),
         ("a.parquet", b"this is no parquet", "not a readable parquet file"),
         ("a.txt", b"text", "no known format"),
     ):
@@ -270,7 +273,7 @@ def test_prompts_that_are_none() -> None:
         ([{"prompt": [*CHAT, {"role": 1, "content": "a"}]}], "message 1 of the prompt has role=1"),
         ([{"prompt": [{"role": "user", "content": None}]}], "content=None; it must be text"),
         ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}], "images .* are not supported"),
-        ([{"prompt": ""}], "row 0: the prompt has no tokens"),
+        *(([{"prompt": blank}], "row 0: the prompt is empty") for blank in ("", " \n", [CHAT[0] | {"content": " "}])),
         ([{"prompt": "x" * 500, "a": 1}, {"prompt": 5}], "row 1: the prompt is 5"),
     ):
         refused(message, rows)

@@ -14,7 +14,7 @@ from transformers import GPT2Config, LlamaConfig
 from command import Command
 from covey import GRPOConfig
 from covey.errors import ConfigError, ModelError
-from covey.training.checkup import Plan, Recipe, measure
+from covey.training.checkup import Plan, Recipe, checkup, measure
 
 reward = rewarding("reward", lambda text: float(len(set(text))))
 
@@ -39,6 +39,20 @@ def test_a_plan_has_every_part_and_writes_nothing(settings: Settings) -> None:
     assert plan.peak_bytes == pytest.approx(sum(part.amount for part in plan.memory))
     assert 1 <= plan.mean_length <= settings["max_completion_length"]
     assert min(part_of(plan, "rewards"), plan.step_seconds) > 1  # a step waits for its rewards
+
+
+def test_samples_that_fail_and_run_on_are_no_trouble_where_greedy_answers_are_right(settings: Settings) -> None:
+    trainer = build(settings, reward, beta=0.0)
+    plan = measure(trainer)
+    assert 1 <= plan.untrained["eval/num_completions"] <= 8
+    babble = {"reward": 0.01, "reward_std": 0.03, "frac_reward_zero_std": 0.88, "completions/clipped_ratio": 0.84}
+    for reward_of_one, cut, said in (
+        (0.5, 0.1, []),
+        (0.05, 0.1, ["groups_all_wrong"]),
+        (0.5, 0.6, ["completions_truncated"]),
+    ):
+        untrained = {"eval/reward": reward_of_one, "eval/completions/clipped_ratio": cut}
+        assert [one.code for one in checkup(trainer, replace(plan, metrics=babble, untrained=untrained))] == said
 
 
 def test_the_steps_are_those_of_the_run(settings: Settings) -> None:

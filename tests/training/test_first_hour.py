@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from raising import raises
-from training_runs import ROWS, Settings, build, failing_at, letters, rewarding, trained
+from training_runs import ROWS, Settings, build, events, failing_at, letters, rewarding, trained
 
 from command import Command
 from covey import GRPOConfig, GRPOTrainer
@@ -21,13 +21,15 @@ def test_a_cell_runs_again(settings: Settings) -> None:
     with pytest.raises(RewardError, match="no such luck"):
         trained(settings, failing_at(2), held_out=2, eval_on_start=True)  # after an evaluation, in the first step
     run = trained(settings)
-    raises(RunFolderError, r"holds another run \(finished steps: 2\).*overwrite", trained, settings)
+    raises(RunFolderError, r"holds another run \(finished steps: 2\).*overwrite=True", trained, settings)
     first = RunFolder.read(settings["output_dir"]).run_id
     again = trained(settings, overwrite=True)
     assert RunFolder.read(settings["output_dir"]).run_id != first
     assert again.state.global_step == run.state.global_step == 2
     raises(RunFolderError, "and a new GRPOTrainer", again.train)  # its own steps would go
-    assert again.train(resume_from_checkpoint=True).global_step == 2
+    done = again.train(resume_from_checkpoint=True)
+    assert (done.global_step, len(repr(done)) < 70) == (2, True)  # of many metrics, in a notebook
+    assert "to go on, raise schedule.max_steps" in events(settings["output_dir"], "warning")[-1]
 
 
 def test_a_trainer_in_a_cell(settings: Settings) -> None:

@@ -37,6 +37,7 @@ from covey.config.text import parse_overrides, render_explain
 from covey.config.whole import GRPOConfig
 from covey.errors import ClusterLostError, ConfigError, CoveyError
 from covey.observe.console import accept_any_text, print_table, say, visible
+from covey.observe.records import differing
 
 if TYPE_CHECKING:
     from covey.training.evaluate import Evaluation
@@ -161,7 +162,7 @@ app.command()(doctor)
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[str, typer.Argument(help="pkg:NAME, hub id, folder, .gguf file, or the folder of a run.")],
+    model: Annotated[str, typer.Argument(help="pkg:NAME, hub id, folder, .gguf file, a run's folder, or a recipe.")],
     task: Annotated[str | None, typer.Option(help="Task to measure on; default: the run's own.")] = None,
     dataset: Annotated[
         str | None, typer.Option(help="Prompts to measure on; with --task, the file that the task reads.")
@@ -195,9 +196,6 @@ def evaluate(
     without a letter, and the accuracy of the letters alone. Then whether rotated options change the answer, and the
     likelihood of each letter with its calibration.
     """
-    from covey.training import setup
-    from covey.training.multiple_choice import ChoiceTask
-
     config = config_for(model, adapter, overrides)
     changes: dict[str, Any] = {"task": task, "world": world, "dataset" if task else "eval_dataset": dataset}
     changes |= {"num_eval_prompts": num, "eval_temperature": temperature}
@@ -210,12 +208,16 @@ def evaluate(
     if config.data.task is None and config.data.eval_dataset is None and not config.data.eval_fraction and not acting:
         missing = "" if model.startswith("pkg:") or os.path.exists(model) else f"; and {model} does not exist here"
         raise ConfigError(f"nothing to measure on: give --task NAME, --world NAME or --dataset FILE{missing}")
-    if config.data.task is None and config.data.dataset is None and not acting:
-        config = config.replace(dataset=config.data.eval_dataset)
-    measured = setup.load_task(config)
-    if baseline not in (None, "none") and measured is None and not acting and config.rewards.correctness is None:
+    alone = config.data.task is None and not acting
+    if baseline not in (None, "none") and alone and config.rewards.correctness is None:
         told_by = "give --task, or name a function in rewards.correctness (FILE.py:FUNCTION)"
         raise ConfigError(f"--baseline: it compares right answers, and nothing says here which are right; {told_by}")
+    if alone and not config.rewards.functions:
+        raise ConfigError("no reward function to measure with: set rewards.functions=FILE.py:NAME, or give --task")
+    from covey.training import setup
+    from covey.training.multiple_choice import ChoiceTask
+
+    measured = setup.load_task(config)
     other = _baseline(config, baseline, always=isinstance(measured, ChoiceTask))
     if isinstance(measured, ChoiceTask):
         asked = {"rotations": rotations, "lead_in": lead_in}
@@ -403,13 +405,17 @@ def _show(result: Evaluation, number: int) -> None:
     if played:
         return
     pairs = [(group.prompt, episode) for group in result.rollout.groups for episode in group.episodes]
-    for index, (prompt, episode) in enumerate(pairs[:number]):
+    questions = [p.content if isinstance(p.content, str) else p.content[-1]["content"] for p, _ in pairs[:number]]
+    for index, (question, (prompt, episode)) in enumerate(zip(differing(questions), pairs, strict=False)):
         mark = "" if result.correct is None else ("right: " if result.correct[index] else "wrong: ")
-        question = prompt.content if isinstance(prompt.content, str) else prompt.content[-1]["content"]
-        out.print(f"{question}\n  {mark}{episode.text!r}", markup=False, highlight=False)
+        row = ", ".join(f"{name}={visible(repr(value), 200)}" for name, value in prompt.columns.items())
+        told = f"{question}\n  {mark}{episode.text!r}" + (f"\n  row: {row}" if row else "")
+        out.print(told, markup=False, highlight=False)
 
 
 def _trainer(config: GRPOConfig) -> GRPOTrainer:
+    from covey.training.setup import ONLY_HELD_OUT
     from covey.training.trainer import GRPOTrainer
 
-    return GRPOTrainer(args=config.replace(learners=1))  # it trains nothing, or tries a step
+    rows = None if config.data.task or config.data.dataset or config.environment.world else ONLY_HELD_OUT
+    return GRPOTrainer(args=config.replace(learners=1), train_dataset=rows)  # it trains nothing

@@ -167,6 +167,9 @@ def _of_recipe(config: GRPOConfig, as_json: bool) -> bool:
         )
     for group in groups[:3]:
         _say(f"  reward {group.rewards[0]:g}: {visible(group.episodes[0].text, 300)!r}")
+    shown = ("eval/num_completions", "eval/accuracy", "eval/reward", "eval/completions/clipped_ratio")
+    if told := [f"{name} {plan.untrained[name]:.3g}" for name in shown if name in plan.untrained]:
+        _say(f"untrained, at temperature {config.evaluation.eval_temperature:g}: {'; '.join(told)}")
     _print_plan(plan, alone=not where)
     names = ("reward", "reward_std", "frac_reward_zero_std", "frac_reward_none", "completions/clipped_ratio")
     _say("; ".join(f"{name} {plan.metrics[name]:.3g}" for name in names))

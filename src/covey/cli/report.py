@@ -28,9 +28,9 @@ from covey.errors import ConfigError, DataError, RunFolderError
 from covey.files import explained, open_regular, write_atomically
 from covey.observe import comparison, curve
 from covey.observe.comparison import Answers, ComparedRun, PairedAnswers
-from covey.observe.completions import messages, parts_and_others
+from covey.observe.completions import WHOLE, messages, parts_and_others
 from covey.observe.console import format_number, print_table, say, visible
-from covey.observe.records import Record, plain
+from covey.observe.records import Record, differing, plain
 from covey.observe.run_folder import RunFolder, table_name
 from covey.watch.run import WatchedRun, labels
 from covey.watch.tables import PLACE, TableReader
@@ -428,15 +428,18 @@ def _rows(
 
 def _show(rows: Sequence[Record], characters: int) -> None:
     places = groupby(rows, lambda row: (row.get("step"), row.get("eval"), row.get("group")))
-    for number, members in enumerate(list(found) for _, found in places):
+    groups = [list(found) for _, found in places]
+    prompts = [messages(members[0].get("prompt"), WHOLE) for members in groups]
+    last = differing([asked[-1]["content"] for asked in prompts])
+    for number, (members, asked) in enumerate(zip(groups, prompts, strict=True)):
         if number:
             out.print()
-        _show_group(members[0], characters)
+        _show_group(members[0], [*asked[:-1], {**asked[-1], "content": last[number]}], characters)
         for row in members:
             _show_completion(row, characters)
 
 
-def _show_group(row: Record, characters: int) -> None:
+def _show_group(row: Record, asked: list[Record], characters: int) -> None:
     where = f"step {row['step']}" if "step" in row else f"evaluation at step {row['eval']}"
     about = [where, f"group {_name(row.get('group'))}", f"question {_name(row.get('uid'))}"]
     kind = row.get("kind") or row.get("type")
@@ -449,7 +452,7 @@ def _show_group(row: Record, characters: int) -> None:
     if row["group_tied"]:
         line.append("   tied", style="yellow")
     out.print(line, soft_wrap=True)
-    for message in messages(row.get("prompt"), characters):
+    for message in asked:
         role = f"{_name(message['role'])}: " if message["role"] else ""
         _body(Text.assemble((role, "cyan"), shown_text(message["content"], characters // 2)))
 

@@ -52,7 +52,7 @@ def recipe_file(recipe: Path) -> Path:
 
 
 def config_for(model: str, adapter: str | None, overrides: list[str] | None) -> GRPOConfig:
-    """Settings for looking at a model: a run's own with its weights, of which it is said which, or the defaults.
+    """Settings for looking at a model: a run's own with its weights (said which), a recipe's, or the defaults.
 
     Raises `ConfigError`: the run has no weights yet, or they are gone or damaged.
     """
@@ -60,7 +60,11 @@ def config_for(model: str, adapter: str | None, overrides: list[str] | None) -> 
     from covey.training.export import kept_weights
 
     if not RunFolder.is_run(model):
-        config = GRPOConfig.from_overrides(overrides or []).replace(model=model)
+        file = recipe_file(Path(model))
+        if file.suffix == ".toml" and (str(file) == model or file.exists()):
+            config = GRPOConfig.from_toml(file, overrides=overrides or []).replace(upload_adapters_to_server=False)
+        else:
+            config = GRPOConfig.from_overrides(overrides or []).replace(model=model)
         return config if adapter is None else config.replace(adapter=adapter)
     folder = RunFolder.read(model)
     config = GRPOConfig.from_toml(folder.whole_config(), overrides=overrides or [])

@@ -44,14 +44,16 @@ class Thresholds:
     tied_groups: float = 0.7
     solved_reward: float = 0.9
     failed_reward: float = 0.1
+    newest: int = 3  # steps that say how it is now
     clipped_completions: float = 0.3
+    clipped_fall: float = 0.75  # times what it was before: training mends it
     kl: float = 0.5  # usmle-qa.md, Tips for Success: KL "should stay < 0.5"
     low_kl: float = 0.01  # the same: "If too low: Decrease kl_coef"
     clip_fraction: float = 0.3
     entropy: float = 0.02
     entropy_fall: float = 4.0  # within `window` steps: arXiv 2505.22617 found 73 % gone after 200 steps of about 2,400
     some_entropy: float = 0.1  # nats; from less a fall says little
-    kind_rise: float = 0.1  # by which another kind of question must have become better
+    kind_rise: float = 0.1  # by which held-out accuracy, of a kind or of all, has become better
     kind_completions: int = 5  # 0 of fewer says little
     same_actions: float = 0.7  # share of turns that agents begin alike and take alike
     half_solved: float = 0.5  # success from which on doing the same is taken to be learnt
@@ -134,8 +136,8 @@ greedy_from_the_start: the entropy was {begun:.4f} nats per token from the first
 entropy_collapse: the entropy is {entropy:.4f} nats per token {last}: the completions of a group are nearly the same
 -> Raise sampling.temperature, the upper clip range or algorithm.entropy_coef, or go back to an earlier checkpoint with
    a larger algorithm.beta
-entropy_fell: the entropy fell from {begun:.2f} to {entropy:.2f} nats per token within {count} steps, and the task is
-   not solved: the policy hardly explores any more
+entropy_fell: the entropy fell from {begun:.2f} to {entropy:.2f} nats per token within {count} steps, and the
+   reward does not rise: the policy hardly explores any more
 -> Start again, or from a checkpoint before the fall, with a lower optim.learning_rate, or a larger
    algorithm.entropy_coef or algorithm.beta. Also {begin}
 kinds_at_zero: the accuracy of {names} was 0 in {count} evaluations, while that of {best} rose from {before:.0%} to
@@ -243,7 +245,7 @@ def diagnose(history: Sequence[Record], thresholds: Thresholds | None = None) ->
         found += _masks(recent, limits)
         found += _policy(recent, _Window(steps[: limits.min_steps]), limits)
         if not {"entropy_collapse", "greedy_from_the_start"} & {one.code for one in found}:
-            found += _entropy(_Window(steps), limits, of_one=of_one)
+            found += _entropy(_Window(steps), _Window(history).values("eval/accuracy"), limits, of_one=of_one)
         found += _kinds([step for step in history if _of_kinds(step)], limits)
         found += _waiting(recent, limits)
         found = [*_worlds(recent, limits), *found]
@@ -330,12 +332,14 @@ def _gradient(recent: _Window, steps: Sequence[Record], limits: Thresholds, *, e
 
 
 def _completions(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
-    if (clipped := recent.above("completions/clipped_ratio", limits.clipped_completions)) is not None:
+    newest, name = _Window(recent.steps[-limits.newest :]), "completions/clipped_ratio"
+    before = _Window(recent.steps[: -limits.newest]).mean(name) or 0.0
+    if (clipped := newest.above(name, max(limits.clipped_completions, limits.clipped_fall * before))) is not None:
         longest = recent.values("completions/max_length")
         at = f" at {max(longest):.0f} tokens" if longest else ""
         masked = clipped > 0.5 or recent.values("mask/mask_truncated_completions")
         mask = "" if masked else "; or set algorithm.mask_truncated_completions=true"
-        yield _say("completions_truncated", recent, share=clipped, at=at, mask=mask)
+        yield _say("completions_truncated", newest, share=clipped, at=at, mask=mask)
     length = recent.mean("completions/mean_length")
     acts = bool(recent.values("agent/turns"))  # an action may well be a word
     if length is not None and length < limits.short_completion and not acts:
@@ -383,11 +387,15 @@ def _policy(recent: _Window, first: _Window, limits: Thresholds) -> Iterator[Dia
         yield _say("actions_alike", recent, share=alike, succeed=succeed)
 
 
-def _entropy(steps: _Window, limits: Thresholds, *, of_one: bool) -> Iterator[Diagnosis]:
-    """A fall within few steps, for as long as the entropy stays down. Two steps must agree, before it and now."""
-    values, newest = steps.values("entropy"), _Window(steps.steps[-3:])
+def _entropy(steps: _Window, held_out: list[float], limits: Thresholds, *, of_one: bool) -> Iterator[Diagnosis]:
+    """A fall within few steps, while it stays down and nothing becomes better. Two steps must agree, before and now."""
+    values, newest = steps.values("entropy"), _Window(steps.steps[-limits.newest :])
     right = newest.mean("accuracy") if newest.values("accuracy") or not of_one else newest.mean("reward")
-    if len(values) < limits.min_steps or (right is not None and right >= limits.solved_reward):
+    if len(values) < limits.min_steps or max(right or 0.0, *held_out[-1:], 0.0) >= limits.solved_reward:
+        return
+    rewards = _Window(steps.steps[-limits.window :]).values("reward")
+    older, newer, error = _halves(rewards if len(rewards) > 1 else [0.0, 0.0])
+    if newer - older > 2 * error or (len(held_out) > 1 and held_out[-1] - held_out[-2] >= limits.kind_rise):
         return
     entropy = max(values[-2:])
     high = [min(pair) for pair in pairwise(values)]
@@ -502,7 +510,7 @@ class Doctor:
             self._steps.append(metrics)
             told = metrics.get("step")
             self._step = told if isinstance(told, int) and not isinstance(told, bool) else self._step + 1
-        elif _of_kinds(metrics):
+        elif _number(metrics.get("eval/accuracy")) is not None or _of_kinds(metrics):
             self._evaluations.append(metrics)
         else:
             return []

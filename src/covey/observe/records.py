@@ -22,6 +22,14 @@ Record = dict[str, Any]
 Kind = TypeVar("Kind")
 
 
+def differing(texts: Sequence[str]) -> list[str]:
+    """Texts without a long beginning that all of them share, such as few-shot examples: whole lines, else words."""
+    length = next((n for n, characters in enumerate(zip(*texts, strict=False)) if len({*characters}) > 1), 0)
+    shared = texts[0][:length] if length else ""
+    cut = shared.rfind("\n") + 1 or shared.rfind(" ") + 1
+    return list(texts) if cut < 60 else [f"[...] {text[cut:]}" for text in texts]
+
+
 def plain(value: Any) -> Any:
     """A JSON-able copy: NumPy and torch values become Python's, NaN and infinities become None."""
     if value is None or isinstance(value, (bool, int, str)):

@@ -317,7 +317,8 @@ class RunFolder:
         if not overwrite and (steps or self.best.exists() or self.adapter.exists()):
             raise RunFolderError(
                 f"{self.path} holds another run (finished steps: {steps}); continue it with {self.how_to_continue()}, "
-                "delete it with run.overwrite=true (and a new GRPOTrainer), or choose another run.output_dir"
+                "delete it with run.overwrite=true (in Python overwrite=True and a new GRPOTrainer), or "
+                "choose another run.output_dir"
             )
 
     def _clear(self) -> None:

@@ -364,6 +364,10 @@ def _advice(error: BaseException) -> str:
             "where prompts are conversations a completion is a list of messages: take its text by "
             'completion[0]["content"]'
         )
+    if isinstance(error, TypeError) and any("string indices" in text for text in texts):
+        return "where prompts are plain text a completion is a string: leave out what takes it from a list of messages"
+    if isinstance(error, NameError | ImportError | KeyError):
+        return "correct the name; for a completion that lacks it the function should return 0.0"
     return "for a completion that it cannot judge it should return 0.0 or None instead of raising"
 
 

@@ -381,8 +381,9 @@ def _tokenize(content: str | list[Message], index: int, tokenizer: Any, kwargs: 
     # Depending on its version, the template returns ids or an encoding that holds them, with a batch axis or without.
     ids = encoded["input_ids"] if isinstance(encoded, Mapping) or hasattr(encoded, "input_ids") else encoded
     token_ids = np.asarray(ids, dtype=np.int64).reshape(-1)
-    if not len(token_ids):
-        raise DataError(f"row {index}: the prompt has no tokens; write something in it, or remove the row")
+    said = [content] if isinstance(content, str) else [m["content"] for m in content if m["role"] != "system"]
+    if not len(token_ids) or not "".join(said).strip():
+        raise DataError(f"row {index}: the prompt is empty; write something in it, or remove the row")
     return token_ids
 
 
@@ -501,6 +502,8 @@ def _read_csv(path: Path) -> Iterator[Any]:
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
         header = reader.fieldnames or ()
+        if len(header) == 1 and (other := re.search("[;\t]", header[0])):
+            raise DataError(f"{path}: its columns are separated by {other[0]!r}; save it with commas")
         if twice := [name for name in header if header.count(name) > 1]:
             raise DataError(f"{path}: its header has {shown(twice[0])} twice; rename or remove one of the columns")
         for row in reader:
@@ -508,7 +511,8 @@ def _read_csv(path: Path) -> Iterator[Any]:
                 raise csv.Error("not as many fields as the header has")
             yield row
     except csv.Error as error:
-        raise DataError(f"{path}, line {reader.line_num}: {error}; correct or remove it") from None
+        told = {"unexpected end of data": "a quote in the row after this one is never closed"}.get(str(error), error)
+        raise DataError(f"{path}, line {reader.line_num}: {told}; correct or remove it") from None
 
 
 def _read_parquet(path: Path) -> Iterator[Any]:

@@ -68,6 +68,7 @@ class Plan:
     mixed_share: float
     probe_seconds: float
     metrics: dict[str, float]
+    untrained: dict[str, float]
 
     @property
     def step_seconds(self) -> float:
@@ -95,6 +96,8 @@ class Plan:
 def measure(trainer: GRPOTrainer, seen: list[Group] | None = None) -> Plan:
     """Take two steps with a trainer that has not trained yet. Throw it away afterwards: its weights have moved."""
     began, _, loaded = time.perf_counter(), trainer.learner, _peak()  # with sampler and learner
+    asked = (trainer.data.held_out or trainer.data.train)[:8]  # enough to see whether anything is right
+    untrained = {} if trainer.world is not None else trainer.evaluation(asked).metrics
     forget_peak()
     held, sampled_peak = _peak(), 0
     state, args, phase = trainer.state, trainer.args, trainer.phases.at(Elapsed())
@@ -148,6 +151,7 @@ def measure(trainer: GRPOTrainer, seen: list[Group] | None = None) -> Plan:
         mixed_share=float(np.mean([trainer.estimator.teaches(group) for group in groups])),
         probe_seconds=time.perf_counter() - began,
         metrics=metrics | {"completions/no_answer_ratio": no_answer_ratio(both, trainer.data.has_answer)},
+        untrained=untrained,
     )
 
 
@@ -173,7 +177,13 @@ def checkup(trainer: GRPOTrainer, plan: Plan) -> list[Diagnosis]:
         f"{lost} of {rows} rows are left out: their prompts are too long",
         "Raise data.max_prompt_length, lower sampling.max_completion_length, or use a model with a longer context",
     )
-    found = diagnose([plan.metrics, plan.metrics], Thresholds(min_steps=2))
+    limits, told = Thresholds(min_steps=2), plan.untrained
+    # Samples of an untrained model at temperature 1 fail and run on where greedy answers do not; training ends that.
+    well = {
+        "completions_truncated": told.get("eval/completions/clipped_ratio", 1.0) < limits.clipped_completions,
+        "groups_all_wrong": told.get("eval/accuracy", told.get("eval/reward", 0.0)) > limits.failed_reward,
+    }
+    found = [one for one in diagnose([plan.metrics, plan.metrics], limits) if not well.get(one.code)]
     return [left_out, *found] if lost > _LEFT_OUT * rows else found
 
 

@@ -128,6 +128,8 @@ class Recorder:
             )
             for note in self._notes:
                 self.event("warning", note)
+            if resume and run.state.global_step == run.length.total_steps:
+                self.event("warning", "all steps of this run are finished; to go on, raise schedule.max_steps")
             status = "failed"
             try:
                 yield
@@ -185,7 +187,10 @@ class Recorder:
             state, saved = self._run.state, list_checkpoints(folder.checkpoints)
             whole = bool(saved) and saved[-1].name == checkpoint_name(state.global_step)
             kept = "Nothing is lost" if whole else f"{saved[-1].name if saved else 'Nothing'} is the last checkpoint"
-            self.event(status, f"{reason}\n{kept}: continue with {folder.how_to_continue()}")
+            go_on = f"{kept}: continue with {folder.how_to_continue()}"
+            self.event(
+                status, f"{reason}\n{go_on if state.global_step else 'No step was finished: start the run again'}"
+            )
         except CoveyError as error:
             log.warning("the run stops, and its last step could not be saved: %s", error)
 

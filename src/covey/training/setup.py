@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from covey.tasks.base import Task
 
 log = logging.getLogger(__name__)
+ONLY_HELD_OUT: Any = object()  # as `train_dataset`: nothing will be trained, and the held-out rows stand for it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,8 +207,8 @@ def load_data(
             f"sampling.max_generations={config.sampling.max_generations}: groups grow in rounds, but "
             f"{comparing[0]} has whole_batch = True, and so is to see all rows of a step at once; choose one of the two"
         )
-    train = load_rows(train_dataset)
     held_out = [] if eval_dataset is None else load_rows(eval_dataset, split="test", what="evaluation")
+    train = held_out if train_dataset is ONLY_HELD_OUT else load_rows(train_dataset)
     if data.eval_fraction and (held_out or task is not None):
         told = "held-out prompts are given already (data.eval_dataset or a task); remove one of the two"
         raise ConfigError(f"data.eval_fraction={data.eval_fraction:g}: {told}")
@@ -217,7 +218,7 @@ def load_data(
     def key(row: Mapping[str, Any]) -> str:
         return repr(sorted((str(name), repr(value)) for name, value in row.items() if name not in ("uid", "id")))
 
-    known = {key(row) for row in train} if held_out else set()
+    known = {key(row) for row in train} if held_out and train is not held_out else set()
     seen = sum(key(row) in known for row in held_out)
     if seen and both_of_task:
         raise DataError(

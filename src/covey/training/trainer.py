@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,7 +72,7 @@ class TrainOutput:
     """What `train` returns: steps taken and the last metrics."""
 
     global_step: int
-    metrics: dict[str, Any]
+    metrics: dict[str, Any] = field(repr=False)  # a notebook shows what its last line returns
 
 
 class GRPOTrainer:

@@ -16,7 +16,7 @@ from typing import Any
 from covey.errors import RunFolderError
 from covey.observe.comparison import answers_of
 from covey.observe.completions import KEYS_AND_TEXTS, Wanted, grouped, listed, messages, parts_and_others, read_table
-from covey.observe.records import Record, plain
+from covey.observe.records import Record, differing, plain
 from covey.rewards.parallel import ItemTimeout, WorkerPool
 
 LISTED, WHOLE = 4_000, 500_000
@@ -358,9 +358,10 @@ def _some(path: Path, question: str, most: int | None, worst: bool, start: int) 
 def _prompts(path: Path, uids: Sequence[str] | None = None) -> Record:
     """What the user asked in some questions, or all, as far as they are in a table."""
     found = {uid: row.get("prompt") for row in _rows(path) if isinstance(uid := row.get("uid"), str)}
-    return {
-        uid: messages(found[uid])[-1]["content"][:_NAMED] for uid in (found if uids is None else uids) if uid in found
-    }
+    said = dict(
+        zip(found, differing([messages(prompt, WHOLE)[-1]["content"] for prompt in found.values()]), strict=True)
+    )
+    return {uid: said[uid][:_NAMED] for uid in (found if uids is None else uids) if uid in found}
 
 
 def _compare(before: Path, after: str, shown: str, offset: int) -> Record:
