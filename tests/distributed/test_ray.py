@@ -245,7 +245,9 @@ def refused(make: Callable[[], Any], message: str, kind: type[Exception] = Confi
 
 def test_bad_clusters_are_one_error(on_ray: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(lambda: on_ray("gpu", 1, gpus_per_sampler=0.5), "has room for 0")
-    refused(lambda: on_ray("nobody", 1, ray_address="127.0.0.1:9"), r"ray_address='127.0.0.1:9': no cluster answers there")
+    refused(
+        lambda: on_ray("nobody", 1, ray_address="127.0.0.1:9"), r"ray_address='127.0.0.1:9': no cluster answers there"
+    )
     refused(lambda: on_ray("client", 1, ray_address="ray://somewhere:10001"), "ray job submit")
     own = ray_cluster.installed()
     monkeypatch.setattr(ray_cluster, "installed", lambda: own | {"peft": "0.1"})

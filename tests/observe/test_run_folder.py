@@ -174,7 +174,7 @@ def test_a_torn_last_line_is_dropped_on_open_and_not_read(tmp_path):
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path):
     for line, words in (
-        ("[]", "no JSON object"),
+        ("[]", "not a JSON object"),
         ('{"step": 1' + "0" * 30 + "}", "none of this file's"),  # numbers that no float has
         ('{"step": 2, "reward": 1' + "0" * 400 + "}", "none of this file's"),
     ):

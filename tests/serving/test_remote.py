@@ -193,7 +193,7 @@ def test_the_documents_function(fresh: RunningServer, caplog: pytest.LogCaptureF
     assert asyncio.run(upload_adapter_weights(*as_mlx(weights, 3, 2.0), fresh.url, 2)) == 2
     with fake_server(training_server(upload={"policy_version": 7})) as url:  # it counts by itself
         assert asyncio.run(upload_adapter_weights(weights, config, url, 3)) == 7
-    assert "says policy version 7, 3 was expected" in caplog.text
+    assert "reports policy version 7, expected was 3" in caplog.text
     with fake_server(lambda path, body: (500, {"error": "broken"})) as url, pytest.raises(ServingError, match="broken"):
         client(url, retry_seconds=0.1).upload_adapter(weights, config)
 

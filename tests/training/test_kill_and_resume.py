@@ -409,7 +409,7 @@ def test_the_command(copy: Path, tmp_path: Path, covey: Command) -> None:
     edit_line("loss", 2.0)(copy)
     status, out, _ = covey("doctor", copy, "--step", 4)
     assert (status, "metrics: metrics.jsonl loss: recorded" in out) == (1, True)
-    assert "step 4 differs from what was recorded: metrics" in out
+    assert "step 4 differs from the recorded step: metrics" in out
     assert "covey doctor RUN --step N" in covey("replay", copy)[2]
     (copy / "checkpoints" / "step_000002" / "state.json").write_text("{}")
     assert wrong(replay(copy, 4)) == ["checkpoints", "weights after step 2 against its checkpoint", "metrics"]

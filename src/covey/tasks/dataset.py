@@ -381,8 +381,7 @@ def _tokenize(content: str | list[Message], index: int, tokenizer: Any, kwargs: 
     # Depending on its version, the template returns ids or an encoding that holds them, with a batch axis or without.
     ids = encoded["input_ids"] if isinstance(encoded, Mapping) or hasattr(encoded, "input_ids") else encoded
     token_ids = np.asarray(ids, dtype=np.int64).reshape(-1)
-    said = [content] if isinstance(content, str) else [m["content"] for m in content if m["role"] != "system"]
-    if not len(token_ids) or not "".join(said).strip():
+    if not len(token_ids) or (isinstance(content, str) and not content.strip()):
         raise DataError(f"row {index}: the prompt is empty; write something in it, or remove the row")
     return token_ids
 
