@@ -37,7 +37,7 @@ from covey.trl import rewards
 from covey.trl.toolchat import UNREADABLE, ToolChat, calls_in, read_call
 from covey.trl.tools import Call, Calls, Order, tool_schema
 from covey.watch.tables import _turns
-from fakes import slow
+from fakes import raises, slow
 
 LEVELS = (1_000, 200_000)
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -279,8 +279,7 @@ def test_arguments_are_an_object_or_malformed() -> None:
 
 def test_json_beyond_the_bounds_is_none() -> None:
     for text in ("[" * 300 + "]" * 300, "9" * 5_000, "NaN", '"\\ud800"', '"\ud800"', " " * MAX_JSON + "1"):
-        with pytest.raises(ValueError, match=r"[a-z]"):
-            read_json(text)
+        raises(ValueError, r"[a-z]", read_json, text)
     assert read_json('{"a": [1, 2.5, "\\ud83d\\ude00"]}') == {"a": [1, 2.5, "\U0001f600"]}
 
 

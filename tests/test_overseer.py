@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from covey.signals import EndedError, ended_by_signals, held
-from fakes import slow
+from fakes import raises, slow
 
 FUNCTIONS = """
 import asyncio, ctypes, hashlib, os, re, signal, sys, time
@@ -212,8 +212,7 @@ def test_it_waits_for_what_must_be_whole() -> None:
                 done.append("the step")
             done.append("the next one")
 
-    with pytest.raises(EndedError, match="SIGTERM"):
-        step(signal.SIGTERM)
+    raises(EndedError, "SIGTERM", step, signal.SIGTERM)
     assert done == ["the step"]
     with pytest.raises(EndedError, match="keyboard"):
         step(signal.SIGTERM, signal.SIGINT)  # no patience

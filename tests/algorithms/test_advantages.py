@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from raising import raises
 
 from covey import algorithms as alg
 from covey.algorithms.advantages import discounted_returns, gigpo_advantages
@@ -21,7 +20,7 @@ from covey.errors import ConfigError, DataError
 from covey.observe.doctor import diagnose
 from covey.types import Group, equal_rewards
 from covey.watch.tables import Wanted, groups
-from fakes import fake_episode, fake_prompt
+from fakes import fake_episode, fake_prompt, raises
 
 NAN = float("nan")
 FOUND = {name: alg.find_estimator(name) for name in sorted(alg.ADVANTAGE_ESTIMATORS)}

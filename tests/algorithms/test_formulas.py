@@ -11,14 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from algorithm_cases import Case, loss_of, random_case
-from raising import raises
 
 from covey import algorithms as alg
 from covey.config.algorithm import AlgorithmConfig
 from covey.errors import ConfigError
 from covey.rollout.learning import loss_weights, rows_with_gradient
 from covey.types import Batch, Group
-from fakes import fake_prompt
+from fakes import fake_prompt, raises
 
 NAN = float("nan")
 RNG = np.random.default_rng(11)

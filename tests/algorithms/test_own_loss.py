@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from algorithm_cases import jax_gradient, loss_of, random_case, torch_gradient
-from raising import raises
 
 import covey.algorithms
 from covey.algorithms import LOSSES, LossInputs, Surrogate, find_estimator, find_loss, loss, make_objective, policy_loss
@@ -18,6 +17,7 @@ from covey.config import GRPOConfig
 from covey.errors import ConfigError
 from covey.jax.grpo_config import GRPOConfig as JaxConfig
 from covey.training.setup import check_estimator
+from fakes import raises
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "gmpo" / "gmpo.py"
 HEAD = "import numpy as np; from covey.algorithms import LossInputs, Surrogate, loss; "
@@ -118,10 +118,7 @@ def test_the_sampler_s_log_probabilities_are_those_before_the_correction() -> No
         (mine("x", before="@loss(select=lambda x: x.mask[0])\n"), "selects something else than tokens"),
         (mine("Surrogate(x.advantages * x.old)"), r"\(.*mine.py:2\) has no gradient; compute it from x.logp"),
         (mine("Surrogate(-x.advantages * stop_gradient(x.logp))"), "has no gradient; "),
-        (
-            mine("Surrogate(np.exp(x.logp) * x.advantages)"),
-            "mine.py:3, in mine; .* the functions of x.xp",
-        ),
+        (mine("Surrogate(np.exp(x.logp) * x.advantages)"), "mine.py:3, in mine; .* the functions of x.xp"),
         (mine("Surrogate(x.advantages.fill(0))"), "ValueError: .*read-only at .*mine.py:3"),
         (mine("Surrogate(-x.advantages * x.logp, x.ratio)"), "low or high that are not booleans"),
         (mine("x", before="@loss(select=lambda x: 1 / 0)\n"), "its select raised ZeroDivisionError"),

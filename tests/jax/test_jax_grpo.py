@@ -10,11 +10,11 @@ import optax
 import pytest
 import torch
 from jax_cases import END, PROMPTS, Bigram, even_share, make_trainer, moved, small_transformer, table_logp
-from raising import raises
 
 from covey.algorithms import LOSSES, group_advantages, rloo_advantages
 from covey.errors import ConfigError, RewardError
 from covey.jax import GRPOConfig, GRPOTrainer, jax_reward
+from fakes import raises
 from loss_reference import Completed, reference_loss
 
 BATCH = {"prompts": PROMPTS}

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from raising import raises
 from tiny_models import tiny_model
 
 from covey.errors import ConfigError, ModelError
 from covey.jax import ModelConfig, Transformer, load_hf
 from covey.jax.linear import wide_product
+from fakes import raises
 
 TOKENS = np.random.default_rng(0).integers(0, 97, (3, 11))
 

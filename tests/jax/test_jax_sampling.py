@@ -67,8 +67,7 @@ def test_a_response_ends_with_its_end_token_and_keeps_log_probabilities_of_a_pla
     for row, length in enumerate(record["mask"].sum(-1)):
         response, prompt = record["responses"][row], PROMPTS[row // 32]
         assert record["mask"][row, :length].all()
-        ends = np.flatnonzero(response[:length] == END).tolist()
-        assert ends == ([length - 1] if record["finished"][row] else [])
+        assert np.flatnonzero(response[:length] == END).tolist() == ([length - 1] if record["finished"][row] else [])
         assert record["finished"][row] or length == 5
         assert (response[length:] == 0).all()
         assert (record["old_logprobs"][row, length:] == 0).all()

@@ -12,10 +12,10 @@ import optax
 import pytest
 import torch
 from jax_cases import PROMPTS, make_trainer, small_transformer
-from raising import raises
 
 from covey.errors import CheckpointError, ConfigError
 from covey.jax import Trainer, TrainState, make_optimizer
+from fakes import raises
 
 ONE = {"scale": np.float32(1.0)}  # an array of JAX would start it in every process that collects tests
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from raising import raises
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from tiny_models import tiny_model
@@ -27,6 +26,7 @@ from covey.files import folder_problem, publishing
 from covey.jax import ModelConfig, Transformer, load_hf
 from covey.jax.saving import adapter_tensors, load_adapter, lora_from_tensors, model_tensors, save_adapter, save_model
 from covey.pytorch.models.lora import attach_adapter, linear_layers
+from fakes import raises
 
 TOKENS = np.random.default_rng(0).integers(0, 97, (2, 9))
 ROOT = "base_model.model.model.layers."

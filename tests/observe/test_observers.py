@@ -118,7 +118,7 @@ def test_plain_console_prints_a_line_every_few_steps() -> None:
         progress.on_event("skipped", f"step {step}: nothing to train on")
     progress.on_run_end("finished")
     assert text.getvalue().splitlines()[-3:-1] == [
-        *("skipped: step 6: nothing to train on", "skipped: 5 steps in all, see log.txt"),
+        *("skipped: step 6: nothing to train on", "skipped: 5 steps in all, see log.txt")
     ]
     assert begun == "demo: 7 steps, from step 2"
     assert line.startswith("step 7/7  reward 0.500  held-out 0.300 (step 6)")

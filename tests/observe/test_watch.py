@@ -417,8 +417,7 @@ def test_a_long_run_is_told_in_outline_first(tmp_path: Path, open_page: Any) -> 
     assert all(row["reward"] == row["step"] / 5000 for row in rows)
     assert max(row["step"] for row in rows) > 4950
     short = WatchedRun(run.path).thinned()
-    at = short["names"].index("_seconds")
-    assert all(row[at] == 2.0 * (row[0] + 1) for row in short["rows"])
+    assert all(row[short["names"].index("_seconds")] == 2.0 * (row[0] + 1) for row in short["rows"])
 
 
 def test_a_sent_file_is_whole(finished: Path, covey: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

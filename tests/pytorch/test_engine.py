@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_cases import assert_plain, generated, groups, plain_logits, plain_logprobs, prompts, texts
 from peft import IA3Config, LoraConfig, PrefixTuningConfig
-from raising import raises
 from tiny_models import DENSE, FAMILIES, VOCAB_SIZE, adapted, byte_tokenizer, tiny_model, tiny_tokenizer, with_lora
 
 from covey.errors import ConfigError, GenerationError, ModelError
@@ -23,6 +22,7 @@ from covey.pytorch.engine.sampling import sample
 from covey.rollout.drawing import StopMatcher, stream_key, uniforms
 from covey.rollout.learning import Weights
 from covey.types import Completion, Request, SamplingSettings
+from fakes import raises
 
 GREEDY = SamplingSettings(temperature=0.0, max_tokens=12)
 SAMPLED = SamplingSettings(temperature=1.0, max_tokens=12)

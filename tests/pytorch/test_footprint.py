@@ -68,8 +68,7 @@ def test_activations_are_those_kept(family: str, dtype: str, options: dict[str, 
         assert kept < 0.5 * known  # a layer's own are there for its backward only
     else:
         assert known == pytest.approx(kept, rel=0.04)
-    told = known + footprint.backward_bytes(shape, chosen, TOKENS) + 4 * shape.trained
-    assert told == pytest.approx(peak, rel=0.08)
+    assert known + footprint.backward_bytes(shape, chosen, TOKENS) + 4 * shape.trained == pytest.approx(peak, rel=0.08)
 
 
 def test_norms_of_outputs_are_kept_too() -> None:
@@ -124,8 +123,7 @@ def test_weights_and_moments_are_counted_without_memory() -> None:
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}
     config = transformers.LlamaConfig(**sizes, **heads)
     shape = Shape.of(build_empty(config, "bfloat16", r=16))
-    matrices = 4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336
-    assert shape.inside == 32 * (matrices + 2 * 4096) + 4096
+    assert shape.inside == 32 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336 + 2 * 4096) + 4096
     assert shape.head == shape.embedding == 128256 * 4096
     inputs_and_outputs = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)
     assert shape.adapter == shape.trained == 32 * 16 * inputs_and_outputs

@@ -10,7 +10,6 @@ import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
-from raising import raises
 from safetensors.torch import load_file, save_file
 from tiny_models import CHATML, END, END_ID, PAD_ID, byte_tokenizer, tiny_model, tiny_tokenizer
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from covey.pytorch.models import loading
 from covey.pytorch.models.loading import load_model
 from covey.pytorch.models.lora import attach_lora, save_adapter
 from covey.pytorch.models.saving import _SPLITS, write_gguf
+from fakes import raises
 
 TOKENS = torch.arange(4, 12)[None]
 QWEN2 = next(split for split, name in _SPLITS.items() if name == "qwen2")

@@ -10,7 +10,6 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora.layer import Linear as PeftLoraLinear
-from raising import raises
 from safetensors.torch import load, save_file
 from tiny_models import tiny_model, trained
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from covey.errors import ConfigError, ModelError
 from covey.pytorch.models import lora
 from covey.pytorch.models.lora import adapters_off, attach_adapter, attach_lora, load_adapter, save_adapter
 from covey.pytorch.reference import Reference
+from fakes import raises
 
 TOKENS = torch.arange(4, 16).view(2, 6)
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from learner_cases import assert_plain, episode, fill, generated, grads_of, texts
 from peft import LoraConfig, PeftModel, get_peft_model
-from raising import raises
 from tiny_models import DENSE, EVERY_FAMILY, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,6 +24,7 @@ from covey.pytorch.engine import Engine
 from covey.pytorch.fused import FusedDecoder, _Activations
 from covey.rollout.packing import Pack, pack_episodes
 from covey.types import Episode, Request, SamplingSettings, Support
+from fakes import raises
 
 TEMPERATURE = 0.8
 LORA_OR_FULL = pytest.mark.parametrize("use_peft", [True, False], ids=["lora", "full"])
@@ -190,8 +190,7 @@ def test_lora_on_the_head_is_served_through_the_module() -> None:
 
 def test_support_renormalises() -> None:
     policy, count = policy_of(), len(PACK.targets)
-    only = Support(PACK.targets, np.arange(count + 1))
-    assert policy.score(PACK, supports=only).logp.abs().max() < 1e-5
+    assert policy.score(PACK, supports=Support(PACK.targets, np.arange(count + 1))).logp.abs().max() < 1e-5
     everything = Support(np.tile(np.arange(VOCAB_SIZE), count), np.arange(count + 1) * VOCAB_SIZE)
     torch.testing.assert_close(policy.score(PACK, supports=everything).logp, policy.score(PACK).logp)
 
@@ -585,8 +584,7 @@ def test_the_owner_keeps_its_weights_and_can_save_them(tmp_path: Path) -> None:
     policy = Policy.load(tiny_model("qwen2"), tiny_tokenizer(), lora_r=4)
     base = policy.model.get_base_model().state_dict()
     for name, value in expected.items():
-        mine = base.get(name, base.get(name.replace("proj.", "proj.base_layer.")))
-        assert torch.equal(mine, value), name
+        assert torch.equal(base.get(name, base.get(name.replace("proj.", "proj.base_layer."))), value), name
     fill(policy, 1)
     scores = policy.score(PACK).logp
     policy.model.merge_and_unload().save_pretrained(tmp_path)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from learner_cases import fill, make_batch
-from raising import raises
 from tiny_models import tiny_model, tiny_tokenizer
 
 from covey.algorithms import make_objective
@@ -26,6 +25,7 @@ from covey.rollout.learning import rows_with_gradient
 from covey.rollout.packing import pack_episodes
 from covey.training.checkpoint import load_checkpoint, save_checkpoint
 from covey.training.update import update
+from fakes import raises
 
 OBJECTIVE = make_objective("grpo")
 (PACK,) = pack_episodes(make_batch().episodes)

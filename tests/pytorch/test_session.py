@@ -10,7 +10,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from learner_cases import LiveMemory, assert_plain, finish, generated, prompts, texts
-from raising import raises
 from tiny_models import FAMILIES, VOCAB_SIZE, tiny_model, without_interface
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PhimoeConfig, PhimoeForCausalLM
@@ -23,6 +22,7 @@ from covey.pytorch.engine.merge import weights_of
 from covey.pytorch.engine.runner import Step
 from covey.rollout.turns import Row
 from covey.types import Completion, IntArray, Request, SamplingSettings
+from fakes import raises
 
 SETTINGS = SamplingSettings(temperature=0.8, max_tokens=7, eos_token_ids=(2, 7, 30))
 UNENDING = SamplingSettings(max_tokens=7)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from learner_cases import assert_plain, finish, texts
-from raising import raises
 from tiny_models import VOCAB_SIZE, tiny_tokenizer, with_lora
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -22,6 +21,7 @@ from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import weights_of
 from covey.pytorch.engine.vllm_engine import VLLMEngine
 from covey.types import Request, SamplingSettings
+from fakes import raises
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: see make test-vllm")
 

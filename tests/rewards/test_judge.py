@@ -13,7 +13,7 @@ import pytest
 
 from covey.errors import ConfigError
 from covey.rewards.judge import JudgeReward
-from fakes import loopback
+from fakes import loopback, raises
 
 Reply, Judges = tuple[int, str, dict[str, str]], Callable[..., JudgeReward]
 
@@ -139,5 +139,4 @@ def test_the_completion_is_fenced_and_the_key_is_sent(endpoint: Endpoint, judge_
 
 def test_settings_are_checked() -> None:
     for wrong in ({"best": 0}, {"retries": -1}, {"concurrency": 0}, {"template": "{prompt}"}):
-        with pytest.raises(ConfigError, match=r"above 0|must hold"):
-            JudgeReward("http://127.0.0.1:9", "m", **wrong)
+        raises(ConfigError, r"above 0|must hold", JudgeReward, "http://127.0.0.1:9", "m", **wrong)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from raising import raises
 
 from covey.rollout.packing import Branch, Pack, TokenCounts, count_tokens, leave_of, pack_episodes
 from covey.rollout.tries import Node, build_trie, partition
 from covey.rollout.walking import Piece, pieces_of, walk
 from covey.types import Episode, Support
+from fakes import raises
 
 
 def row_of(ids: list[int], sampled: list[bool], support: Support | None = None) -> Episode:

@@ -17,7 +17,7 @@ from servers import RunningServer, begun, refused, serving, wait_until
 from covey.errors import ConfigError
 from covey.serving import InferenceClient, ServeSettings
 from covey.serving.connections import ConnectionLimits, Connections, _Connection, _Wire
-from fakes import slow
+from fakes import raises, slow
 
 SHORT = ConnectionLimits(head_seconds=0.5, idle_seconds=3, read_seconds=1.0, address=40, all=1000)
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
@@ -174,10 +174,8 @@ def test_with_a_token_pages_may_ask_and_nobody_without_it() -> None:
 
 @pytest.mark.parametrize("token", ["pässwort", "two words", "line\n", "\x00"])
 def test_tokens_that_no_header_carries(token: str) -> None:
-    with pytest.raises(ConfigError, match="must be of visible ASCII characters"):
-        ServeSettings("tiny", token=token)
-    with pytest.raises(ConfigError, match="COVEY_SERVER_TOKEN"):
-        InferenceClient("http://127.0.0.1:1", token)
+    raises(ConfigError, "must be of visible ASCII characters", ServeSettings, "tiny", token=token)
+    raises(ConfigError, "COVEY_SERVER_TOKEN", InferenceClient, "http://127.0.0.1:1", token)
 
 
 def answered(server: RunningServer, sent: bytes) -> bytes:

@@ -157,8 +157,7 @@ def test_worlds_reset_ahead_change_nothing(playing: Settings, monkeypatch: pytes
     # 8 for each of 3 steps and the 3 that were thrown away for the evaluations (3 tasks each), after the last step too
     assert len(resets) == 8 * 4 + 8 + 3 * 2
     monkeypatch.setattr(GRPOTrainer, "_prepare_worlds", lambda *_: None)
-    plain = trained(playing, **changes, name="plain").args.output_dir
-    assert completions(run, 1, 2, 3) == completions(plain, 1, 2, 3)
+    assert completions(run, 1, 2, 3) == completions(trained(playing, **changes, name="plain").args.output_dir, 1, 2, 3)
 
 
 def test_a_resumed_run_plays_the_same_episodes(playing: Settings) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from raising import raises
 from safetensors.torch import load_file, save_file
 from training_runs import build, distinct, events, same_weights, trained
 
@@ -30,7 +29,7 @@ from covey.functions import load_function, user_file_hashes
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.optimizers import optimizer_tensors, restore_optimizer
 from covey.training import checkpoint as checkpoints
-from fakes import SMALL
+from fakes import SMALL, raises
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 LAST, POLICY = "checkpoints/step_000002", "policy.safetensors"

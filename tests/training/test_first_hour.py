@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from raising import raises
 from training_runs import ROWS, Settings, build, events, failing_at, letters, rewarding, trained
 
 from command import Command
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError, DataError, ModelError, RewardError, RunFolderError
 from covey.observe.run_folder import RunFolder
+from fakes import raises
 
 ANSWERED = [{"prompt": f"give {n}: ", "answer": f'{{"a": {n}, "b": 1}}'} for n in range(8)]
 VOLATILE = ("seconds", "peak_gb", "accuracy", "/sampling", "/scoring", "/publish")
@@ -34,8 +34,7 @@ def test_a_cell_runs_again(settings: Settings) -> None:
 
 def test_a_trainer_in_a_cell(settings: Settings) -> None:
     trainer, model, run = trained(settings, held_out=2), settings["model"], settings["output_dir"]
-    said = f"GRPOTrainer({model}, rows in memory: 5 training prompts, 2 held out, step 2 of 2, {run})"
-    assert repr(trainer) == said
+    assert repr(trainer) == f"GRPOTrainer({model}, rows in memory: 5 training prompts, 2 held out, step 2 of 2, {run})"
     records = list(trainer.state.log_history)
     (one,) = trainer.generate("say one: ")
     assert [one, one] == trainer.generate([row["prompt"] for row in ROWS[:1]] * 2)  # greedy, as evaluations are

@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from raising import raises
 from safetensors.torch import load_file, save_file
 from training_runs import HOUSE, ROWS, Settings, few_vowels, rewarding, same_weights, slow, steps_of
 from typer.testing import CliRunner
@@ -31,7 +30,7 @@ from covey.files import publishing
 from covey.observe.run_folder import FolderLock, RunFolder
 from covey.training.launch import RanksBackend
 from covey.training.replay import Report, replay
-from fakes import SMALL
+from fakes import SMALL, raises
 
 # Sleeps where it is told to, so that the kill lands in the phase that is tested.
 DRIVER = """

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from raising import raises
 from rich.console import Console
 from training_runs import Settings, build, events, first_letter_early, rewarding, same_weights, steps_of, trained
 from worlds import Breaking
@@ -31,7 +30,7 @@ from covey.training.questions import QuestionHistory, questions_of
 from covey.training.schedule import ResolvedPhase
 from covey.training.tables import completion_rows
 from covey.types import Group, SamplingSettings, Trajectory
-from fakes import fake_episode, fake_prompt
+from fakes import fake_episode, fake_prompt, raises
 
 BY_DIFFICULTY: Settings = {"prompt_order": "difficulty", "correctness": "first_letter_early"}
 

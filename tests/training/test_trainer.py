@@ -13,7 +13,6 @@ import pytest
 import torch
 import training_runs as runs
 from peft import LoraConfig, PeftModel
-from raising import raises
 from safetensors.torch import load_file
 from test_kill_and_resume import numbers
 from tiny_models import tiny_model, tiny_tokenizer
@@ -27,6 +26,7 @@ from covey.observe.run_folder import RunFolder
 from covey.pytorch.backend import BACKEND
 from covey.training import recorder
 from covey.training.setup import load_data, require_measured
+from fakes import raises
 
 GMPO_FILE = Path(__file__).parents[2] / "recipes" / "gmpo" / "gmpo.py"
 GMPO = f"{GMPO_FILE}:gmpo"
@@ -421,8 +421,7 @@ def test_held_out_rows_that_are_trained_on_are_said_and_settings_read_otherwise_
     for name in ("eval_loss", "loss", "eval/kl", "eval/seconds", "eval/completions/clipped_ratio"):
         raises(ConfigError, "where higher is better", GRPOConfig, metric_for_best_model=name)
     for dtype in ("bfloat16", "float16"):
-        with pytest.raises(ConfigError, match="use_peft=False: half precision"):
-            GRPOConfig(dtype=dtype, use_peft=False)
+        raises(ConfigError, "use_peft=False: half precision", GRPOConfig, dtype=dtype, use_peft=False)
 
 
 def test_what_is_not_measured_stops_the_run_before_its_first_step(settings: Settings) -> None:

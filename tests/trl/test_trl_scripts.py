@@ -92,7 +92,7 @@ def test_a_table_of_completions_on_the_screen_and_at_trackers(monkeypatch: pytes
     show(table | {"prompt": [chat] * 3}, 1, chats := Console(width=100, record=True, file=io.StringIO()))
     shown = [cell.strip() for cell in re.findall(r"│ ([^│]+)│", chats.export_text())]
     assert [word for word in shown if word in ("SYSTEM", "Be brief.", "USER", "Why?")] == [
-        *("SYSTEM", "Be brief.", "USER", "Why?"),
+        *("SYSTEM", "Be brief.", "USER", "Why?")
     ]
     text = console.export_text()
     assert ("Step 7" in text, sum(f"c{at}" in text for at in range(3))) == (True, 2)
@@ -295,5 +295,4 @@ def test_what_trl_has_besides_is_one_sentence(name: str) -> None:
     raises(ImportError, rf"^covey\.trl has no {name}: it has GRPO only; import it from trl", getattr, covey.trl, name)
     assert not hasattr(covey.trl, "nonsense")
     if name[0].isupper():
-        with pytest.raises(ImportError, match=f"^covey has no {name}; if it is TRL's, see covey.trl"):
-            getattr(covey, name)
+        raises(ImportError, f"^covey has no {name}; if it is TRL's, see covey.trl", getattr, covey, name)

@@ -66,6 +66,7 @@ class Run(Source, Protocol):
     length: RunLength
     best_metric: str
     only_in_memory: bool
+    adapter_given: bool
     data: Data
     estimator: Estimator
     prompts: list[Prompt]
