@@ -286,8 +286,8 @@ def gigpo_advantages(
     `A_episode` compares the episodes of a group (`episode_advantages`). `A_step` compares the returns of those steps of
     a group that began with the same observation; it is 0 for an observation that occurs once.
 
-    Each `[S]` array has one entry for each step: the reward of its whole episode, the return from the step on
-    (`discounted_returns`), its group, its episode, and an id of the observation before it, a number or text. The other
+    Each `[S]` array has one entry for each step. The entries are the reward of its whole episode, the return from the
+    step on (`discounted_returns`), its group and its episode. An observation id is a number or text. The other
     arguments are those of `group_advantages`. Returns `[S]` advantages.
     """
     settings: dict[str, Any] = {"scale": scale, "correction": correction, "epsilon": epsilon}
