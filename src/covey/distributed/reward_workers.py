@@ -88,14 +88,21 @@ class RewardHost:
         if self._scorer is None:
             self.start()
         assert self._scorer is not None
-        heard: Warnings = []
-        handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record: heard.append((record.name, record.levelno, record.getMessage()))  # type: ignore[method-assign]
-        logging.getLogger().addHandler(handler)
+        heard = _Listening()
+        logging.getLogger().addHandler(heard)
         try:
-            return self._scorer.score_rows(asked), heard
+            return self._scorer.score_rows(asked), heard.records
         finally:
-            logging.getLogger().removeHandler(handler)
+            logging.getLogger().removeHandler(heard)
+
+
+class _Listening(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.records: Warnings = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append((record.name, record.levelno, record.getMessage()))
 
 
 @dataclass(frozen=True)
