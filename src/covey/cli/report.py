@@ -332,11 +332,13 @@ def _print_questions(
     folders: list[RunFolder], labels: list[str], asked: list[list[Question]], number: int | None, reader: TableReader
 ) -> None:
     """How the training questions were answered, and of a single run the hardest of them."""
-    table = Table("training questions", *(f"{_cell(label)}: first visit -> last" for label in labels))
+    again = [any(len(question.visits) > 1 for question in questions) for questions in asked]
+    heads = (": first visit -> last" if twice else ": only visit" for twice in again)
+    table = Table("training questions", *(f"{_cell(label)}{head}" for label, head in zip(labels, heads, strict=True)))
     for name, low, high in (("never right", 0.0, 0.0), ("sometimes", 1e-9, 1 - 1e-9), ("always right", 1.0, 1.0)):
         visits = [([each.first for each in questions], [each.last for each in questions]) for questions in asked]
         counts = [[sum(low <= share <= high for share in shares) for shares in both] for both in visits]
-        table.add_row(name, *(f"{first} -> {last}" for first, last in counts))
+        table.add_row(name, *(f"{a} -> {b}" if twice else str(a) for (a, b), twice in zip(counts, again, strict=True)))
     print_table(out, table)
     if len(folders) > 1:
         return
