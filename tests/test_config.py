@@ -540,12 +540,12 @@ def test_old_names_mean_what_they_meant(old: Settings, new: dict[str, Any]) -> N
     of_before = tomllib.loads(BEFORE.read_text(encoding="utf-8"))
     everything = {name: value for section in of_before.values() for name, value in section.items()}
     assert GRPOConfig(**(everything | old)) == meant  # nobody writes a run folder's by hand: no warning
-    with pytest.warns(UserWarning, match=f"an old name; write .*{next(reversed(new))}") as said:
+    with pytest.warns(UserWarning, match=f": the setting is .*; write .*{next(reversed(new))}") as said:
         assert GRPOConfig(**old) == meant
     assert len(said) == 1
     overrides = [f"{name}={tomli_w.dumps({'x': value}).partition('=')[2]}" for name, value in old.items()]
     if "adv_parameters" not in old:
-        with pytest.warns(UserWarning, match="an old name"):
+        with pytest.warns(UserWarning, match=": the setting is "):
             assert GRPOConfig.from_overrides(overrides) == meant
 
 
@@ -553,7 +553,7 @@ def test_an_entry_of_a_table_is_set_beside_the_others() -> None:
     config = GRPOConfig(loss_parameters={"delta": 4.0}).with_overrides(["algorithm.loss_parameters.epsilon_high=.3"])
     assert config.loss_parameters == {"delta": 4.0, "epsilon_high": 0.3}
     with pytest.warns(
-        UserWarning, match=r"old name of algorithm\.adaptive_entropy\.target, which has no effect"
+        UserWarning, match=r"setting is algorithm\.adaptive_entropy\.target, which has no effect"
     ) as said:
         GRPOConfig(entropy_target=0.3)
     assert (said[0].filename, 'data.prompt_order="given"' in rendered("shuffle")[1]) == (__file__, True)

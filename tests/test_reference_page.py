@@ -109,7 +109,9 @@ def value_of(option: Any) -> str:
     kind = (get_args(annotation) or [annotation])[0]
     if get_origin(annotation) is Literal:
         return " " + "|".join(get_args(annotation))
-    return option.metavar or {bool: "", int: " N", float: " X", Path: " PATH"}.get(kind, " TEXT")
+    return (
+        f" {option.metavar}" if option.metavar else {bool: "", int: " N", float: " X", Path: " PATH"}.get(kind, " TEXT")
+    )
 
 
 def metrics() -> Iterator[str]:

@@ -39,6 +39,7 @@ policy_loss | | loss without KL and entropy terms
 learning_rate | | learning rate of this step
 grad_norm | | L2 norm of the gradient before clipping to optim.max_grad_norm, mean over the passes
 reward | | weighted sum of rewards, mean over the completions that some function scored
+soft_overlong_penalty | | penalty of rewards.soft_overlong_cache (0 to 1), mean over completions; not part of `reward`
 reward_std | | standard deviation of the reward within a group (0 with fewer than two rewards; added completions
     count), mean over groups
 accuracy | fraction | sampled completions that are right: by the task's rule, by success in a world (episodes that an

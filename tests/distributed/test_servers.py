@@ -59,7 +59,7 @@ def test_a_server_that_is_not_there_is_named_and_one_that_is_killed_costs_a_unit
 ) -> None:
     with ServerProcess(model_folder) as first, ServerProcess(model_folder) as second:
         gone = ServerProcess(model_folder)
-        with pytest.raises(ServingError, match=rf"{gone.url}/health does not answer.*Start it with covey serve"):
+        with pytest.raises(ServingError, match=rf"{gone.url}/health does not answer.*Start it \(covey serve, vllm"):
             train(by_units, tmp_path / "run", first, gone)
         one = train(by_units, tmp_path / "one", first)
         assert_alike(train(by_units, tmp_path / "two", first, second), one)

@@ -5,6 +5,7 @@ import logging
 import os
 import pty
 import select
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -25,7 +26,16 @@ from covey.cli import report
 from covey.config import GRPOConfig
 from covey.errors import ConfigError, DataError, RunFolderError
 from covey.observe import comparison, completions, curve, draw_comparison, draw_learning_curve, draw_run
-from covey.observe.comparison import Answer, Answers, ComparedRun, accuracy_of, group_seeds, metric_values, pair
+from covey.observe.comparison import (
+    Answer,
+    Answers,
+    ComparedRun,
+    accuracy_of,
+    group_seeds,
+    metric_values,
+    over_seeds,
+    pair,
+)
 from covey.observe.completions import Wanted, grouped, messages, read_table
 from covey.observe.records import write_table
 from covey.observe.run_folder import RunFolder
@@ -106,6 +116,10 @@ def test_only_runs_that_differ_in_their_seed_are_seeds():
     assert group_seeds([fast[0], slow[0], fast[1], slow[1]]) == grouped
     with pytest.raises(ConfigError, match=r"d and a are no seeds of one experiment: optim\.learning_rate is 1e-05 and"):
         group_seeds([fast[0], slow[1]])
+    held_out = {f"run{n}": [[{"step": s, "eval/accuracy": (s + n) / 10} for s in (0, n)]] for n in (2, 4)}
+    held_out = {"both": [lines for (lines,) in held_out.values()]}  # the last evaluation of both is that of step 0
+    numbers = {"mean": pytest.approx(0.3), "smallest": 0.2, "largest": 0.4}
+    assert over_seeds(held_out) == [{"metric": "eval/accuracy", "runs": "both", "step": 0} | numbers]
     raises(ConfigError, r"a and a do not differ in run\.seed", group_seeds, [fast[0], fast[0]])
     raises(ConfigError, "a is the only run; name another", group_seeds, fast[:1])
 
@@ -218,6 +232,15 @@ def test_real_runs(trained: list[Path], covey: Command, tmp_path: Path) -> None:
     assert covey("report", trained[0], "-o", file)[::2] == (0, "")
     alone = json.loads(file.read_text())
     assert ([entry["step"] for entry in alone["held_out"]], "settings" in alone) == ([0, 4], False)
+    again = Path(shutil.copytree(trained[0], tmp_path / "again"))
+    config = (again / "config.toml").read_text()
+    (again / "config.toml").write_text(config.replace("seed = 42", "seed = 43"))
+    share = last[0]["eval/accuracy"]
+    assert f"\neval/accuracy of a + again at step 4: mean {share:.3g}" in covey.done(
+        "report", trained[0], again, "--seeds", "-o", file
+    )
+    (over, _) = json.loads(file.read_text())["seeds"]
+    assert (over["runs"], over["smallest"], over["largest"]) == ("a + again", share, share)
 
 
 def test_a_copied_run_of_another_version(trained: list[Path], covey: Command, tmp_path: Path) -> None:

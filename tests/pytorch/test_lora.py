@@ -94,7 +94,10 @@ def test_what_is_trained_and_a_fresh_adapter_changes_nothing_and_depends_on_its_
     names = [name for name in trained(one) if "lora_A" in name]
     assert {torch.equal(trained(one)[name], trained(two)[name]) for name in names} == {True}
     assert {torch.equal(trained(one)[name], trained(three)[name]) for name in names} == {False}
-    assert all(".q_proj.lora_" in name for name in trained(adapted(target_modules=["q_proj"])))
+    for lone in ("q_proj", "self_attn.q_proj", ["q_proj"]):  # a lone name is no regular expression
+        assert all(".q_proj.lora_" in name for name in trained(adapted(target_modules=lone)))
+    for some in (["layers.1.self_attn.q_proj"], r".*layers\.1\..*q_proj"):
+        assert all(".layers.1.self_attn.q_proj." in name for name in trained(adapted(target_modules=some)))
     own = attach_lora(tiny_model("llama"), config=LoraConfig(r=2, target_modules=["v_proj"]))
     assert all(".v_proj.lora_" in name for name in trained(own))
     assert attach_lora(own) is own

@@ -13,6 +13,7 @@ from covey.config.rewards import RewardConfig
 from covey.rollout.batching import make_batch
 from covey.rollout.collect import Rollout, collect_groups, collect_informative_groups, grow_groups, table_order
 from covey.rollout.scoring import Scorer, has_text
+from covey.training.evaluate import overlong
 from covey.types import Completion, Episode, FinishReason, Group, Prompt, Request, SamplingSettings
 
 TEACHES = find_estimator("grpo").teaches
@@ -81,6 +82,7 @@ def test_masks_leave_their_reason_and_the_group_mean_and_validity_is_by_the_task
     # Limit 4, cache 2: lengths 2 and 3 are punished by 0 and -0.5, so equal rewards are no longer equal.
     batch = batch_of([group([1, 1], [2, 3])], cache=2, limit=4, scale_rewards="none")
     np.testing.assert_allclose(batch.advantages[:, 0], [0.25, -0.25])
+    assert overlong(Rollout((group([1, 1], [2, 3]),), 0.0, 0.0, 5), 4, 2) == 0.25  # (0 + 0.5) / 2
 
 
 def test_dynamic_sampling_refills_tied_groups_and_is_bounded() -> None:

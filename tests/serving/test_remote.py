@@ -175,7 +175,9 @@ def test_the_documents_names() -> None:
 
 def test_no_server_fails_early_and_names_the_address(settings: dict[str, Any], tmp_path: Path) -> None:
     nowhere = settings | served("http://127.0.0.1:9", tmp_path) | {"server_retry_seconds": 0.3}
-    with pytest.raises(ServingError, match=r"http://127\.0\.0\.1:9/health does not answer.*covey serve"):
+    with pytest.raises(
+        ServingError, match=r"http://127\.0\.0\.1:9/health does not answer.*\(covey serve, vllm serve\)"
+    ):
         make_trainer(GRPOConfig(**nowhere))
     raises(ServingError, "it is not an address", InferenceClient, "not an address", retry_seconds=0)
     # an upload is tried for five seconds unless somebody says otherwise; no second is waited here

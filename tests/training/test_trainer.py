@@ -135,6 +135,7 @@ def test_every_variant_trains(settings: Settings, changes: Settings) -> None:
     assert np.isfinite([[record["loss"], record["grad_norm"]] for record in steps]).all()
     assert steps[-1]["grad_norm"] > 0
     assert [name for record in steps for name in record if describe_metric(name) is None] == []
+    assert [("soft_overlong_penalty" in record) == ("soft_overlong_cache" in changes) for record in steps] == [True] * 2
     assert not same_weights(before, trainer)
 
 

@@ -139,10 +139,10 @@ def _train(config: GRPOConfig, folder: Path, *, resume: bool = False) -> None:
 
 @app.command()
 def resume(
-    run: Annotated[Path, typer.Argument(help="The folder of a run that was stopped or killed.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run; of a finished one with a larger max_steps.")],
     overrides: Overrides = None,
 ) -> None:
-    """Continue a run from its newest checkpoint. The result is the same as without the interruption."""
+    """Continue a run from its newest checkpoint. With unchanged settings the result is that of an unbroken run."""
     from covey.observe.run_folder import RunFolder
 
     folder = RunFolder.read(run)

@@ -60,7 +60,7 @@ def report(
         int | None, typer.Option("-n", "--number", min=1, help="Most questions or completions to print.")
     ] = None,
     seeds: Annotated[
-        bool, typer.Option("--seeds", help="Draw runs that differ only in their seed as one line, with mean and range.")
+        bool, typer.Option("--seeds", help="Mean and range of runs that differ only in their seed; one line in a .png.")
     ] = False,
     html: Annotated[Path | None, typer.Option(help="Write the runs as one page that opens offline.")] = None,
     files: Annotated[list[Path] | None, typer.Option("-o", "--output", help=_OUTPUT)] = None,
@@ -154,6 +154,8 @@ def _compare(
     ]
     found["against_first"] = [{"run": label} | asdict(result) for label, _, _, result in pairs]
     found["notes"] = notes
+    grouped = comparison.group_seeds(compared) if seeds else {}
+    found["seeds"] = comparison.over_seeds(grouped)
     if as_json:
         print_json(out, found)
     else:
@@ -165,8 +167,7 @@ def _compare(
         elif len(compared) == 1:
             curve.draw_learning_curve(compared[0].records, path, title=compared[0].label)
         else:
-            lines = comparison.group_seeds(compared) if seeds else {run.label: [run.records] for run in compared}
-            curve.draw_comparison(lines, path)
+            curve.draw_comparison(grouped or {run.label: [run.records] for run in compared}, path)
         say(err if as_json else out, f"wrote {path}")
 
 
@@ -266,6 +267,9 @@ def _print(
         for (label, side), entry in zip(sides, found["held_out"], strict=True):
             table.add_row(_cell(label), str(side.step), _score(side, entry["accuracy"]), str(len(side.by_uid)))
         print_table(out, table)
+    for each in found["seeds"]:
+        numbers = ", ".join(f"{name} {format_number(each[name])}" for name in ("mean", "smallest", "largest"))
+        say(out, visible(f"{each['metric']} of {each['runs']} at step {each['step']}: {numbers}", 500), style="bold")
     for label, before, after, result in pairs:
         _print_pair(sides[0][0], label, before, after, result)
     for note in found["notes"]:

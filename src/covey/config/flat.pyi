@@ -252,7 +252,7 @@ class Flat:
         """Dropout before the adapter during training."""
     @property
     def lora_target_modules(self) -> str | tuple[str, ...]:
-        """Layers that get an adapter: all-linear, or a list of module names such as q_proj."""
+        """Layers with an adapter: all-linear, a name such as q_proj, a list of names, or a regular expression."""
     @property
     def prefix_sharing(self) -> bool:
         """Compute shared prefixes of sequences once in training; false = compute each sequence by itself."""
@@ -530,8 +530,8 @@ class Flat:
         """Time limit for one call of a reward function, in seconds; a longer call stops the run. 1e9 = no limit."""
     @property
     def soft_overlong_cache(self) -> int:
-        """Length of DAPO's soft overlong penalty, in tokens before max_completion_length. Over this range the reward
-        falls linearly, by 1 at its end. 0 = off.
+        """Length of DAPO's soft overlong penalty, in tokens before max_completion_length. Over this range the penalty
+        rises linearly to 1. Advantages take it off the reward; the metric reward does not. 0 = off.
         """
     @property
     def world(self) -> str | None:

@@ -328,9 +328,9 @@ def translate(
             if by_hand and not lost and not PUBLISHED.issuperset(changed):
                 new = " ".join(in_toml(path(name), value) for name, value in now.items() if value is not None)
                 places = ", ".join(dict.fromkeys(_place(name, path) for name in changed))
-                advice = f"; write {new}" if new else f" of {places}, which has no effect here; remove it"
+                advice = f"; write {new}" if new else ", which has no effect here; remove it"
                 what = ", ".join(written[name] for name in changed)
-                warnings.warn(f"{what:.300}: an old name{advice}", stacklevel=level)
+                warnings.warn(f"{what:.300}: the setting is {places}{advice}", stacklevel=level)
             found |= now
     if problems:
         raise ConfigError("\n".join(problems))

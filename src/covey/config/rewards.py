@@ -27,8 +27,8 @@ class RewardConfig(Section, frozen=True):
     reward_timeout: float = Field(default=60.0, gt=0, le=NO_TIMEOUT)
     """Time limit for one call of a reward function, in seconds; a longer call stops the run. 1e9 = no limit."""
     soft_overlong_cache: int = Field(default=0, ge=0)
-    """Length of DAPO's soft overlong penalty, in tokens before max_completion_length. Over this range the reward falls
-    linearly, by 1 at its end. 0 = off."""
+    """Length of DAPO's soft overlong penalty, in tokens before max_completion_length. Over this range the penalty rises
+    linearly to 1. Advantages take it off the reward; the metric reward does not. 0 = off."""
 
     def problems(self) -> Iterator[str]:
         if self.reward_weights is not None and not any(self.reward_weights):

@@ -45,7 +45,7 @@ class ModelConfig(Section, frozen=True):
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout before the adapter during training."""
     lora_target_modules: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "all-linear"
-    """Layers that get an adapter: all-linear, or a list of module names such as q_proj."""
+    """Layers with an adapter: all-linear, a name such as q_proj, a list of names, or a regular expression."""
     prefix_sharing: bool = True
     """Compute shared prefixes of sequences once in training; false = compute each sequence by itself."""
     fused_layers: bool = True

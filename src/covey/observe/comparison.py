@@ -16,7 +16,7 @@ from typing import Any
 
 from covey.errors import ConfigError, DataError
 from covey.observe.completions import messages
-from covey.observe.curve import Records, series
+from covey.observe.curve import Records, mean_and_range, series
 from covey.observe.statistics import PairedDifference, paired_difference, share
 
 Json = dict[str, Any]
@@ -84,6 +84,16 @@ def group_seeds(runs: Sequence[ComparedRun]) -> dict[str, list[Records]]:
         if twice := [run.label for run, seed in zip(group, seeds, strict=True) if seeds.count(seed) > 1]:
             raise ConfigError(f"--seeds: {' and '.join(twice)} do not differ in run.seed; give each seed once")
     return {" + ".join(run.label for run in group): [run.records for run in group] for group in groups}
+
+
+def over_seeds(groups: Mapping[str, Sequence[Records]]) -> list[Json]:
+    """Of each group that `group_seeds` made, the held-out metrics at the last evaluation that all its seeds have."""
+    return [
+        {"metric": name, "runs": label, "step": step, "mean": mean, "smallest": low, "largest": high}
+        for label, seeds in groups.items()
+        for name in ("eval/accuracy", "eval/reward")
+        for step, mean, low, high in mean_and_range([series(records, name) for records in seeds])[-1:]
+    ]
 
 
 # ---------------------------------------------------------------------- metrics

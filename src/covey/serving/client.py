@@ -163,7 +163,7 @@ class InferenceClient:
         try:
             return tries(self._once, method, path, content)
         except _BusyError as trouble:
-            advice = "is the server running? Start it with covey serve, or correct server.inference_server_url"
+            advice = "is the server running? Start it (covey serve, vllm serve), or correct server.inference_server_url"
             raise ServingError(f"{self.url}{path} does not answer ({trouble}); {advice}") from None
 
     def _once(self, method: str, path: str, content: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from covey.algorithms import Estimator
+from covey.algorithms import Estimator, soft_overlong_punishment
 from covey.observe.statistics import wilson_interval
 from covey.rollout.collect import Collector, Rollout
 from covey.rollout.scoring import HasAnswer, IsCorrect, Scorer, has_text, right_by
@@ -202,6 +202,12 @@ def rollout_metrics(rollout: Rollout, estimator: Estimator, correction: int) -> 
         metrics[f"rewards/{name}/std"] = _std(values, correction)
         metrics[f"rewards/{name}/none"] = float(np.isnan(values).mean())
     return metrics
+
+
+def overlong(rollout: Rollout, longest: int, cache: int) -> float:
+    """Mean of what `rewards.soft_overlong_cache` takes off a completion's reward for its advantage."""
+    lengths = np.array([episode.num_sampled for group in rollout.counted.groups for episode in group.episodes])
+    return -float(np.mean(soft_overlong_punishment(lengths, longest, cache)))
 
 
 def _std(values: np.ndarray, correction: int) -> float:

@@ -38,7 +38,7 @@ from covey.training.checkpoint import (
     save_checkpoint,
     source_hashes,
 )
-from covey.training.evaluate import NOTHING_JUDGED, Evaluation, no_answer_ratio, rollout_metrics, with_logged
+from covey.training.evaluate import NOTHING_JUDGED, Evaluation, no_answer_ratio, overlong, rollout_metrics, with_logged
 from covey.training.prefetch import Sampled, Source
 from covey.training.questions import QuestionHistory
 from covey.training.schedule import ACCURACY_STEPS, Callbacks, PhasePlan, ResolvedPhase
@@ -235,6 +235,8 @@ class Recorder:
             "step_time": seconds,
         }
         metrics["completions/no_answer_ratio"] = no_answer_ratio(rollout.counted, run.data.has_answer)
+        if (cache := config.rewards.soft_overlong_cache) and config.environment.world is None:
+            metrics["soft_overlong_penalty"] = overlong(rollout, config.sampling.max_completion_length, cache)
         if sampled.accuracy is not None:
             metrics["accuracy"] = sampled.accuracy
         metrics = with_logged(metrics, sampled.logged.metrics)

@@ -238,7 +238,7 @@ class GRPOTrainer:
 
         Args:
             resume_from_checkpoint: True = the newest complete checkpoint in `output_dir` (from the start if there is
-                none yet), a path = that checkpoint. The result is the same as without an interruption.
+                none yet), a path = that checkpoint. With unchanged settings the result is an unbroken run's.
 
         Raises:
             RewardError, GenerationError, RunFolderError: the run stopped and can be resumed.

@@ -134,6 +134,8 @@ def attach_lora(
     require_rank(model, config.r if config is not None else r)
     if config is None:
         targets = target_modules if isinstance(target_modules, str) else list(target_modules)
+        if isinstance(targets, str) and re.fullmatch(r"\w+(\.\w+)*", targets):  # a lone name, to PEFT an expression
+            targets = [targets]
         if targets == "all-linear" and any(p.dim() == 3 for p in model.parameters()):
             # PEFT would adapt experts and their router too, with ranks of their own: no plain LoRA, which servers take
             head = cast(Any, model).get_output_embeddings()
