@@ -1,5 +1,6 @@
 """The examples of docs/data.md and docs/losses.md run as they are printed."""
 
+import asyncio
 import json
 import re
 import tomllib
@@ -7,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from covey import GRPOConfig
@@ -35,11 +37,23 @@ def blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return found
 
 
-def test_rewards_of_the_page_score_as_it_says_and_its_verifier_in_processes(blocks: dict[str, str]) -> None:
+def test_rewards_of_the_page_score_as_it_says_and_its_verifier_in_processes(
+    blocks: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     chats = [[{"role": "assistant", "content": text}] for text in ("it is 41", "none", "so 42")]
     correct, close = (load_function(f"my_rewards.py:{name}") for name in ("correct", "close"))
     assert correct(completions=chats, answer=["42"] * 3) == [0.0, 0.0, 1.0]
     assert close(completions=chats, answer=["42"] * 3) == [0.5, 0.0, 1.0]
+    at_once: list[str] = []
+
+    async def answer(client: Any, url: str, json: dict[str, str]) -> httpx.Response:
+        at_once.append(json["text"])
+        await asyncio.sleep(0)
+        return httpx.Response(200, json={"score": len(at_once)}, request=httpx.Request("POST", url))
+
+    monkeypatch.setattr(httpx.AsyncClient, "post", answer)
+    graded = load_function("api_rewards.py:graded")
+    assert asyncio.run(graded(prompts=[], completions=chats)) == [3, 3, 3]  # all three had been sent
     space: dict[str, Any] = {}
     exec(next(code for code in blocks.values() if "reward_funcs = [json_reward" in code), space)
     topic, total, tags = space["reward_funcs"]
