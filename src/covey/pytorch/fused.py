@@ -44,6 +44,7 @@ from covey.pytorch.attention import tree_attention
 from covey.pytorch.attention.tree_layout import TreeLayout
 from covey.pytorch.models.form import LayerForm, NormForm, Rotary, Turn, read_form
 from covey.pytorch.models.lora import LeanLoraLinear
+from covey.pytorch.models.narrow import NarrowLinear
 from covey.pytorch.products import add_product, linear, product
 from covey.rollout.packing import Pack
 
@@ -178,9 +179,9 @@ class Projection:
         adapted = [layer for layer in self._layers if isinstance(layer, LeanLoraLinear)]
         return all(layer.disable_adapters or layer.plain_adapter() is not None for layer in adapted)
 
-    def adapters(self) -> Adapters | None:
-        """The adapters that are switched on, None where there are none."""
-        dtype, rows, parts = self._weight.dtype, [], []
+    def adapters(self, dtype: torch.dtype) -> Adapters | None:
+        """The adapters that are switched on, in the type of the inputs; None where there are none."""
+        rows, parts = [], []
         for layer, columns in zip(self._layers, self._columns, strict=True):
             if isinstance(layer, LeanLoraLinear) and not layer.disable_adapters:
                 name = layer.active_adapters[0]
@@ -225,7 +226,7 @@ class Projection:
 
 def _base(layer: Any) -> nn.Linear:
     base = layer.base_layer if isinstance(layer, LeanLoraLinear) else layer
-    if type(base) is not nn.Linear:
+    if type(base) not in (nn.Linear, NarrowLinear):
         raise ModelError(f"a layer of type {type(layer).__name__}")
     return base
 
@@ -318,7 +319,7 @@ class _Layer:
         self.parameters = [p for projection in self.projections for p in projection.parameters]
 
     def begin(self, x: Tensor) -> _Activations:
-        return _Activations(x, *(projection.adapters() for projection in self.projections))
+        return _Activations(x, *(projection.adapters(x.dtype) for projection in self.projections))
 
     def forward(self, kept: _Activations, layout: TreeLayout, turn: Turn | None) -> Tensor:
         """`[M, d]` -> `[M, d]`; fills `kept`."""

@@ -125,7 +125,7 @@ class Policy:
             )
         held_as: dict[str, Any] = {"device": device, "quantization": quantization}
         dtype = trained_dtype(dtype, all_weights=not use_peft and adapter is None)
-        loaded = load_model(model, tokenizer, dtype=dtype, trust_remote_code=trust_remote_code, **held_as)
+        loaded = load_model(model, tokenizer, dtype=dtype, trust_remote_code=trust_remote_code, frozen=not trains_all, **held_as)
         lora: dict[str, Any] = {"lora_r": lora_r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
         lora |= {"lora_target_modules": lora_target_modules, "lora_config": lora_config, "seed": seed}
         trained = attach(loaded.model, use_peft=use_peft, adapter=adapter, **lora)

@@ -16,9 +16,11 @@ from __future__ import annotations
 import os
 from functools import cache
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 _COLUMNS = 8192
@@ -26,7 +28,12 @@ _COLUMNS = 8192
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x W^T + b`: `x` `[M, in]`, `weight` `[out, in]`, `bias` `[out]`."""
+    """`x W^T + b`: `x` `[M, in]`, `weight` `[out, in]`, `bias` `[out]`. A weight in bfloat16 for x in float32 is
+    multiplied as `narrow_product` does.
+    """
+    if _is_narrow(x, weight):
+        y = narrow_product(x, weight)
+        return y if bias is None else y.add_(bias)
     if not _serves(x, weight) or (bias is not None and not _is_plain(bias)):
         return functional.linear(x, weight, bias)
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -35,11 +42,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """`a b`: `[M, k]` and `[k, n]`."""
-    return linear(a, b.T) if _serves(a, b) else a @ b
+    return linear(a, b.T) if _serves(a, b) or _is_narrow(a, b) else a @ b
 
 
 def product_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """`a b`, written to `out` `[M, n]`, which is returned; without a gradient."""
+    if _is_narrow(a, b):
+        return out.copy_(a.to(b.dtype) @ b)
     if not _serves(a, b):
         return torch.mm(a, b, out=out)
     for into, weight in zip(torch.split(out, _COLUMNS, dim=1), torch.split(b.T, _COLUMNS), strict=True):
@@ -50,6 +59,31 @@ def product_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def add_product(into: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
     """`into += factor * a b`; returns `into` `[M, n]`."""
     return into.add_(linear(a, b.T), alpha=factor) if _serves(a, b) else into.addmm_(a, b, alpha=factor)
+
+
+class _NarrowProduct(torch.autograd.Function):
+    """See `narrow_product`; the weight is frozen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return functional.linear(x.to(weight.dtype), weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return (grad.to(ctx.weight.dtype) @ ctx.weight).to(grad.dtype), None
+
+
+def narrow_product(x: Tensor, weight: Tensor) -> Tensor:
+    """`x W^T` `[M, out]` in the type of x: both rounded to that of the weight, summed in float32, and the result
+    rounded once more.
+    """
+    return cast(Tensor, cast(Any, _NarrowProduct).apply(x, weight))
+
+
+def _is_narrow(a: Tensor, b: Tensor) -> bool:
+    return b.dtype == torch.bfloat16 and a.dtype == torch.float32 and a.device.type == "cpu"
 
 
 def _serves(a: Tensor, b: Tensor) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from covey.errors import ModelError
+from covey.pytorch.models.narrow import narrow_weights
 from covey.pytorch.models.quantised import dequantised_product, quantised_layers
 
 _TIMES_OWN = (3.0, 8.0)
@@ -46,6 +47,8 @@ def computing_in(model: nn.Module, dtype: torch.dtype, *, dequantise: bool = Fal
     held: dict[nn.Parameter, Tensor] = {}
     packed = list(quantised_layers(model))
     left_alone = {id(layer.weight) for layer in packed}
+    if not dequantise:
+        left_alone |= {id(weight) for weight in narrow_weights(model)}
 
     def convert(parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -88,7 +91,7 @@ def truth_and_own(model: nn.Module, dtype: torch.dtype, compute: Callable[[torch
     """
     with computing_in(model, wide_dtype(dtype), dequantise=True):
         truth = compute(wide_dtype(dtype))
-    if wide_dtype(dtype) == dtype and not any(quantised_layers(model)):
+    if wide_dtype(dtype) == dtype and not any(quantised_layers(model)) and not any(True for _ in narrow_weights(model)):
         return truth, truth
     with computing_in(model, dtype):
         return truth, compute(wide_dtype(dtype))

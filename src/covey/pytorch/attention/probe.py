@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from covey.errors import ModelError
 from covey.pytorch.attention.tree_attention import NAME_PREFIX, PLAIN_IMPLEMENTATIONS
 from covey.pytorch.attention.tree_layout import TreeLayout
+from covey.pytorch.models.narrow import computing_dtype
 from covey.pytorch.rounding import truth_and_own, unexplained
 from covey.rollout.packing import Pack, pack_episodes
 from covey.types import Episode
@@ -30,7 +31,7 @@ class Expected:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.pack = probe_pack(model)
-        self.truth, self.own = truth_and_own(model, model.dtype, partial(_plain, model, self.pack))
+        self.truth, self.own = truth_and_own(model, computing_dtype(model), partial(_plain, model, self.pack))
 
     def differs(self, found: Tensor) -> str:
         """Why these cannot be the model's, or ""; see `covey.pytorch.rounding`."""

@@ -24,6 +24,7 @@ from covey.pytorch.engine.choose import choose_runner, is_emulated
 from covey.pytorch.engine.device import TorchDevice
 from covey.pytorch.engine.merge import bare_model
 from covey.pytorch.models.loading import context_length
+from covey.pytorch.models.narrow import computing_dtype
 from covey.pytorch.passes import within_memory
 from covey.rollout.learning import NO_VERSION, Weights, check_call
 from covey.rollout.turns import GenerationStats, Session
@@ -66,9 +67,9 @@ class Engine:
     ) -> None:
         if max_batch_size < 1:
             raise ModelError(f"max_batch_size={max_batch_size}: at least one completion must run; use 1 or more")
-        parameter = next(p for p in model.parameters() if p.is_floating_point())
-        self._device = torch.device(device) if device is not None else parameter.device
-        self._dtype = dtype or parameter.dtype
+        held = next(p for p in model.parameters() if p.is_floating_point())
+        self._device = torch.device(device) if device is not None else held.device
+        self._dtype = dtype or computing_dtype(model)
         self._tokenizer, self._max_batch_size = tokenizer, max_batch_size
         self.context_length = _context_length(model, context_length)
         self._session: Session[TorchDevice] | None = None

@@ -17,10 +17,11 @@ from torch.nn import functional
 
 from covey.errors import ModelError
 from covey.pytorch.engine.cache import LayerShape
-from covey.pytorch.engine.merge import are_tied, bare_model, frozen_version
+from covey.pytorch.engine.merge import EffectiveWeights, are_tied, bare_model, frozen_version
 from covey.pytorch.engine.runner import Step
 from covey.pytorch.models.form import Head, LayerForm, NormForm, Rotary, read_form
-from covey.pytorch.products import can_pack, linear, prefers_onednn
+from covey.pytorch.models.narrow import narrow_weights
+from covey.pytorch.products import add_product, can_pack, linear, prefers_onednn
 
 _EMBEDDING = "model.embed_tokens.weight"
 _NOTHING = torch.empty(0)
@@ -37,9 +38,10 @@ class FastRunner:
         form = read_form(base)
         self._dtype, self._device = dtype, device
         self._rotaries = {name: Rotary(rotary, device) for name, rotary in form.rotaries.items()}
-        self._norms = Norms(form.width, form.norm.eps, dtype, device)
+        narrow = next(narrow_weights(base), None) is not None
+        self._norms = Norms(form.width, form.norm.eps, dtype, device, folds=not narrow)
         self._last_norm = form.norm
-        self._layers = [_Layer(i, layer, self._norms, dtype, device) for i, layer in enumerate(form.layers)]
+        self._layers = [_Layer(i, layer, self._norms, dtype, device, narrow) for i, layer in enumerate(form.layers)]
         attentions = [layer.attention for layer in form.layers]
         self.layer_shapes: Sequence[LayerShape] = [LayerShape(a.kv_heads, a.dim, a.dim) for a in attentions]
         rounded = float(torch.tensor(form.embedding_scale).to(dtype))
@@ -47,7 +49,8 @@ class FastRunner:
         logits = Head.of(base)
         self._logit_scale, self._logit_cap = logits.scale, logits.softcap
         self._embedding = self._norm = torch.empty(0)
-        self._head = Linear(dtype, device)
+        self._head = NarrowLinear() if narrow else Linear(dtype, device)
+        self._narrow = narrow
         self._head_version: tuple[object, ...] = ()
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
@@ -57,7 +60,9 @@ class FastRunner:
         for layer in self._layers:
             layer.load(weights)
         take = _WeightReader(weights, self._dtype, self._device)
-        self._embedding = take(_EMBEDDING, copy=frozen_version(weights, _EMBEDDING) is None)
+        held_in = torch.bfloat16 if self._narrow else self._dtype
+        as_held = _WeightReader(weights, held_in, self._device)
+        self._embedding = as_held(_EMBEDDING, copy=frozen_version(weights, _EMBEDDING) is None)
         norm = take.norm(self._last_norm, "model.")
         fold = self._norms.fold(norm)
         name = _EMBEDDING if are_tied(weights, "lm_head.weight", _EMBEDDING) else "lm_head.weight"
@@ -65,8 +70,8 @@ class FastRunner:
         held = (name, version, frozen_version(weights, "model.norm.weight"))
         if version is None or held != self._head_version:
             self._head_version = ()  # should the copy fail, nothing is known of it
-            weight, bias = take(name), take.optional("lm_head.bias")
-            if version is not None and fold is None:
+            weight, bias = as_held(name), take.optional("lm_head.bias")
+            if version is not None and fold is None and not self._narrow:
                 self._head.share(weight, bias)
             else:
                 self._head.load([weight], bias, fold)
@@ -79,7 +84,8 @@ class FastRunner:
             layer.release()
 
     def forward(self, step: Step) -> Tensor:
-        stream = self._norms.open(functional.embedding(step.token_ids, self._embedding), self._embedding_scale)
+        embedded = functional.embedding(step.token_ids, self._embedding).to(self._dtype)
+        stream = self._norms.open(embedded, self._embedding_scale)
         x = stream[:, : self._embedding.shape[1]]
         turns = {name: rotary(step.positions, self._dtype) for name, rotary in self._rotaries.items()}
         for i, layer in enumerate(self._layers):
@@ -105,14 +111,18 @@ class FastRunner:
 
 
 class _Layer:
-    def __init__(self, index: int, form: LayerForm, norms: Norms, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, index: int, form: LayerForm, norms: Norms, dtype: torch.dtype, device: torch.device, narrow: bool
+    ) -> None:
         for norm in (form.input_norm, form.mlp_norm):
             if norm is not None and norm.eps != norms.eps:
                 raise ModelError(f"norms of different eps ({norm.eps} and {norms.eps})")
         self.form = form
         self._prefix = f"model.layers.{index}."
         self._norms, self._dtype, self._device = norms, dtype, device
-        self.qkv, self.out, self.gate_up, self.down = (Linear(dtype, device) for _ in range(4))
+        kinds = [NarrowLinear() if narrow else Linear(dtype, device) for _ in range(4)]
+        self.qkv, self.out, self.gate_up, self.down = kinds
+        self._narrow = narrow
         self.input_norm = self.attention_norm = self.mlp_norm = self.output_norm = _NOTHING
         self._head_norms: tuple[Tensor, Tensor] | None = None
 
@@ -124,10 +134,11 @@ class _Layer:
         take, form, norms = _WeightReader(weights, self._dtype, self._device, self._prefix), self.form, self._norms
         self.input_norm, self.attention_norm = take.norm(form.input_norm), take.norm(form.attention_norm)
         self.mlp_norm, self.output_norm = take.norm(form.mlp_norm), take.norm(form.output_norm)
-        self.qkv.load(*take.fused(*form.qkv), norms.fold(self.input_norm))
-        self.out.load(*take.fused(form.out))
-        self.gate_up.load(*take.fused(*form.gate_up), norms.fold(self.mlp_norm))
-        self.down.load(*take.fused(form.down))
+        fused = take.narrow if self._narrow else take.fused
+        self.qkv.load(*fused(*form.qkv), norms.fold(self.input_norm))
+        self.out.load(*fused(form.out))
+        self.gate_up.load(*fused(*form.gate_up), norms.fold(self.mlp_norm))
+        self.down.load(*fused(form.down))
         if form.head_norms is not None:
             q, k = (take.norm(norm) for norm in form.head_norms)
             if not form.whole_heads:
@@ -173,10 +184,21 @@ class _WeightReader:
 
     def fused(self, *modules: str) -> tuple[list[Tensor], Tensor | None]:
         """The modules' weights, and their biases one below the other."""
+        return [self(f"{m}.weight") for m in modules], self._biases(modules)
+
+    def _biases(self, modules: Sequence[str]) -> Tensor | None:
         present = [b for m in modules if (b := self.optional(f"{m}.bias")) is not None]
         if present and len(present) < len(modules):
             raise ModelError(f"{self._prefix}{modules[0]}: some of {modules} have a bias and some have none")
-        return [self(f"{m}.weight") for m in modules], torch.cat(present) if present else None
+        return torch.cat(present) if present else None
+
+
+    def narrow(self, *modules: str) -> tuple[list[Any], Tensor | None]:
+        """The modules' weights in bfloat16, each with its adapter beside it, and their biases."""
+        names = [f"{self._prefix}{module}.weight" for module in modules]
+        if not isinstance(self._weights, EffectiveWeights):
+            return [(self._weights[name], None) for name in names], self._biases(modules)
+        return [self._weights.factored(name) for name in names], self._biases(modules)
 
 
 _WIDE = 4
@@ -246,6 +268,53 @@ class Linear:
         return self._apply(x)
 
 
+class NarrowLinear:
+    """`float32(bfloat16(x) W^T) + b` with LoRA beside it, see `covey.pytorch.models.narrow`. A copy of frozen weights is
+    packed for oneDNN once; adapters are taken anew with each `load`.
+    """
+
+    def __init__(self) -> None:
+        self._held: tuple[object, ...] = ()
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._a: Tensor | None = None
+        self._parts: list[tuple[slice, slice, Tensor, float]] = []
+
+    def load(self, weights: Sequence[Any], bias: Tensor | None = None, scale: Tensor | None = None) -> None:
+        assert scale is None
+        pairs = [w if isinstance(w, tuple) else (w, None) for w in weights]
+        key = tuple((w.data_ptr(), w._version) for w, _ in pairs)
+        if self._weight is None or key != self._held:
+            joined = torch.cat([w.to(torch.bfloat16) for w, _ in pairs]) if len(pairs) > 1 else pairs[0][0].bfloat16()
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(joined.contiguous(), 64)
+            self._held = key
+        self._bias = bias
+        rows: list[Tensor] = []
+        self._parts = []
+        row = column = 0
+        for w, adapter in pairs:
+            if adapter is not None:
+                a, b, scaling = adapter
+                rows.append(a)
+                self._parts.append((slice(row, row + len(a)), slice(column, column + len(w)), b.T, scaling))
+                row += len(a)
+            column += len(w)
+        self._a = torch.cat(rows) if rows else None
+
+    def release(self) -> None:
+        """Packed weights stay: they are the same after the update."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = torch.ops.mkldnn._linear_pointwise(x.bfloat16(), self._weight, None, "none", [], "").float()
+        if self._bias is not None:
+            y.add_(self._bias)
+        if self._a is not None:
+            low = linear(x, self._a)
+            for rows, columns, b, scaling in self._parts:
+                add_product(y[:, columns], low[:, rows], b, scaling)
+        return y
+
+
 def _not_loaded(x: Tensor) -> Tensor:
     raise RuntimeError("a linear layer was used before weights were loaded")
 
@@ -261,9 +330,11 @@ class Norms:
     that reads the result. Elsewhere, and below float32, the norm is torch's own.
     """
 
-    def __init__(self, dim: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, dim: int, eps: float, dtype: torch.dtype, device: torch.device, *, folds: bool = True
+    ) -> None:
         self._dim, self.eps = dim, eps
-        self._folds = device.type == "cpu" and dtype == torch.float32
+        self._folds = folds and device.type == "cpu" and dtype == torch.float32
 
     def fold(self, weight: Tensor) -> Tensor | None:
         """`[d]` factors on the inputs of the matrix that reads a norm with this weight; None = none."""

@@ -81,6 +81,18 @@ class EffectiveWeights(Mapping[str, Tensor]):
         merged.merge(safe_merge=False, adapter_names=list(adapters))
         return _parameter(merged.get_base_layer(), leaf)
 
+    @torch.no_grad()
+    def factored(self, name: str) -> tuple[Tensor, tuple[Tensor, Tensor, float] | None]:
+        """The weight `name` without its adapter, and the adapter's A `[r, in]`, B `[out, r]` and scaling, None where
+        nothing is added; the weight with the adapter where that is not one plain LoRA.
+        """
+        module, leaf = self._owners[name]
+        adapters = _unmerged_adapters(module) if isinstance(module, BaseTunerLayer) else []
+        if len(adapters) != 1 or type(module) is not LeanLoraLinear or not _is_plain_lora(module, adapters):
+            return self[name], None
+        a, b = module.lora_A[adapters[0]].weight.detach(), module.lora_B[adapters[0]].weight.detach()
+        return _parameter(module.get_base_layer(), leaf), (a.float(), b.float(), module.scaling[adapters[0]])
+
     def owner(self, name: str) -> nn.Module:
         """The module that the weight `name` is a parameter of; PEFT's layer where there is one."""
         return self._owners[name][0]

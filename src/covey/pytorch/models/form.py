@@ -40,6 +40,7 @@ from covey.errors import ModelError
 from covey.pytorch.attention.probe import missing_windows
 from covey.pytorch.attention.tree_attention import rule_of
 from covey.pytorch.attention.tree_layout import Rule
+from covey.pytorch.models.narrow import NarrowLinear
 from covey.pytorch.products import linear
 from covey.pytorch.rounding import wide_dtype
 
@@ -357,7 +358,7 @@ class Head:
         if getattr(config, "logits_scaling", None) is not None:
             scale /= float(config.logits_scaling)
         softcap = getattr(config, "final_logit_softcapping", None)
-        if type(module) is nn.Linear:
+        if type(module) in (nn.Linear, NarrowLinear):
             return cls(module.weight, module.bias, scale, softcap, module)
         return cls(None, None, scale, softcap, module)
 
@@ -367,7 +368,8 @@ class Head:
             assert self.module is not None
             raw = wide(self.module(hidden)) * self.scale
         else:
-            raw = linear(wide(hidden), wide(self.weight)) * self.scale
+            weight = self.weight if isinstance(self.module, NarrowLinear) else wide(self.weight)
+            raw = linear(wide(hidden), weight) * self.scale
             if self.bias is not None:
                 raw = raw + wide(self.bias) * self.scale
         return raw if self.softcap is None else torch.tanh(raw / self.softcap) * self.softcap

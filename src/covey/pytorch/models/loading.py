@@ -43,6 +43,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from covey.errors import ModelError
+from covey.pytorch.models.narrow import narrow
 from covey.pytorch.models.quantised import adopt, quantise, quantised_layers, require_package
 
 PACKAGE_PREFIX = "pkg:"
@@ -79,6 +80,7 @@ def load_model(
     device: str = "auto",
     trust_remote_code: bool = False,
     quantization: str = "none",
+    frozen: bool = True,
 ) -> LoadedModel:
     """Load a model, or take one that is already built.
 
@@ -89,6 +91,7 @@ def load_model(
             keeps its own under "auto".
         device: "cpu", "cuda", "cuda:0", ...; "auto" = a GPU if there is one. A built model stays where it is
             under "auto".
+        frozen: its weights are not trained, so that "bfloat16" on a CPU can mean `covey.pytorch.models.narrow`.
         trust_remote_code: run code that comes with the model. Off: such models are an error.
         quantization: hold its linear layers in fewer bits, see `quantised`; "none" = as they are. Such a
             model is read into the host's memory in full; the device gets the small one. A built model is changed.
@@ -123,6 +126,8 @@ def load_model(
     if quantization == "none":
         loaded = loaded.to(torch_device)  # type: ignore[arg-type]
     done = _finish(loaded, found, source)
+    if frozen and torch_dtype == torch.bfloat16 and torch_device.type == "cpu" and quantization == "none":
+        narrow(done.model)
     if quantization != "none":
         quantise(done.model, quantization, torch_device, source)
     return replace(done, folder=folder if gguf_file is None else None)

@@ -36,6 +36,7 @@ from transformers.pytorch_utils import Conv1D
 from covey.adapters import PEFT_PREFIX, Adapter, Array, check_fits, read_adapter_folder
 from covey.errors import AdapterError, ModelError
 from covey.processes import total_memory
+from covey.pytorch.models.narrow import NarrowLinear
 from covey.pytorch.products import add_product, linear, product
 
 
@@ -73,13 +74,17 @@ class LeanLoraLinear(PeftLoraLinear):  # type: ignore[misc]
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
         name = self.plain_adapter()
-        if name is None or args or kwargs or self.base_layer.weight.dtype != x.dtype:
+        if name is None or args or kwargs or self._of_other_type(x):
             out: Tensor = super().forward(x, *args, **kwargs)
             return out
         a, b, base = self.lora_A[name].weight, self.lora_B[name].weight, self.base_layer
         flat = x.reshape(-1, x.shape[-1])
         lean: Tensor = cast(Any, _LoraFunction).apply(flat, base.weight, base.bias, a, b, self.scaling[name])
         return lean.view(*x.shape[:-1], lean.shape[-1])
+
+    def _of_other_type(self, x: Tensor) -> bool:
+        narrow = isinstance(self.base_layer, NarrowLinear)
+        return x.dtype != (torch.float32 if narrow else self.base_layer.weight.dtype)
 
     def plain_adapter(self) -> str | None:
         """The one active adapter, if this layer is exactly `base + scaling * B A`; None otherwise."""
@@ -89,7 +94,7 @@ class LeanLoraLinear(PeftLoraLinear):  # type: ignore[misc]
         name: str = names[0]
         base, dropout = self.base_layer, self.lora_dropout[name]
         plain = (
-            type(base) is nn.Linear
+            type(base) in (nn.Linear, NarrowLinear)
             and not base.weight.requires_grad
             and name not in self.lora_variant
             and not self.lora_bias[name]
