@@ -35,6 +35,7 @@ LORAS: dict[str, dict[str, Any]] = {
     "all": {},
     "checkpoint": {"gradient_checkpointing": True},
     "some layers": {"lora_target_modules": ["q_proj", "v_proj", "down_proj"]},
+    "last layer": {"lora_target_modules": r".*layers\.1\..*_proj"},
     "ranks": {"lora_config": LoraConfig(**RANKS)},
 }
 
@@ -382,6 +383,13 @@ def exact_of(family: str = "llama", *, dtype: torch.dtype = torch.float64, windo
     return fill(Policy.load(model, tiny_tokenizer(), **{"lora_r": 4, **options}))
 
 
+def narrow_of(family: str = "llama", **options: Any) -> Policy:
+    """Frozen matrices in bfloat16, all else in float32."""
+    return fill(
+        Policy.load(tiny_model(family, sliding_window=64), tiny_tokenizer(), dtype="bfloat16", lora_r=4, **options)
+    )
+
+
 def use_exact_norms(model: torch.nn.Module) -> None:
     """The norms of transformers compute in float32 whatever the model's dtype: no reference for float64."""
     for module in model.modules():
@@ -454,13 +462,15 @@ def test_finite_differences() -> None:
             assert grads[name].view(-1)[at] == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-5, abs=1e-6)
 
 
-def test_half_precision_is_as_close_as_the_models_own() -> None:
+@pytest.mark.parametrize("narrow", [False, True])
+def test_half_precision_is_as_close_as_the_models_own(narrow: bool) -> None:
     """In the median of five adapters: how far rounding leads is a matter of chance."""
     forward, backward = [], []
     for seed in range(5):
-        exact, half = fill(exact_of(), seed), fill(exact_of(dtype=torch.bfloat16), seed)
+        exact = fill(exact_of(), seed)
+        half = fill(narrow_of() if narrow else exact_of(dtype=torch.bfloat16), seed)
         truth, own, mine = exact.held.hidden_packed(PACK), half.held.hidden_packed(PACK), half.held.hidden(PACK)
-        assert mine.dtype == torch.bfloat16
+        assert mine.dtype == (torch.float32 if narrow else torch.bfloat16)
         forward.append(float(((mine - truth).norm() / (own - truth).norm()).detach()))
         true_grads, own_grads = gradients(exact, weighted(truth)), gradients(half, weighted(own))
         grads = gradients(half, weighted(mine))
@@ -471,6 +481,32 @@ def test_half_precision_is_as_close_as_the_models_own() -> None:
         ]
         backward.append(errors[0] / errors[1])
     assert max(np.median(forward), np.median(backward)) <= 1.2
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_narrow_matrices_leave_all_else_in_float32(family: str) -> None:
+    policy = narrow_of(family)
+    assert fused(policy).can_run()
+    held = {(p.dim() > 1, p.requires_grad): p.dtype for p in policy.model.parameters()}
+    assert held == {(True, False): torch.bfloat16, (False, False): torch.float32, (True, True): torch.float32}
+    own, mine = policy.held.hidden_packed(PACK), policy.held.hidden(PACK)
+    assert own.dtype == mine.dtype == torch.float32
+    torch.testing.assert_close(mine, own, rtol=0.05, atol=0.05)
+    expected, found = gradients(policy, weighted(own)), gradients(policy, weighted(mine))
+    assert_near(found, expected, 0.1)
+
+
+def test_what_is_trained_itself_is_not_narrow() -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = tiny_model("llama", tie_word_embeddings=False)
+    policy = Policy.load(model, tiny_tokenizer(), dtype="bfloat16", lora_config=config)
+    assert {p.dtype for p in policy.trainable_parameters()} == {torch.float32}
+    policy.score(PACK).logp.sum().backward()
+    assert all(float(grad.abs().max()) > 0 for name, grad in grads_of(policy).items() if "lm_head" in name)
+    trained = Policy.load(tiny_model("llama"), tiny_tokenizer(), dtype="float32", use_peft=False)
+    assert {type(m).__module__ for m in trained.model.modules() if isinstance(m, torch.nn.Linear)} == {
+        "torch.nn.modules.linear"
+    }
 
 
 def test_less_memory_than_autograds_is_kept_and_freed_by_the_backward() -> None:

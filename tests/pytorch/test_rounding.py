@@ -16,6 +16,7 @@ from covey.pytorch.engine import Engine, choose, fast_runner
 from covey.pytorch.engine import engine as engine_module
 from covey.pytorch.models import form
 from covey.pytorch.models.form import LayerForm
+from covey.pytorch.models.narrow import narrow
 from covey.pytorch.rounding import computing_in, unexplained
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,8 +33,8 @@ def runner_of(family: str) -> str:
     return "fast" if family in DENSE else "recompute" if family in UNSHARED else "general"
 
 
-def assert_taken(family: str, model: Any) -> None:
-    policy = Policy.load(model, tiny_tokenizer(), lora_r=4)
+def assert_taken(family: str, model: Any, **options: Any) -> None:
+    policy = Policy.load(model, tiny_tokenizer(), lora_r=4, **options)
     assert (policy.prefix_sharing_obstacle is None) == (family not in UNSHARED)
     assert (policy.fused_obstacle is None) == (family in DENSE)
 
@@ -45,6 +46,9 @@ def test_the_fast_ways_are_taken_in_each_precision(family: str, dtype: torch.dty
     assert Engine(tiny_model(family).to(own), dtype=dtype).runner == runner_of(family)
     if own == torch.float32:
         assert_taken(family, tiny_model(family).to(dtype))
+    if own == torch.float32 and dtype == torch.bfloat16:
+        assert Engine(narrow(tiny_model(family).to(dtype))).runner == runner_of(family)
+        assert_taken(family, tiny_model(family), dtype="bfloat16")
 
 
 @pytest.mark.parametrize("family", EVERY_FAMILY)
@@ -168,12 +172,18 @@ def test_each_mistake_is_caught(family: str, mistake: str, dtype: torch.dtype, m
 def test_the_fast_ways_say_nothing(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "is_emulated", lambda dtype, device: False)
     with caplog.at_level(logging.WARNING, logger="covey"):
-        policy = Policy.load(tiny_model("llama").bfloat16(), tiny_tokenizer(), lora_r=4)
-        Engine(policy.model)
+        policies = [
+            Policy.load(tiny_model("llama").bfloat16(), tiny_tokenizer(), lora_r=4),
+            Policy.load(tiny_model("llama"), tiny_tokenizer(), lora_r=4, dtype="bfloat16"),
+        ]
+        for policy in policies:
+            Engine(policy.model)
     assert caplog.text == ""
-    monkeypatch.setattr(engine_module, "is_emulated", lambda dtype, device: True)
-    Engine(policy.model)
-    assert "sampling in torch.bfloat16, for which this processor has no instructions" in caplog.text
+    monkeypatch.setattr(engine_module, "is_emulated", lambda dtype, device: dtype == torch.bfloat16)
+    for policy in policies:
+        caplog.clear()
+        Engine(policy.model)
+        assert "sampling in torch.bfloat16, for which this processor has no instructions" in caplog.text
 
 
 def test_what_rounding_explains_by_hand_and_a_model_that_overflows_is_told_so() -> None:

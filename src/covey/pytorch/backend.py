@@ -14,6 +14,7 @@ from covey.errors import ConfigError
 from covey.functions import later
 from covey.pytorch import optimizers
 from covey.pytorch.models import quantised
+from covey.pytorch.models.loading import chosen_device
 from covey.pytorch.models.quantised import quantised_layers
 from covey.pytorch.policy import Policy
 from covey.types import Prompt
@@ -45,19 +46,23 @@ class PyTorchBackend:
         """Load the policy, or wrap the model; what is drawn at random is drawn from `run.seed`."""
         chosen, algorithm = config.model, config.algorithm
         torch.manual_seed(config.run.seed)
-        loading = ("dtype", "device", "trust_remote_code", "quantization")
-        running = ("gradient_checkpointing", "prefix_sharing", "fused_layers")
+        named = ("device", "trust_remote_code", "quantization", "gradient_checkpointing", "prefix_sharing")
+        dtype, autocast = chosen.dtype, config.optim.autocast
+        if model is None and _multiplies_frozen(config):
+            dtype, autocast = "bfloat16", "none"
         return Policy.load(
             chosen.model if model is None else model,
             tokenizer=tokenizer,
-            **{name: getattr(chosen, name) for name in (*loading, *running)},
+            dtype=dtype,
+            autocast=autocast,
+            fused_layers=chosen.fused_layers,
+            **{name: getattr(chosen, name) for name in named},
             lora_config=peft_config,
             **adapter_options(config),
             reference_update=algorithm.reference_update,
             reference_update_steps=algorithm.reference_update_steps or 1,
             reference_ema_decay=algorithm.reference_ema_decay,
             needs_reference=uses_reference(config),
-            autocast=config.optim.autocast,
             offload=config.optim.offload,
         )
 
@@ -89,7 +94,9 @@ class PyTorchBackend:
         return engine.Engine(
             cast(Policy, policy).model,
             policy.tokenizer,
-            dtype=None if chosen.sampler_dtype == "model" else getattr(torch, chosen.sampler_dtype),
+            dtype=None
+            if chosen.sampler_dtype in ("model", config.model.dtype)
+            else getattr(torch, chosen.sampler_dtype),
             kv_cache_bytes=cache,
             max_batch_size=chosen.max_batch_size,
             **how,
@@ -120,3 +127,11 @@ class PyTorchBackend:
 
 
 BACKEND = PyTorchBackend()
+
+
+def _multiplies_frozen(config: GRPOConfig) -> bool:
+    """Whether autocast rounds nothing but frozen matrices and what they multiply: on a CPU they are held in bfloat16."""
+    chosen = config.model
+    wide, plain = chosen.dtype in ("auto", "float32"), chosen.quantization == "none"
+    narrows = chosen.use_peft and wide and plain and config.optim.autocast == "bfloat16"
+    return narrows and chosen_device(chosen.device).type == "cpu"

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -43,7 +42,7 @@ from covey.errors import ModelError
 from covey.pytorch.attention import tree_attention
 from covey.pytorch.attention.tree_layout import TreeLayout
 from covey.pytorch.models.form import LayerForm, NormForm, Rotary, Turn, read_form
-from covey.pytorch.models.lora import LeanLoraLinear
+from covey.pytorch.models.lora import Adapters, LeanLoraLinear
 from covey.pytorch.models.narrow import NarrowLinear
 from covey.pytorch.products import add_product, linear, product
 from covey.rollout.packing import Pack
@@ -117,31 +116,6 @@ class HeadNorms:
         return torch.cat(found, dim=1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Adapter:
-    """One layer's adapter: `scaling * B A` on the outputs `columns`."""
-
-    columns: slice
-    rank: int
-    b: Tensor  # [out, r]
-    scaling: float
-    dtypes: tuple[torch.dtype, torch.dtype]  # of the parameters A and B
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Adapters:
-    """The adapters of a projection during one pass, in its layers' dtype; detached when the pass begins, so that a
-    later exchange of data does not reach its backward.
-    """
-
-    a: Tensor  # [sum r, in]
-    parts: list[_Adapter]
-
-    def split(self, low: Tensor) -> list[Tensor]:
-        """`x A'` `[M, sum r]` of all adapters -> `[M, r]` of each."""
-        return list(torch.split(low, [part.rank for part in self.parts], dim=1))
-
-
 class Projection:
     """Frozen linear layers that read the same input as one matrix product, with their LoRA adapters beside it.
 
@@ -157,8 +131,6 @@ class Projection:
         if len({base.bias is None for base in self._bases}) > 1:
             raise ModelError("some of the joined layers have a bias and some have none")
         self.parameters = [p for layer in layers for p in _adapter_parameters(layer)]
-        ends = accumulate((base.out_features for base in self._bases), initial=0)
-        self._columns = [slice(start, stop) for start, stop in pairwise(ends)]
 
     def join(self) -> None:
         """Make the layers' weights views of one matrix. Until this is called nothing has been changed."""
@@ -169,10 +141,14 @@ class Projection:
         self._weight = torch.cat([base.weight.detach() for base in self._bases])
         if self._bias is not None:
             self._bias = torch.cat([base.bias.detach() for base in self._bases])
-        for base, columns in zip(self._bases, self._columns, strict=True):
-            base.weight.data = self._weight[columns]
-            if self._bias is not None:
-                base.bias.data = self._bias[columns]
+        sizes = [base.out_features for base in self._bases]
+        for name, joined in (("weight", self._weight), ("bias", self._bias)):
+            for base, part in zip(self._bases, () if joined is None else torch.split(joined, sizes), strict=False):
+                getattr(base, name).data = part
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._weight.dtype
 
     def can_run(self) -> bool:
         """Whether every layer is now exactly `base + scaling * B A`, or its base alone."""
@@ -181,24 +157,13 @@ class Projection:
 
     def adapters(self, dtype: torch.dtype) -> Adapters | None:
         """The adapters that are switched on, in the type of the inputs; None where there are none."""
-        rows, parts = [], []
-        for layer, columns in zip(self._layers, self._columns, strict=True):
-            if isinstance(layer, LeanLoraLinear) and not layer.disable_adapters:
-                name = layer.active_adapters[0]
-                a, b = layer.lora_A[name].weight.detach(), layer.lora_B[name].weight.detach()
-                rows.append(a.to(dtype))
-                parts.append(_Adapter(columns, len(a), b.to(dtype), layer.scaling[name], (a.dtype, b.dtype)))
-        return Adapters(torch.cat(rows), parts) if parts else None
+        factors = [layer.factors() if isinstance(layer, LeanLoraLinear) else None for layer in self._layers]
+        return Adapters.beside(zip((base.out_features for base in self._bases), factors, strict=True), dtype)
 
     def forward(self, x: Tensor, adapters: Adapters | None) -> tuple[Tensor, Tensor | None]:
         """The outputs `[M, out]`, and `x A'` of all adapters side by side."""
         y = linear(x, self._weight, self._bias)
-        if adapters is None:
-            return y, None
-        low = linear(x, adapters.a)
-        for adapter, part in zip(adapters.parts, adapters.split(low), strict=True):
-            add_product(y[:, adapter.columns], part, adapter.b.T, adapter.scaling)
-        return y, low
+        return y, None if adapters is None else adapters.add_to(y, x)
 
     def backward(
         self, grad: Tensor, x: Tensor, low: Tensor | None, adapters: Adapters | None, *, needs_input: bool = True
@@ -228,7 +193,7 @@ def _base(layer: Any) -> nn.Linear:
     base = layer.base_layer if isinstance(layer, LeanLoraLinear) else layer
     if type(base) not in (nn.Linear, NarrowLinear):
         raise ModelError(f"a layer of type {type(layer).__name__}")
-    return base
+    return cast(nn.Linear, base)
 
 
 def _adapter_parameters(layer: Any) -> list[nn.Parameter]:
@@ -255,6 +220,7 @@ class FusedDecoder:
         described = enumerate(zip(decoder.layers, form.layers, strict=True))
         self._layers = [_Layer(module, layer, number) for number, (module, layer) in described]
         self.parameters = [p for layer in self._layers for p in layer.parameters]
+        self._first = next((i for i, layer in enumerate(self._layers) if layer.parameters), 0)
         if {id(p) for p in model.parameters() if p.requires_grad} != {id(p) for p in self.parameters}:
             raise ModelError("something else than LoRA on the layers' linear maps is trained")
         self._norm = Norm(form.norm, decoder)
@@ -340,22 +306,25 @@ class _Layer:
         out, kept.out_low = self._out.forward(kept.attended, kept.out_adapters)
         kept.middle, kept.attention_out = self._added(kept.x, out, self._attention_norm)
         normed, kept.middle_scale = _normed(self._mlp_norm, kept.middle)
-        kept.gate_up, kept.mlp_low = self._gate_up.forward(normed, kept.mlp_adapters)
-        gate, up = kept.gate_up.chunk(2, dim=1)
+        gate_up, kept.mlp_low = self._gate_up.forward(normed, kept.mlp_adapters)
+        kept.gate_up = gate_up.to(self._gate_up.dtype)  # the largest by far: no finer than the weights
+        gate, up = gate_up.chunk(2, dim=1)
         y, kept.down_low = self._down.forward(self.form.activation.forward(gate).mul_(up), kept.down_adapters)
         y, kept.mlp_out = self._added(kept.middle, y, self._output_norm)
         return y
 
-    def backward(self, kept: _Activations, grad: Tensor, layout: TreeLayout, turn: Turn | None) -> list[Tensor]:
-        """Turn `grad` `[M, d]` of the layer's output into that of its input, which the first layer does not need, in
-        place; return those of `parameters`.
+    def backward(
+        self, kept: _Activations, grad: Tensor, layout: TreeLayout, turn: Turn | None, *, ends: bool
+    ) -> list[Tensor]:
+        """Turn `grad` `[M, d]` of the layer's output into that of its input, in place, unless nothing below is trained
+        and so it `ends` here; return those of `parameters`.
         """
-        gate, up = kept.gate_up.chunk(2, dim=1)
+        gate, up = kept.gate_up.to(grad.dtype).chunk(2, dim=1)
         active = self.form.activation.forward(gate)
         grad_out = self._added_gradient(grad, kept.mlp_out, self._output_norm)
         # d(p) = D'(d(y)), with p = act(g) * u made again
         product, down_grads = self._down.backward(grad_out, active * up, kept.down_low, kept.down_adapters)
-        grad_gate_up = torch.empty_like(kept.gate_up)
+        grad_gate_up = torch.empty_like(kept.gate_up, dtype=grad.dtype)
         grad_gate, grad_up = grad_gate_up.chunk(2, dim=1)
         torch.mul(product, active, out=grad_up)  # d(u) = d(p) * act(g), and below d(g) = d(p) * u * act'(g)
         self.form.activation.backward(product.mul_(up), gate, grad_input=grad_gate)
@@ -366,10 +335,10 @@ class _Layer:
         # d(m) = d(y) + N'(...): from here on `grad` is d(m)
         _add_normed_gradient(grad, grad_normed, self._mlp_norm, kept.middle, kept.middle_scale)
         del grad_gate_up, grad_gate, grad_up, normed, grad_normed
-        return self._attention_backward(kept, grad, layout, turn) + mlp_grads + down_grads
+        return self._attention_backward(kept, grad, layout, turn, ends) + mlp_grads + down_grads
 
     def _attention_backward(
-        self, kept: _Activations, grad: Tensor, layout: TreeLayout, turn: Turn | None
+        self, kept: _Activations, grad: Tensor, layout: TreeLayout, turn: Turn | None, ends: bool
     ) -> list[Tensor]:
         attention = self.form.attention
         grad_out = self._added_gradient(grad, kept.attention_out, self._attention_norm)
@@ -387,9 +356,8 @@ class _Layer:
         if grad_qk is not turned:
             turned.copy_(grad_qk)
         normed, _ = _normed(self._input_norm, kept.x, kept.scale)
-        needed = self._number > 0
         grad_normed, qkv_grads = self._qkv.backward(
-            grad_qkv, normed, kept.qkv_low, kept.qkv_adapters, needs_input=needed
+            grad_qkv, normed, kept.qkv_low, kept.qkv_adapters, needs_input=not ends
         )
         if grad_normed is not None:  # d(x) = d(m) + N'(...)
             _add_normed_gradient(grad, grad_normed, self._input_norm, kept.x, kept.scale)
@@ -433,10 +401,10 @@ class _Decode(torch.autograd.Function):
             x = x * decoder._multiplier
         positions, layers = _to(pack.position_ids, device), []
         turns: dict[str | None, Turn] = {name: turn(positions, x.dtype) for name, turn in decoder._rotaries.items()}
-        for layer in decoder._layers:
+        for number, layer in enumerate(decoder._layers):
             kept = layer.begin(x)
             x = layer.forward(kept, layout, turns.get(layer.form.rotary))
-            if keep:
+            if keep and number >= decoder._first:
                 layers.append(layer.begin(kept.x) if decoder._checkpoint else kept)
         index = _to(pack.score_at, device)
         picked = x.index_select(0, index)
@@ -459,11 +427,11 @@ class _Decode(torch.autograd.Function):
         # where sequences part, a row is picked once for each; on CPU the sum's order is that of the index
         grad_x.index_add_(0, ctx.index, picked)
         grads: list[Tensor] = []
-        for layer in reversed(decoder._layers):
+        for layer in reversed(decoder._layers[decoder._first :]):
             kept, turn = layers.pop(), ctx.turns.get(layer.form.rotary)
             if kept.gate_up is None:
                 layer.forward(kept, ctx.layout, turn)
-            grads = layer.backward(kept, grad_x, ctx.layout, turn) + grads
+            grads = layer.backward(kept, grad_x, ctx.layout, turn, ends=not layers) + grads
         return None, None, None, None, *grads
 
 

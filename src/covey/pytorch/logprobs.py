@@ -32,8 +32,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from covey.pytorch.models.form import Head, wide
-from covey.pytorch.models.narrow import NarrowLinear
-from covey.pytorch.products import product_into
+from covey.pytorch.products import is_narrow, product_into
 from covey.pytorch.rounding import wide_dtype
 from covey.types import Support
 
@@ -266,8 +265,7 @@ class _Score(torch.autograd.Function):
         wanted = [name for name, is_asked in asked.items() if is_asked]
         # in the hidden state's own precision: they are gradients of it
         vectors = {name: torch.empty_like(hidden) for name in wanted} if direct else {}
-        narrow = isinstance(job.head.module, NarrowLinear)
-        operand, wide_bias = _operand(weight, narrow), None if bias is None else wide(bias.detach())
+        operand, wide_bias = _operand(weight, hidden), None if bias is None else wide(bias.detach())
         buffers = job.buffers(hidden, len(weight))
         for start, stop in job.chunks():
             chunk = _compute(hidden[start:stop], operand, wide_bias, job, start, buffers, direct)
@@ -314,7 +312,7 @@ class _Score(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden, dtype=dtype) if need_hidden else None
         d_weight = torch.zeros_like(weight, dtype=dtype) if need_weight else None
         d_bias = torch.zeros_like(bias, dtype=dtype) if need_bias and bias is not None else None
-        operand, wide_bias = _operand(weight, False), None if bias is None else wide(bias)
+        operand, wide_bias = _operand(weight, hidden), None if bias is None else wide(bias)
         buffers = job.buffers(hidden, len(weight))
         for start, stop in job.chunks():
             h = hidden[start:stop]
@@ -371,16 +369,17 @@ def _row_dot(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([(x * y).sum(1) for x, y in zip(torch.split(a, 16), torch.split(b, 16), strict=True)])
 
 
-def _operand(weight: Tensor, narrow: bool) -> Tensor:
-    """The head's weight as the products take it: narrow only where a kernel returns float32 for it."""
+def _operand(weight: Tensor, hidden: Tensor) -> Tensor:
+    """The head's weight as the products take it: narrow where a kernel returns float32 for it, and where it is meant to
+    be narrower than the hidden states (`covey.pytorch.models.narrow`).
+    """
     weight = weight.detach()
-    return weight if weight.is_cuda or weight.is_meta or narrow else wide(weight)
+    return weight if weight.is_cuda or weight.is_meta or weight.dtype != hidden.dtype else wide(weight)
 
 
 def _product_into(out: Tensor, rows: Tensor, weight: Tensor, factor: float) -> None:
     """`out = factor * rows @ weight.T`, accumulated in out's precision; rows `[c, k]`, weight `[n, k]`."""
-    narrow = weight.dtype == torch.bfloat16 and not (weight.is_cuda or weight.is_meta)
-    if narrow or rows.dtype == weight.dtype == out.dtype:
+    if is_narrow(rows, weight) or rows.dtype == weight.dtype == out.dtype:
         scaled = rows if factor == 1.0 or rows.shape[1] > out.shape[1] else rows * factor
         product_into(out, scaled, weight.T)
         if factor != 1.0 and rows.shape[1] > out.shape[1]:

@@ -25,6 +25,7 @@ from covey.functions import later
 from covey.pytorch.models.form import Head
 from covey.pytorch.models.loading import context_length, load_model, says_quantised, trained_dtype
 from covey.pytorch.models.lora import attach, save_adapter
+from covey.pytorch.models.narrow import widen_trained
 from covey.pytorch.optimizers import HostMemory
 from covey.pytorch.packed_model import PackedModel
 from covey.pytorch.reference import Reference, ReferenceUpdate
@@ -125,10 +126,12 @@ class Policy:
             )
         held_as: dict[str, Any] = {"device": device, "quantization": quantization}
         dtype = trained_dtype(dtype, all_weights=not use_peft and adapter is None)
-        loaded = load_model(model, tokenizer, dtype=dtype, trust_remote_code=trust_remote_code, frozen=not trains_all, **held_as)
+        held_as |= {"trust_remote_code": trust_remote_code, "frozen": not trains_all}
+        loaded = load_model(model, tokenizer, dtype=dtype, **held_as)
         lora: dict[str, Any] = {"lora_r": lora_r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
         lora |= {"lora_target_modules": lora_target_modules, "lora_config": lora_config, "seed": seed}
         trained = attach(loaded.model, use_peft=use_peft, adapter=adapter, **lora)
+        widen_trained(trained)
         held = PackedModel(replace(loaded, model=trained), **how)
         if offload and held.device.type == "cpu":
             logger.warning("optim.offload has no effect: the model is in the host's memory already")

@@ -31,7 +31,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x W^T + b`: `x` `[M, in]`, `weight` `[out, in]`, `bias` `[out]`. A weight in bfloat16 for x in float32 is
     multiplied as `narrow_product` does.
     """
-    if _is_narrow(x, weight):
+    if is_narrow(x, weight):
         y = narrow_product(x, weight)
         return y if bias is None else y.add_(bias)
     if not _serves(x, weight) or (bias is not None and not _is_plain(bias)):
@@ -42,12 +42,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """`a b`: `[M, k]` and `[k, n]`."""
-    return linear(a, b.T) if _serves(a, b) or _is_narrow(a, b) else a @ b
+    return linear(a, b.T) if _serves(a, b) or is_narrow(a, b) else a @ b
 
 
 def product_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """`a b`, written to `out` `[M, n]`, which is returned; without a gradient."""
-    if _is_narrow(a, b):
+    if is_narrow(a, b):
         return out.copy_(a.to(b.dtype) @ b)
     if not _serves(a, b):
         return torch.mm(a, b, out=out)
@@ -82,7 +82,8 @@ def narrow_product(x: Tensor, weight: Tensor) -> Tensor:
     return cast(Tensor, cast(Any, _NarrowProduct).apply(x, weight))
 
 
-def _is_narrow(a: Tensor, b: Tensor) -> bool:
+def is_narrow(a: Tensor, b: Tensor) -> bool:
+    """Whether b is frozen and narrower than a on purpose, see `covey.pytorch.models.narrow`."""
     return b.dtype == torch.bfloat16 and a.dtype == torch.float32 and a.device.type == "cpu"
 
 
@@ -122,16 +123,17 @@ _CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 
 
 @cache
-def can_pack() -> bool:
+def can_pack(dtype: torch.dtype = torch.float32) -> bool:
     """True when oneDNN's linear operators exist here and multiply correctly, packed and transposed."""
     for name in _CACHES:
         os.environ.setdefault(name, _KEPT_KERNELS)
-    weight = torch.arange(32, dtype=torch.float32).view(8, 4) / 32
-    x = torch.arange(12, dtype=torch.float32).view(3, 4)
+    weight = torch.arange(32, dtype=dtype).view(8, 4) / 32
+    x = torch.arange(12, dtype=dtype).view(3, 4)
     turned = weight.T.contiguous().T
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
         found = [torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "") for w in (packed, weight, turned)]
     except (RuntimeError, AttributeError, NotImplementedError):
         return False
-    return all(bool(torch.allclose(y, x @ weight.T, atol=1e-5)) for y in found)
+    expected = x.float() @ weight.float().T
+    return all(bool(torch.allclose(y.float(), expected, atol=1e-5, rtol=torch.finfo(dtype).eps)) for y in found)

@@ -24,7 +24,7 @@ from covey.pytorch.engine.choose import choose_runner, is_emulated
 from covey.pytorch.engine.device import TorchDevice
 from covey.pytorch.engine.merge import bare_model
 from covey.pytorch.models.loading import context_length
-from covey.pytorch.models.narrow import computing_dtype
+from covey.pytorch.models.narrow import computing_dtype, narrow_weights
 from covey.pytorch.passes import within_memory
 from covey.rollout.learning import NO_VERSION, Weights, check_call
 from covey.rollout.turns import GenerationStats, Session
@@ -76,8 +76,9 @@ class Engine:
         self._runner, why = choose_runner(model, self._dtype, self._device, runner)
         if why:
             _LOG.warning("sampling with the %s runner, which is slower than the fast one: %s", self._runner.name, why)
-        if is_emulated(self._dtype, self._device):
-            _LOG.warning("sampling in %s, for which this processor has no instructions: float32 is faster", self._dtype)
+        multiplied = next((weight.dtype for weight in narrow_weights(model)), self._dtype)
+        if is_emulated(multiplied, self._device):
+            _LOG.warning("sampling in %s, for which this processor has no instructions: float32 is faster", multiplied)
         self._cache = KVCache(self._runner.layer_shapes, kv_cache_bytes, self._dtype, self._device)
         self._version = NO_VERSION if runner else 0
 

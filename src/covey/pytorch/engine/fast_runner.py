@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from covey.pytorch.engine.cache import LayerShape
 from covey.pytorch.engine.merge import EffectiveWeights, are_tied, bare_model, frozen_version
 from covey.pytorch.engine.runner import Step
 from covey.pytorch.models.form import Head, LayerForm, NormForm, Rotary, read_form
-from covey.pytorch.models.narrow import narrow_weights
-from covey.pytorch.products import add_product, can_pack, linear, prefers_onednn
+from covey.pytorch.models.lora import Adapters, Factors
+from covey.pytorch.models.narrow import narrow_weights, packed
+from covey.pytorch.products import can_pack, linear, prefers_onednn
 
 _EMBEDDING = "model.embed_tokens.weight"
 _NOTHING = torch.empty(0)
@@ -38,10 +40,11 @@ class FastRunner:
         form = read_form(base)
         self._dtype, self._device = dtype, device
         self._rotaries = {name: Rotary(rotary, device) for name, rotary in form.rotaries.items()}
-        narrow = next(narrow_weights(base), None) is not None
+        narrow = any(True for _ in narrow_weights(base))
+        make = NarrowLinear if narrow else partial(Linear, dtype, device)
         self._norms = Norms(form.width, form.norm.eps, dtype, device, folds=not narrow)
         self._last_norm = form.norm
-        self._layers = [_Layer(i, layer, self._norms, dtype, device, narrow) for i, layer in enumerate(form.layers)]
+        self._layers = [_Layer(i, layer, self._norms, dtype, device, make) for i, layer in enumerate(form.layers)]
         attentions = [layer.attention for layer in form.layers]
         self.layer_shapes: Sequence[LayerShape] = [LayerShape(a.kv_heads, a.dim, a.dim) for a in attentions]
         rounded = float(torch.tensor(form.embedding_scale).to(dtype))
@@ -49,8 +52,8 @@ class FastRunner:
         logits = Head.of(base)
         self._logit_scale, self._logit_cap = logits.scale, logits.softcap
         self._embedding = self._norm = torch.empty(0)
-        self._head = NarrowLinear() if narrow else Linear(dtype, device)
-        self._narrow = narrow
+        self._head = make()
+        self._embedded_in = torch.bfloat16 if narrow else dtype
         self._head_version: tuple[object, ...] = ()
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
@@ -60,9 +63,8 @@ class FastRunner:
         for layer in self._layers:
             layer.load(weights)
         take = _WeightReader(weights, self._dtype, self._device)
-        held_in = torch.bfloat16 if self._narrow else self._dtype
-        as_held = _WeightReader(weights, held_in, self._device)
-        self._embedding = as_held(_EMBEDDING, copy=frozen_version(weights, _EMBEDDING) is None)
+        embedding = weights[_EMBEDDING].to(self._device, self._embedded_in)
+        self._embedding = embedding if frozen_version(weights, _EMBEDDING) else embedding.clone()
         norm = take.norm(self._last_norm, "model.")
         fold = self._norms.fold(norm)
         name = _EMBEDDING if are_tied(weights, "lm_head.weight", _EMBEDDING) else "lm_head.weight"
@@ -70,11 +72,8 @@ class FastRunner:
         held = (name, version, frozen_version(weights, "model.norm.weight"))
         if version is None or held != self._head_version:
             self._head_version = ()  # should the copy fail, nothing is known of it
-            weight, bias = as_held(name), take.optional("lm_head.bias")
-            if version is not None and fold is None and not self._narrow:
-                self._head.share(weight, bias)
-            else:
-                self._head.load([weight], bias, fold)
+            module, shares = name.removesuffix(".weight"), version is not None and fold is None
+            self._head.share(take, module) if shares else self._head.load(take, [module], fold)
             self._head_version = held
         self._norm = norm
 
@@ -112,7 +111,13 @@ class FastRunner:
 
 class _Layer:
     def __init__(
-        self, index: int, form: LayerForm, norms: Norms, dtype: torch.dtype, device: torch.device, narrow: bool
+        self,
+        index: int,
+        form: LayerForm,
+        norms: Norms,
+        dtype: torch.dtype,
+        device: torch.device,
+        make: Callable[[], Linear | NarrowLinear],
     ) -> None:
         for norm in (form.input_norm, form.mlp_norm):
             if norm is not None and norm.eps != norms.eps:
@@ -120,9 +125,7 @@ class _Layer:
         self.form = form
         self._prefix = f"model.layers.{index}."
         self._norms, self._dtype, self._device = norms, dtype, device
-        kinds = [NarrowLinear() if narrow else Linear(dtype, device) for _ in range(4)]
-        self.qkv, self.out, self.gate_up, self.down = kinds
-        self._narrow = narrow
+        self.qkv, self.out, self.gate_up, self.down = (make() for _ in range(4))
         self.input_norm = self.attention_norm = self.mlp_norm = self.output_norm = _NOTHING
         self._head_norms: tuple[Tensor, Tensor] | None = None
 
@@ -134,11 +137,10 @@ class _Layer:
         take, form, norms = _WeightReader(weights, self._dtype, self._device, self._prefix), self.form, self._norms
         self.input_norm, self.attention_norm = take.norm(form.input_norm), take.norm(form.attention_norm)
         self.mlp_norm, self.output_norm = take.norm(form.mlp_norm), take.norm(form.output_norm)
-        fused = take.narrow if self._narrow else take.fused
-        self.qkv.load(*fused(*form.qkv), norms.fold(self.input_norm))
-        self.out.load(*fused(form.out))
-        self.gate_up.load(*fused(*form.gate_up), norms.fold(self.mlp_norm))
-        self.down.load(*fused(form.down))
+        self.qkv.load(take, form.qkv, norms.fold(self.input_norm))
+        self.out.load(take, [form.out])
+        self.gate_up.load(take, form.gate_up, norms.fold(self.mlp_norm))
+        self.down.load(take, [form.down])
         if form.head_norms is not None:
             q, k = (take.norm(norm) for norm in form.head_norms)
             if not form.whole_heads:
@@ -179,26 +181,17 @@ class _WeightReader:
         weight = self(f"{prefix}{form.name}.weight", copy=True)
         return weight.add_(form.offset) if form.offset else weight
 
-    def optional(self, name: str) -> Tensor | None:
-        return self(name, copy=True) if self._prefix + name in self._weights else None
-
-    def fused(self, *modules: str) -> tuple[list[Tensor], Tensor | None]:
-        """The modules' weights, and their biases one below the other."""
-        return [self(f"{m}.weight") for m in modules], self._biases(modules)
-
-    def _biases(self, modules: Sequence[str]) -> Tensor | None:
-        present = [b for m in modules if (b := self.optional(f"{m}.bias")) is not None]
-        if present and len(present) < len(modules):
+    def biases(self, modules: Sequence[str]) -> Tensor | None:
+        """The modules' biases one below the other."""
+        names = [name for module in modules if self._prefix + (name := f"{module}.bias") in self._weights]
+        if names and len(names) < len(modules):
             raise ModelError(f"{self._prefix}{modules[0]}: some of {modules} have a bias and some have none")
-        return torch.cat(present) if present else None
+        return torch.cat([self(name) for name in names]) if names else None
 
-
-    def narrow(self, *modules: str) -> tuple[list[Any], Tensor | None]:
-        """The modules' weights in bfloat16, each with its adapter beside it, and their biases."""
-        names = [f"{self._prefix}{module}.weight" for module in modules]
-        if not isinstance(self._weights, EffectiveWeights):
-            return [(self._weights[name], None) for name in names], self._biases(modules)
-        return [self._weights.factored(name) for name in names], self._biases(modules)
+    def factored(self, module: str) -> tuple[Tensor, Factors | None]:
+        """A module's weight, and the adapter beside it."""
+        name, held = f"{self._prefix}{module}.weight", self._weights
+        return held.factored(name) if isinstance(held, EffectiveWeights) else (held[name], None)
 
 
 _WIDE = 4
@@ -228,12 +221,12 @@ class Linear:
         self._weight: Tensor | None = None
         self._apply: Callable[[Tensor], Tensor] = _not_loaded
 
-    def load(self, weights: Sequence[Tensor], bias: Tensor | None = None, scale: Tensor | None = None) -> None:
-        """Copy weights `[out_i, in]`, one below the other, into the memory of the last ones where the layout allows it;
-        `scale` `[in]` are factors on the inputs.
+    def load(self, take: _WeightReader, modules: Sequence[str], scale: Tensor | None = None) -> None:
+        """Copy the modules' weights `[out_i, in]`, one below the other, into the memory of the last ones where the
+        layout allows it; `scale` `[in]` are factors on the inputs.
         """
+        weights, bias = [take(f"{module}.weight") for module in modules], take.biases(modules)
         outputs, inputs = sum(len(w) for w in weights), weights[0].shape[1]
-        bias = None if bias is None else bias.clone()
         if self._layouts and outputs >= _WIDE * inputs and can_pack():
             self.release()
             joined = weights[0] if len(weights) == 1 else torch.cat(list(weights))
@@ -256,8 +249,9 @@ class Linear:
         else:
             self._apply = lambda x: torch.addmm(bias, x, held)
 
-    def share(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def share(self, take: _WeightReader, module: str) -> None:
         """Use a weight `[out, in]` that does not change as it is, without a copy."""
+        weight, bias = take(f"{module}.weight"), take.biases([module])
         self._weight, self._apply = None, lambda x: functional.linear(x, weight, bias)
 
     def release(self) -> None:
@@ -269,49 +263,26 @@ class Linear:
 
 
 class NarrowLinear:
-    """`float32(bfloat16(x) W^T) + b` with LoRA beside it, see `covey.pytorch.models.narrow`. A copy of frozen weights is
-    packed for oneDNN once; adapters are taken anew with each `load`.
+    """`float32(bfloat16(x) W^T) + b` with adapters beside it, see `covey.pytorch.models.narrow`. `W` is shared with the
+    trainer and stays when memory is given back; adapters are taken anew at each `load`.
     """
 
-    def __init__(self) -> None:
-        self._held: tuple[object, ...] = ()
-        self._weight: Tensor | None = None
-        self._bias: Tensor | None = None
-        self._a: Tensor | None = None
-        self._parts: list[tuple[slice, slice, Tensor, float]] = []
+    def load(self, take: _WeightReader, modules: Sequence[str], scale: Tensor | None = None) -> None:
+        """As `Linear.load`, without factors on the inputs."""
+        found = [take.factored(module) for module in modules]
+        self._weight, self._bias = packed([weight for weight, _ in found]), take.biases(modules)
+        self._adapters = Adapters.beside(((len(weight), factors) for weight, factors in found), torch.float32)
 
-    def load(self, weights: Sequence[Any], bias: Tensor | None = None, scale: Tensor | None = None) -> None:
-        assert scale is None
-        pairs = [w if isinstance(w, tuple) else (w, None) for w in weights]
-        key = tuple((w.data_ptr(), w._version) for w, _ in pairs)
-        if self._weight is None or key != self._held:
-            joined = torch.cat([w.to(torch.bfloat16) for w, _ in pairs]) if len(pairs) > 1 else pairs[0][0].bfloat16()
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(joined.contiguous(), 64)
-            self._held = key
-        self._bias = bias
-        rows: list[Tensor] = []
-        self._parts = []
-        row = column = 0
-        for w, adapter in pairs:
-            if adapter is not None:
-                a, b, scaling = adapter
-                rows.append(a)
-                self._parts.append((slice(row, row + len(a)), slice(column, column + len(w)), b.T, scaling))
-                row += len(a)
-            column += len(w)
-        self._a = torch.cat(rows) if rows else None
+    def share(self, take: _WeightReader, module: str) -> None:
+        self.load(take, [module])
 
     def release(self) -> None:
-        """Packed weights stay: they are the same after the update."""
+        """Nothing: the weights are the same after the update."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = torch.ops.mkldnn._linear_pointwise(x.bfloat16(), self._weight, None, "none", [], "").float()
-        if self._bias is not None:
-            y.add_(self._bias)
-        if self._a is not None:
-            low = linear(x, self._a)
-            for rows, columns, b, scaling in self._parts:
-                add_product(y[:, columns], low[:, rows], b, scaling)
+        y = self._weight.multiply(x, self._bias)
+        if self._adapters is not None:
+            self._adapters.add_to(y, x)
         return y
 
 
@@ -330,9 +301,7 @@ class Norms:
     that reads the result. Elsewhere, and below float32, the norm is torch's own.
     """
 
-    def __init__(
-        self, dim: int, eps: float, dtype: torch.dtype, device: torch.device, *, folds: bool = True
-    ) -> None:
+    def __init__(self, dim: int, eps: float, dtype: torch.dtype, device: torch.device, *, folds: bool = True) -> None:
         self._dim, self.eps = dim, eps
         self._folds = folds and device.type == "cpu" and dtype == torch.float32
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from covey.adapters import Adapter
 from covey.errors import ModelError
-from covey.pytorch.models.lora import LeanLoraLinear, adapter_of
+from covey.pytorch.models.lora import Factors, LeanLoraLinear, adapter_of
 from covey.pytorch.models.quantised import dequantised, is_quantised, plain_linear
 from covey.rollout.learning import Weights
 
@@ -81,17 +81,13 @@ class EffectiveWeights(Mapping[str, Tensor]):
         merged.merge(safe_merge=False, adapter_names=list(adapters))
         return _parameter(merged.get_base_layer(), leaf)
 
-    @torch.no_grad()
-    def factored(self, name: str) -> tuple[Tensor, tuple[Tensor, Tensor, float] | None]:
-        """The weight `name` without its adapter, and the adapter's A `[r, in]`, B `[out, r]` and scaling, None where
-        nothing is added; the weight with the adapter where that is not one plain LoRA.
+    def factored(self, name: str) -> tuple[Tensor, Factors | None]:
+        """The weight `name` and the adapter that is to be added to it; None where nothing is, or it is more than one
+        plain LoRA and so in the weight.
         """
         module, leaf = self._owners[name]
-        adapters = _unmerged_adapters(module) if isinstance(module, BaseTunerLayer) else []
-        if len(adapters) != 1 or type(module) is not LeanLoraLinear or not _is_plain_lora(module, adapters):
-            return self[name], None
-        a, b = module.lora_A[adapters[0]].weight.detach(), module.lora_B[adapters[0]].weight.detach()
-        return _parameter(module.get_base_layer(), leaf), (a.float(), b.float(), module.scaling[adapters[0]])
+        factors = module.factors() if isinstance(module, LeanLoraLinear) else None
+        return self[name] if factors is None else _parameter(cast(Any, module).get_base_layer(), leaf), factors
 
     def owner(self, name: str) -> nn.Module:
         """The module that the weight `name` is a parameter of; PEFT's layer where there is one."""
@@ -127,6 +123,13 @@ class AdaptedWeights(EffectiveWeights):
     def frozen_version(self, name: str) -> tuple[int, int] | None:
         """None for what the adapter changes."""
         return None if name.removesuffix(".weight") in self._adapter.factors else super().frozen_version(name)
+
+    def factored(self, name: str) -> tuple[Tensor, Factors | None]:
+        """See `EffectiveWeights.factored`."""
+        factors = self._adapter.factors.get(name.removesuffix(".weight"))
+        if factors is None or not name.endswith(".weight"):
+            return super().factored(name)
+        return super().__getitem__(name), (torch.from_numpy(factors.a), torch.from_numpy(factors.b), factors.scaling)
 
 
 def weights_of(model: nn.Module, version: int) -> Weights:

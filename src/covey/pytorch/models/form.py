@@ -41,7 +41,7 @@ from covey.pytorch.attention.probe import missing_windows
 from covey.pytorch.attention.tree_attention import rule_of
 from covey.pytorch.attention.tree_layout import Rule
 from covey.pytorch.models.narrow import NarrowLinear
-from covey.pytorch.products import linear
+from covey.pytorch.products import is_narrow, linear
 from covey.pytorch.rounding import wide_dtype
 
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -368,8 +368,8 @@ class Head:
             assert self.module is not None
             raw = wide(self.module(hidden)) * self.scale
         else:
-            weight = self.weight if isinstance(self.module, NarrowLinear) else wide(self.weight)
-            raw = linear(wide(hidden), weight) * self.scale
+            narrow = is_narrow(hidden, self.weight)
+            raw = linear(wide(hidden), self.weight if narrow else wide(self.weight)) * self.scale
             if self.bias is not None:
                 raw = raw + wide(self.bias) * self.scale
         return raw if self.softcap is None else torch.tanh(raw / self.softcap) * self.softcap

@@ -100,7 +100,7 @@ def load_model(
     """
     require_package(quantization)
     if isinstance(model, nn.Module):
-        return _take(model, tokenizer, dtype, device, quantization)
+        return _take(model, tokenizer, dtype, device, quantization, frozen and not isinstance(model, PeftModel))
     if not isinstance(model, str | Path):
         raise ModelError(
             f"model={model!r:.200}: a {type(model).__name__} is not a model; give a hub id, a folder, a .gguf file or "
@@ -126,7 +126,7 @@ def load_model(
     if quantization == "none":
         loaded = loaded.to(torch_device)  # type: ignore[arg-type]
     done = _finish(loaded, found, source)
-    if frozen and torch_dtype == torch.bfloat16 and torch_device.type == "cpu" and quantization == "none":
+    if frozen and (torch_dtype, torch_device.type, quantization) == (torch.bfloat16, "cpu", "none"):
         narrow(done.model)
     if quantization != "none":
         quantise(done.model, quantization, torch_device, source)
@@ -134,7 +134,12 @@ def load_model(
 
 
 def _take(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase | str | Path | None, dtype: str, device: str, quantization: str
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None,
+    dtype: str,
+    device: str,
+    quantization: str,
+    frozen: bool,
 ) -> LoadedModel:
     name = type(model).__name__
     if tokenizer is None:
@@ -154,6 +159,8 @@ def _take(
         model = model.to(target) if dtype == "auto" else model.to(target, chosen_dtype(dtype, target))
     with quiet():
         done = _finish(model, _load_tokenizer(tokenizer, source), source)
+    if frozen and (dtype, target.type, quantization) == ("bfloat16", "cpu", "none"):
+        narrow(model)
     if quantization != "none":
         quantise(model, quantization, target, source)
     return done

@@ -18,6 +18,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,6 +69,55 @@ class _LoraFunction(torch.autograd.Function):
         return grad_x, None, None, grad_a, grad_b, None
 
 
+Factors = tuple[Tensor, Tensor, float]
+"""A `[r, in]`, B `[out, r]` and scaling of one adapter."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """One adapter: `scaling * B A` on the outputs `columns`."""
+
+    columns: slice
+    rank: int
+    b: Tensor  # [out, r]
+    scaling: float
+    dtypes: tuple[torch.dtype, torch.dtype]  # of the parameters A and B
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapters:
+    """The adapters of linear layers that read one input and whose outputs are side by side, in the inputs' dtype.
+    Detached when made, so that a later exchange of data does not reach a backward.
+    """
+
+    a: Tensor  # [sum r, in]
+    parts: list[_Part]
+
+    @classmethod
+    def beside(cls, layers: Iterable[tuple[int, Factors | None]], dtype: torch.dtype) -> Adapters | None:
+        """Of layers with so many outputs each, in their order; None where there is no adapter."""
+        rows, parts, column = [], [], 0
+        for size, factors in layers:
+            if factors is not None:
+                a, b, scaling = factors
+                rows.append(a.to(dtype))
+                columns = slice(column, column + size)
+                parts.append(_Part(columns, len(a), b.to(dtype), scaling, (a.dtype, b.dtype)))
+            column += size
+        return cls(torch.cat(rows), parts) if parts else None
+
+    def split(self, low: Tensor) -> list[Tensor]:
+        """`x A'` `[M, sum r]` of all adapters -> `[M, r]` of each."""
+        return list(torch.split(low, [part.rank for part in self.parts], dim=1))
+
+    def add_to(self, y: Tensor, x: Tensor) -> Tensor:
+        """Add what they make of the inputs `[M, in]` to the outputs `[M, out]`; returns `x A'` `[M, sum r]`."""
+        low = linear(x, self.a)
+        for part, mine in zip(self.parts, self.split(low), strict=True):
+            add_product(y[:, part.columns], mine, part.b.T, part.scaling)
+        return low
+
+
 class LeanLoraLinear(PeftLoraLinear):  # type: ignore[misc]
     """PEFT's LoRA linear layer with a leaner forward where one plain adapter is active, else PEFT's own."""
 
@@ -85,6 +135,13 @@ class LeanLoraLinear(PeftLoraLinear):  # type: ignore[misc]
     def _of_other_type(self, x: Tensor) -> bool:
         narrow = isinstance(self.base_layer, NarrowLinear)
         return x.dtype != (torch.float32 if narrow else self.base_layer.weight.dtype)
+
+    def factors(self) -> Factors | None:
+        """Those of the one plain adapter that is active, detached."""
+        name = self.plain_adapter()
+        if name is None:
+            return None
+        return self.lora_A[name].weight.detach(), self.lora_B[name].weight.detach(), self.scaling[name]
 
     def plain_adapter(self) -> str | None:
         """The one active adapter, if this layer is exactly `base + scaling * B A`; None otherwise."""

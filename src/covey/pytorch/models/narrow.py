@@ -7,13 +7,15 @@ between the layers, norms, attention, adapters, loss and optimiser stay in float
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from covey.pytorch.products import narrow_product
+from covey.pytorch.products import can_pack, narrow_product
 
 
 class NarrowLinear(nn.Linear):
@@ -40,20 +42,28 @@ def narrow(model: nn.Module) -> nn.Module:
     """Make a model in bfloat16 one that computes so; its weights are frozen. Matrices that other modules hold become
     float32 like everything else.
     """
-    mine, others = set(), set()
+    mine, others = set[int](), set[int]()
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             (mine if type(module) in _KINDS and name == "weight" else others).add(id(parameter))
     for parameter in model.parameters():
         if id(parameter) not in mine - others:
             parameter.data = parameter.data.float()
-    for name, buffer in model.named_buffers():
+    for buffer in model.buffers():
         if buffer.is_floating_point():
             buffer.data = buffer.data.float()
     for module in model.modules():
         if type(module) in _KINDS and id(module.weight) in mine - others:
             module.__class__ = _KINDS[type(module)]
     return model.requires_grad_(False)
+
+
+def widen_trained(model: nn.Module) -> None:
+    """Give back what is trained itself, as PEFT's `modules_to_save`, its weights and its products in float32."""
+    for module in model.modules():
+        if isinstance(module, NarrowLinear | NarrowEmbedding) and module.weight.requires_grad:
+            module.weight.data = module.weight.data.float()
+            cast(Any, module).__class__ = nn.Linear if isinstance(module, NarrowLinear) else nn.Embedding
 
 
 def narrow_weights(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -66,3 +76,37 @@ def computing_dtype(model: nn.Module) -> torch.dtype:
     if next(narrow_weights(model), None) is not None:
         return torch.float32
     return next(p.dtype for p in model.parameters() if p.is_floating_point())
+
+
+class Packed:
+    """Frozen weights in bfloat16, one below the other, as oneDNN's kernels read them fastest; made by `packed`."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self._held = list(weights)  # so that nothing else comes to lie where they do
+        rows = weights[0] if len(weights) == 1 else torch.cat(self._held)
+        reorder = torch.ops.mkldnn._reorder_linear_weight
+        self._weight, self._packs = rows.contiguous(), can_pack(torch.bfloat16)
+        if self._packs:
+            self._weight = reorder(self._weight, 64)
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`float32(bfloat16(x) W^T) + b` of x `[M, in]`, without a gradient."""
+        narrow = x.to(torch.bfloat16)
+        if self._packs:
+            y = torch.ops.mkldnn._linear_pointwise(narrow, self._weight, None, "none", [], "")
+        else:
+            y = functional.linear(narrow, self._weight)
+        wide: Tensor = y.float()
+        return wide if bias is None else wide.add_(bias)
+
+
+_packed: WeakValueDictionary[tuple[object, ...], Packed] = WeakValueDictionary()
+
+
+def packed(weights: Sequence[Tensor]) -> Packed:
+    """Weights `[out_i, in]`, packed once for all that use them at a time."""
+    narrow = [weight.to(torch.bfloat16) for weight in weights]
+    key = tuple((weight.data_ptr(), tuple(weight.shape), weight._version) for weight in narrow)
+    if (found := _packed.get(key)) is None:
+        _packed[key] = found = Packed(narrow)
+    return found
