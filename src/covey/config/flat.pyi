@@ -222,7 +222,8 @@ class Flat:
     @property
     def dtype(self) -> Literal["auto", "float32", "bfloat16", "float16"]:
         """Number format of weights and arithmetic. auto = bfloat16 on a GPU, else float32; float32 if use_peft is
-        false.
+        false. On a CPU bfloat16 is that of frozen matrices and their products alone: half the memory, and half the
+        time on a processor with AVX512-BF16 or AMX.
         """
     @property
     def quantization(self) -> Literal["none", "nf4", "int8", "torchao_int8"]:

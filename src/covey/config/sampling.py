@@ -26,7 +26,10 @@ class ModelConfig(Section, frozen=True):
     """The model to train: pkg:NAME (weights inside an installed package), a Hugging Face hub id, a folder, or a .gguf
     file."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Number format of weights and arithmetic. auto = bfloat16 on a GPU, else float32; float32 if use_peft is false."""
+    """Number format of weights and arithmetic. auto = bfloat16 on a GPU, else float32; float32 if use_peft is false.
+    On a CPU bfloat16 is that of frozen matrices and their products alone: half the memory, and half the time on a
+    processor with AVX512-BF16 or AMX.
+    """
     quantization: Literal["none", "nf4", "int8", "torchao_int8"] = "none"
     """Number format of the frozen linear layers under the adapter (QLoRA): nf4 (4 bits) or int8 of bitsandbytes, or
     torchao_int8 (extra quantization). It needs use_peft."""

@@ -130,7 +130,7 @@ BACKEND = PyTorchBackend()
 
 
 def _multiplies_frozen(config: GRPOConfig) -> bool:
-    """Whether autocast rounds nothing but frozen matrices and what they multiply: on a CPU they are held in bfloat16."""
+    """Whether autocast, on a CPU, rounds frozen matrices alone and what they multiply: they can be held in bfloat16."""
     chosen = config.model
     wide, plain = chosen.dtype in ("auto", "float32"), chosen.quantization == "none"
     narrows = chosen.use_peft and wide and plain and config.optim.autocast == "bfloat16"
