@@ -45,7 +45,8 @@ def with_plain_layers(policy: Policy, dtype: str = "float32", **options: Any) ->
         if base is not None and is_quantised(base):
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, plain_linear(base))
-    return fill(Policy.load(model, tiny_tokenizer(), dtype=dtype, lora_r=4, fused_layers=False, **options))
+    model = model.to(getattr(torch, dtype))
+    return fill(Policy.load(model, tiny_tokenizer(), lora_r=4, fused_layers=False, **options))
 
 
 def quantised(layer: nn.Linear, kind: str) -> nn.Sequential:

@@ -379,10 +379,11 @@ def _operand(weight: Tensor, hidden: Tensor) -> Tensor:
 
 def _product_into(out: Tensor, rows: Tensor, weight: Tensor, factor: float) -> None:
     """`out = factor * rows @ weight.T`, accumulated in out's precision; rows `[c, k]`, weight `[n, k]`."""
-    if is_narrow(rows, weight) or rows.dtype == weight.dtype == out.dtype:
-        scaled = rows if factor == 1.0 or rows.shape[1] > out.shape[1] else rows * factor
-        product_into(out, scaled, weight.T)
-        if factor != 1.0 and rows.shape[1] > out.shape[1]:
+    narrow = is_narrow(rows, weight)  # then the logits themselves are rounded, as the sampler's are
+    if narrow or rows.dtype == weight.dtype == out.dtype:
+        first = factor != 1.0 and rows.shape[1] <= out.shape[1] and not narrow
+        product_into(out, rows * factor if first else rows, weight.T)
+        if factor != 1.0 and not first:
             out.mul_(factor)
     elif weight.dtype == out.dtype:
         torch.mm(rows.to(out.dtype) * factor, weight.T, out=out)

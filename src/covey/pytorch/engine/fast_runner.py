@@ -271,7 +271,9 @@ class NarrowLinear:
         """As `Linear.load`, without factors on the inputs."""
         found = [take.factored(module) for module in modules]
         self._weight, self._bias = packed([weight for weight, _ in found]), take.biases(modules)
-        self._adapters = Adapters.beside(((len(weight), factors) for weight, factors in found), torch.float32)
+        # as they are now: the trainer's are changed in place
+        own = ((len(weight), factors and (factors[0], factors[1].clone(), factors[2])) for weight, factors in found)
+        self._adapters = Adapters.beside(own, torch.float32)
 
     def share(self, take: _WeightReader, module: str) -> None:
         self.load(take, [module])

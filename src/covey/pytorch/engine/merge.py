@@ -86,8 +86,12 @@ class EffectiveWeights(Mapping[str, Tensor]):
         plain LoRA and so in the weight.
         """
         module, leaf = self._owners[name]
-        factors = module.factors() if isinstance(module, LeanLoraLinear) else None
-        return self[name] if factors is None else _parameter(cast(Any, module).get_base_layer(), leaf), factors
+        adapters = _unmerged_adapters(module) if type(module) in (LoraLinear, LeanLoraLinear) else []
+        layer: Any = module
+        if leaf != "weight" or len(adapters) != 1 or not _is_plain_lora(layer, adapters) or layer.fan_in_fan_out:
+            return self[name], None
+        a, b = (part[adapters[0]].weight.detach() for part in (layer.lora_A, layer.lora_B))
+        return _parameter(layer.get_base_layer(), leaf), (a, b, layer.scaling[adapters[0]])
 
     def owner(self, name: str) -> nn.Module:
         """The module that the weight `name` is a parameter of; PEFT's layer where there is one."""
