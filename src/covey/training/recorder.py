@@ -284,9 +284,10 @@ class Recorder:
         state, folder = self._run.state, self._folder
         assert folder is not None
         metrics = with_logged(result.metrics, logged.metrics, "eval/")
+        record = metrics | (result.constant if self._settings.log_completions else {})
         self.evaluated_at, self._unsaved = state.global_step, True
-        state.log_history.append({"step": state.global_step, **metrics})
-        self._observers.on_eval(state.global_step, metrics)
+        state.log_history.append({"step": state.global_step, **record})
+        self._observers.on_eval(state.global_step, record)
         penalty = self._run.args.environment.invalid_action_penalty
         rows = completion_rows(result.rollout.groups, None, logged.columns, result.correct, penalty)
         if self._settings.log_completions:

@@ -255,7 +255,6 @@ class _Rerun:
     """Policy, learner and counters of a run, moved on with the batches that are stored, without sampling."""
 
     def __init__(self, config: GRPOConfig, first: StoredStep, checkpoint: Checkpoint | None) -> None:
-        """Build the parts, and restore the checkpoint of the step before `first`, if any, into them."""
         from covey.pytorch.backend import BACKEND, PyTorchBackend
 
         # Several ranks add gradients in fixed point, whose sum one process has bit for bit too.
