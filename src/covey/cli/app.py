@@ -249,8 +249,8 @@ def evaluate(
             table.add_row(name, f"{value:.4g}")
     print_table(out, table)
     results.print_kinds(out, result)
-    if told := constant_answer(result.metrics | result.constant):
-        say(out, told)
+    if constant := constant_answer(result.metrics | result.constant):
+        say(out, constant)
     if other is not None and before is not None:
         results.print_left_out(out, _name(other), before)
         results.print_difference(out, _name(other), before, result)

@@ -31,7 +31,6 @@ class Diagnosis:
     fix: str
 
     def __str__(self) -> str:
-        """Message and fix in one sentence."""
         return f"{self.message}. {self.fix}."
 
 
@@ -421,7 +420,6 @@ def _entropy(steps: _Window, held_out: list[float], limits: Thresholds, *, of_on
 
 
 def _of_kinds(record: Record) -> list[str]:
-    """The names of the accuracies of kinds of questions."""
     return [name for name in record if name.startswith("eval/accuracy/") and _number(record[name]) is not None]
 
 

@@ -388,8 +388,7 @@ class Recorder:
         state.max_steps = run.length.total_steps or -1
         run.state.take(state)
         run.questions.restore(folder.read_answers())
-        evaluated = [record["step"] for record in run.state.log_history if "eval/reward" in record]
-        self.evaluated_at = int(evaluated[-1]) if evaluated else -1
+        self.evaluated_at = max((int(r["step"]) for r in run.state.log_history if "eval/reward" in r), default=-1)
         self._unsaved = False
         self._phase = int(next((r["phase"] for r in reversed(run.state.log_history) if "phase" in r), -1))
         run.publish()
