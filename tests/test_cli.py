@@ -354,6 +354,21 @@ def test_a_run_is_judged_by_its_end(tmp_path: Path, covey: Command) -> None:
     assert "in these few steps" in covey("doctor", run_of(tmp_path / "three", [{}] * 3))[1]
 
 
+def test_a_run_that_answers_one_text_says_so(recipe_folder: Path, tmp_path: Path, covey: Command) -> None:
+    (tmp_path / "zero.py").write_text("def zero(completions, **columns):\n    return [0.0] * len(completions)\n")
+    rows, run = tmp_path / "rows.jsonl", tmp_path / "run"
+    rows.write_text("".join(json.dumps({"prompt": "say one: ", "answer": number}) + "\n" for number in range(20)))
+    settings = (f"eval_dataset={rows}", f"correctness={tmp_path / 'zero.py'}:zero", "max_steps=5", "eval_steps=0")
+    told = "20 of 20 held-out answers are the same text ('"
+    printed = covey.done("train", recipe_folder, f"run.output_dir={run}", *settings)
+    said = next(line for line in printed.splitlines() if line.startswith(told))
+    assert said.endswith("'), and 0% are right")
+    assert f"  {said}: the prompt has little effect" in shows(covey, 1, run).splitlines()
+    assert said in covey.done("eval", run).splitlines()
+    numbers = json.loads(covey.done("eval", run, "--json"))["metrics"]
+    assert (numbers["eval/most_frequent_answer"], {type(value) for value in numbers.values()}) == (1.0, {float})
+
+
 ODD = [1e308, -1e308, 10**400, float("nan"), float("inf"), None, "text", True, [1], {}, 5e-324]
 
 

@@ -142,6 +142,8 @@ eval/accuracy_high | fraction | upper end of the same interval
 eval/reward | | as `reward`, on the evaluation prompts
 eval/num_completions | completions | completions that the evaluation scored: all but the episodes that an environment's
     failure ended
+eval/most_frequent_answer | fraction | answers with the text that is given most often, white space around it left out;
+    only with one answer for each problem, and not in worlds
 eval/seconds | seconds | duration of the evaluation
 eval/<metric> | | the metric on the evaluation prompts, sampled at evaluation.eval_temperature
 """

@@ -265,6 +265,37 @@ def test_the_doctor_hears_of_kinds_when_they_are_evaluated():
     assert [(one.since, one.until, one.present) for one in doctor.findings()] == [(8, 8, True)]
 
 
+CONSTANT = {"eval/most_frequent_answer": 0.86, "eval/num_completions": 50.0, "eval/accuracy": 0.08}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, True),
+        ({"eval/most_frequent_answer": 0.49}, False),
+        ({"eval/num_completions": 19.0}, False),
+        ({"eval/accuracy": None}, False),
+        ({"eval/most_frequent_answer": 1.0, "eval/accuracy": 0.5}, True),  # always "yes", which is right for half
+        ({"eval/most_frequent_answer": 0.6, "eval/accuracy": 0.8}, False),
+        ({"eval/most_frequent_answer": 0.92, "eval/accuracy": 0.91}, False),  # nine of ten mails are no spam
+        ({"eval/most_frequent_answer": 1.0, "eval/accuracy": 1.0}, False),  # all have one right answer
+        ({"step": 0}, False),  # nothing was learnt yet
+    ],
+)
+def test_one_answer_to_most_questions_is_named_where_it_is_seldom_right(changes, said):
+    steps = history(10)
+    record = {"step": 10, "eval/most_frequent_text": "\x1b[1mdelivery" + "!" * 99, **CONSTANT, **changes}
+    found = diagnose([*steps, record])
+    assert [one.code for one in found] == ["constant_answers"] * said
+    if said and not changes:
+        assert found[0].message.startswith("43 of 50 held-out answers are the same text ('\\x1b[1mdelivery!")
+        assert found[0].message.endswith("!), and 8% are right: the prompt has little effect")
+        assert len(found[0].message) < 190
+        assert "few-shot" in found[0].fix
+        assert "the same text, and 8%" in diagnose([*steps, {"step": 10, **CONSTANT}])[0].message
+        assert codes([*steps, record, {"step": 11, **CONSTANT, "eval/accuracy": 0.9}]) == []
+
+
 def test_a_reward_of_zero_is_advised_a_solved_example_and_a_world_imitation():
     zero = {"reward": 0.0, **ALL_ALIKE}
     (questions,), (world,) = diagnose(history(**zero)), diagnose(history(**zero, **{"agent/turns": 3.0}))
@@ -273,7 +304,9 @@ def test_a_reward_of_zero_is_advised_a_solved_example_and_a_world_imitation():
     assert "few-shot" not in world.fix
 
 
-SEEN = sorted([*HEALTHY, "eval/accuracy/a", "eval/accuracy/b", "eval/num_completions/a"])
+SEEN = sorted(
+    [*HEALTHY, *CONSTANT, "eval/most_frequent_text", "eval/accuracy/a", "eval/accuracy/b", "eval/num_completions/a"]
+)
 
 
 @settings(deadline=None)

@@ -147,7 +147,7 @@ def test_partial_credit_is_found_before_the_model_is_loaded(settings: Settings, 
 def test_what_may_not_say_what_is_right(settings: Settings) -> None:
     args, how = GRPOConfig(**settings), {"reward_funcs": letters, "train_dataset": ROWS}
     raises(ConfigError, "needs the argument 'answer'", GRPOTrainer, args=args, correctness=right, **how)
-    told = "needs the argument 'answer', .*or with the functions of a task take the task's own rows"
+    told = "needs the argument 'answer', .*data.task='arithmetic' brings its own rows: leave out the dataset"
     raises(ConfigError, told, GRPOTrainer, args=args.replace(task="arithmetic"), train_dataset=ROWS)
     with pytest.raises(ConfigError, match=r"correctness and rewards\.correctness: two names"):
         GRPOTrainer(args=args.replace(correctness="letters"), correctness=right, **how)

@@ -273,6 +273,28 @@ def test_failed_episodes_are_left_out_of_accuracy_questions_and_what_a_baseline_
     assert "failed" not in told("sl", "ss")
 
 
+def replies(texts: list[str], samples: int = 1) -> Evaluation:
+    groups = []
+    for number, text in enumerate(texts):
+        prompt = fake_prompt(uid=f"q{number}")
+        groups.append(Group(prompt, (fake_episode(text, prompt),) * samples, np.zeros(samples)))
+    how = {"policy_version": 1, "seed": 0, "samples": samples, "is_correct": lambda prompt, text: text == "3"}
+    prompts, rollout = [group.prompt for group in groups], Rollout(tuple(groups), 0.0, 0.0, 1)
+    return judging.evaluate(prompts, lambda *_, **__: rollout, SamplingSettings(), **how)
+
+
+def test_the_share_of_the_most_frequent_answer() -> None:
+    share = "eval/most_frequent_answer"
+    assert replies(["yes", " yes\n", "Yes", "no"]).metrics[share] == 0.5
+    assert share not in replies(["yes", "no"], samples=2).metrics
+    assert share not in evaluation("sl").metrics
+    texts = [str(number) for number in range(10)]
+    found = replies([" a a\n", *["a a"] * 9, *texts])
+    assert (found.metrics[share], found.constant) == (0.5, {"eval/most_frequent_text": "a a"})
+    assert replies(["a a"] * 9 + texts).constant == {}  # 19 say little
+    assert (describe_metric(share) is None, describe_metric("eval/most_frequent_text")) == (False, None)
+
+
 def told(before: str, after: str) -> str:
     out, one, other = Console(file=io.StringIO(), width=200), evaluation(before), evaluation(after)
     print_left_out(out, "before", one)

@@ -216,6 +216,23 @@ class TestFolders:
             resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
             assert (resumed.state.global_step, changed(resumed, weights(whole))) == (4, set())
 
+    @pytest.mark.parametrize("options", [{}, {"steps_per_generation": 2, "num_iterations": 2}], ids=str)
+    def test_an_interrupt_of_a_callback_loses_no_record(self, options: Any, make: Any, tmp_path: Path) -> None:
+        class Stop(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if state.global_step == 3:
+                    raise KeyboardInterrupt
+
+        options = {"max_steps": 6, "logging_steps": 1} | options
+        whole = trained(make(out=tmp_path / "a", **options)).state.log_history
+        with pytest.raises(KeyboardInterrupt):
+            make(out=tmp_path / "b", callbacks=[Stop], **options).train()
+        resumed = make(out=tmp_path / "b", **options)
+        resumed.train(resume_from_checkpoint=True)
+        assert [(r["step"], r.get("loss")) for r in resumed.state.log_history] == [
+            (r["step"], r.get("loss")) for r in whole
+        ]
+
     @pytest.mark.parametrize("strategy", ["steps", "no", "before a step"])
     def test_what_a_stopped_run_says_of_resuming_holds(self, strategy: str, make: Any, tmp_path: Path) -> None:
         """Also where no checkpoints are wanted, or none of step 0: the one of the stop is there."""

@@ -37,6 +37,7 @@ from covey.config.text import parse_overrides, render_explain
 from covey.config.whole import GRPOConfig
 from covey.errors import ClusterLostError, ConfigError, CoveyError
 from covey.observe.console import accept_any_text, print_table, say, visible
+from covey.observe.doctor import constant_answer
 from covey.observe.records import differing
 
 if TYPE_CHECKING:
@@ -248,6 +249,8 @@ def evaluate(
             table.add_row(name, f"{value:.4g}")
     print_table(out, table)
     results.print_kinds(out, result)
+    if constant := constant_answer(result.metrics | result.constant):
+        say(out, constant)
     if other is not None and before is not None:
         results.print_left_out(out, _name(other), before)
         results.print_difference(out, _name(other), before, result)

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from covey.observe.choices import measured
 from covey.observe.console import print_table, say, visible
+from covey.observe.doctor import constant_answer
 from covey.observe.run_folder import RunFolder
 from covey.observe.statistics import PairedDifference, paired_difference
 
@@ -117,6 +118,8 @@ def print_summary(out: Console, trainer: GRPOTrainer, folder: Path) -> None:
             for kind, share in kind_shares(record):
                 table.add_row(f"  {kind}", *percent(share).rstrip(")").split(" ("), f"{share['total']:.0f}")
         print_table(out, table)
+        if told := constant_answer(evaluations[-1]):
+            say(out, told)
     minutes, seconds = divmod(round(trainer.state.seconds), 60)
     out.print(f"{trainer.state.global_step} steps in {minutes} min {seconds} s of training", highlight=False)
     for name in ("learning_curve.png", "metrics.jsonl", "completions", "adapter"):

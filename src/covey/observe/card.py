@@ -158,7 +158,6 @@ def _metric(record: Record) -> str:
 
 
 def _held_out(run: RunFolder | None, evaluations: Sequence[Record], settings: Mapping[str, Any]) -> str:
-    """A table of the first and the last evaluation."""
     each = settings.get("evaluation", {}).get("num_generations_eval", 1)
     lines = ["| held out | step | | 95 % interval | problems |", "| - | - | - | - | - |"]
     shown = [("before", evaluations[0]), ("after", evaluations[-1])] if len(evaluations) > 1 else [("", evaluations[0])]

@@ -31,7 +31,6 @@ class Diagnosis:
     fix: str
 
     def __str__(self) -> str:
-        """Message and fix in one sentence."""
         return f"{self.message}. {self.fix}."
 
 
@@ -56,6 +55,9 @@ class Thresholds:
     kind_rise: float = 0.1  # by which held-out accuracy, of a kind or of all, has become better
     kind_completions: int = 5  # 0 of fewer says little
     same_actions: float = 0.7  # share of turns that agents begin alike and take alike
+    same_answer: float = 0.5  # share of held-out answers that are one text
+    few_answers: int = 20  # fewer say little
+    same_answer_right: float = 0.67  # accuracy by that share from which on the text may well be right
     half_solved: float = 0.5  # success from which on doing the same is taken to be learnt
     short_completion: float = 2.5
     logp_difference: float = 0.05
@@ -144,6 +146,10 @@ kinds_at_zero: the accuracy of {names} was 0 in {count} evaluations, while that 
    {now:.0%}
 -> Put one solved example of each of these kinds into the prompt (few-shot), and add training rows of them. Read in
    completions/ of the run folder what is answered instead
+constant_answers: {about}: the prompt has little effect
+-> Begin again with solved examples in the prompt, one for each class or kind of question (few-shot), whose answers
+   differ. If they are there, take a larger model, more steps, 8 or 16 sampling.num_generations, or a lower
+   optim.learning_rate
 sampler_mismatch: log-probabilities of sampler and trainer differ by {nats:.3f} nats per token {last}
 -> Set algorithm.importance_sampling_correction to token_truncate, or run both in the same model.dtype
 actions_alike: {share:.0%} of the turns begin in a state where all episodes of the group act the same {last}, and only
@@ -176,6 +182,8 @@ _EXAMPLES = (
 _IMITATION = "begin with imitation if the world has an expert (covey play RECIPE --imitate)"
 _WANTED_MASKS = {"mask/top_entropy_quantile", "mask/down_sampling"}  # asked for as a share, to mask most tokens
 _EXPLAINED_MASKS = {"mask/failed_episodes"}  # by `_worlds`
+ANSWER = "eval/most_frequent_text"
+"""No metric: what an evaluation of which `constant_answer` tells has beside its numbers."""
 _MOST_FINDINGS = 500
 _MOST = 1e100
 """Magnitude beyond which a number is as good as infinite: sums and squares of several must be finite."""
@@ -247,6 +255,9 @@ def diagnose(history: Sequence[Record], thresholds: Thresholds | None = None) ->
         if not {"entropy_collapse", "greedy_from_the_start"} & {one.code for one in found}:
             found += _entropy(_Window(steps), _Window(history).values("eval/accuracy"), limits, of_one=of_one)
         found += _kinds([step for step in history if _of_kinds(step)], limits)
+        trained = [record for record in history if record.get("step") and "eval/accuracy" in record]
+        if trained and (about := constant_answer(trained[-1], limits)):
+            found.append(_say("constant_answers", recent, about=about))
         found += _waiting(recent, limits)
         found = [*_worlds(recent, limits), *found]
         found += _falling(_Window(steps[-limits.still_steps :]), limits)
@@ -409,7 +420,6 @@ def _entropy(steps: _Window, held_out: list[float], limits: Thresholds, *, of_on
 
 
 def _of_kinds(record: Record) -> list[str]:
-    """The names of the accuracies of kinds of questions."""
     return [name for name in record if name.startswith("eval/accuracy/") and _number(record[name]) is not None]
 
 
@@ -430,6 +440,18 @@ def _kinds(evaluations: Sequence[Record], limits: Thresholds) -> Iterator[Diagno
         numbers = {"before": first[best], "now": last[best], "count": len(evaluations)}
         named = {"names": ", ".join(at_zero), "best": best.removeprefix("eval/accuracy/")}
         yield _say("kinds_at_zero", _Window(evaluations), **named, **numbers)
+
+
+def constant_answer(evaluation: Record, thresholds: Thresholds | None = None) -> str:
+    """That one text makes up most answers of an evaluation and is seldom right; "" where it is not so."""
+    limits, names = thresholds or Thresholds(), ("most_frequent_answer", "num_completions", "accuracy")
+    share, total, right = (_number(evaluation.get(f"eval/{name}")) for name in names)
+    if share is None or total is None or right is None or right >= limits.same_answer_right * share:
+        return ""
+    if share < limits.same_answer or total < limits.few_answers:
+        return ""
+    text = f" ({evaluation[ANSWER]!r:.80})" if ANSWER in evaluation else ""
+    return f"{share * total:.0f} of {total:.0f} held-out answers are the same text{text}, and {right:.0%} are right"
 
 
 def _waiting(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:

@@ -73,7 +73,6 @@ class Observers(BaseObserver):
         self._active.append(observer)
 
     def __iter__(self) -> Any:
-        """The observers that are still switched on."""
         return iter(tuple(self._active))
 
     def _tell(self, method: str, *arguments: Any) -> None:

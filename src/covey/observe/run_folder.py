@@ -143,8 +143,7 @@ class RunFolder:
         self.config_path, self.versions_path = path / "config.toml", path / "versions.json"
         self.metrics_path, self.questions_path = path / "metrics.jsonl", path / "questions.jsonl"
         self.events_path, self.log_path = path / "events.jsonl", path / "log.txt"
-        self.curve_path = path / "learning_curve.png"
-        self.samplers_path = path / "samplers.json"
+        self.curve_path, self.samplers_path = path / "learning_curve.png", path / "samplers.json"
         self.completions, self.checkpoints, self.ledger, self.batches, self.best, self.adapter = (
             path / name for name in _FOLDERS
         )

@@ -165,13 +165,14 @@ class Scorer:
         """`[F]` weights in the order of `names`."""
         return np.array([spec.weight for spec in self.specs], dtype=np.float64)
 
-    def check_columns(self, columns: Iterable[str]) -> None:
+    def check_columns(self, columns: Iterable[str], fix: str = "rename one of the two, or give it a default") -> None:
         """Make sure before training that every argument that a function requires exists.
 
         Columns named here are passed to functions from now on, as None where a row lacks them.
 
         Args:
             columns: names of the dataset columns besides the prompt; where rows differ, of all of them.
+            fix: what to do where one is missing.
 
         Raises `ConfigError`: a function requires an argument that is neither a column nor one that Covey passes.
         """
@@ -182,8 +183,7 @@ class Scorer:
                 if name not in present and name not in _PROVIDED:
                     raise ConfigError(
                         f"reward function {spec.name!r} needs the argument {name!r}, which is not a column of "
-                        f"the dataset (columns: {', '.join(sorted(present)) or 'none'}); rename one of the two, give "
-                        "the argument a default value, or with the functions of a task take the task's own rows"
+                        f"the dataset (columns: {', '.join(sorted(present)) or 'none'}); {fix}"
                     )
 
     def score(

@@ -92,7 +92,12 @@ def save_checkpoint(
     }
     text = json.dumps(document, default=_as_json, indent=1)
     with publishing(final) as aside:
-        for name, group in _written_together(tensors, aside / SHARDS).items():
+        left, shards = tensors, aside / SHARDS
+        if hasattr(tensors, "write"):  # each process writes its part (`covey.pytorch.models.shard_files`)
+            shards.mkdir()
+            if left := tensors.write(shards):
+                shards.rmdir()
+        for name, group in left.items():
             _save_group(aside / f"{name}.safetensors", group)
         (aside / "state.json").write_text(text + "\n", encoding="utf-8")
     return final
@@ -235,17 +240,6 @@ def _save_group(path: Path, group: Mapping[str, torch.Tensor | NDArray[Any]]) ->
             raise
         raise folder_error(path.parent, OSError(int(number[1]), str(error))) from error
     path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets nobody but the owner read
-
-
-def _written_together(tensors: TensorGroups, folder: Path) -> TensorGroups:
-    """The groups that are left to this process, where each writes its part (`covey.pytorch.models.shard_files`)."""
-    if not hasattr(tensors, "write"):
-        return tensors
-    folder.mkdir()
-    left: TensorGroups = tensors.write(folder)
-    if left:
-        folder.rmdir()
-    return left
 
 
 def _load_groups(folder: Path, names: list[str]) -> Mapping[str, Mapping[str, torch.Tensor]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -312,9 +313,5 @@ def dtype_of(config: GRPOConfig) -> str:
 
 def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
     """The largest number that fits, 0 where the least one does not."""
-    if not fits(least) or fits(most):
-        return most if fits(least) else 0
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle)
-    return least
+    count = bisect_left(range(least, most + 1), True, key=lambda number: not fits(number))
+    return least + count - 1 if count else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from covey.algorithms import Estimator, soft_overlong_punishment
+from covey.observe.doctor import ANSWER, constant_answer
 from covey.observe.statistics import wilson_interval
 from covey.rollout.collect import Collector, Rollout
 from covey.rollout.scoring import HasAnswer, IsCorrect, Scorer, has_text, right_by
@@ -36,6 +38,14 @@ class Evaluation:
     def judged(self) -> BoolArray:
         """`[N]` which completions say something of the policy; see `judged_completions`."""
         return judged_completions(self.rollout)
+
+    @property
+    def constant(self) -> dict[str, str]:
+        """The text of most answers, by `ANSWER`, if `constant_answer` tells of it; else nothing."""
+        if not constant_answer(self.metrics):
+            return {}
+        texts = Counter(group.episodes[0].text.strip() for group in self.rollout.groups)
+        return {ANSWER: texts.most_common(1)[0][0][:200]}
 
 
 def evaluate(
@@ -80,6 +90,9 @@ def evaluate(
     metrics |= {f"eval/{name}": value for name, value in rollout.metrics.items()}
     for name in rollout.groups[0].reward_parts:
         metrics[f"eval/rewards/{name}/mean"] = _mean(np.concatenate([g.reward_parts[name] for g in rollout.groups]))
+    if samples == 1 and not any(group.trajectories for group in rollout.groups):
+        often = Counter(hash(episode.text.strip()) for episode in episodes)  # texts may be long
+        metrics["eval/most_frequent_answer"] = max(often.values()) / len(episodes)
     correct = correct_completions(rollout, is_correct)
     if correct is not None:
         right = correct[judged_completions(rollout)]

@@ -100,7 +100,9 @@ def imitate(
             told("playing held-out tasks, after", 0, measured)
             after = trainer.evaluate() if measured else {}
             with explained(folder):
-                write_atomically(folder / "episodes.jsonl", _as_lines(good))
+                rows = ({"turns": len(t.turns), "reward": t.reward, "transcript": transcript(t)} for t in good)
+                written = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                write_atomically(folder / "episodes.jsonl", written)
                 write_atomically(folder / "imitation.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
             trainer.save_model(folder / "adapter")
         lost = [trajectory for trajectory in played if not (trajectory.success and trajectory.episodes)]
@@ -133,7 +135,6 @@ def _endings(played: Sequence[Trajectory]) -> tuple[str, ...]:
 
 
 def _play(trainer: GRPOTrainer, episodes: int, told: Told) -> list[Trajectory]:
-    """So many episodes by the expert, a few of them at a time."""
     assert trainer.world is not None
     collect = agents.make_collector(
         trainer.args, trainer.world, trainer.policy, trainer.engine, trainer.data, trainer.decode, ExpertPlayer
@@ -195,8 +196,3 @@ def _batch(episodes: Sequence[Episode]) -> Batch:
         old_logprobs=np.zeros(mask.shape, np.float32),
         group_relative=False,
     )
-
-
-def _as_lines(played: Sequence[Trajectory]) -> str:
-    rows = ({"turns": len(t.turns), "reward": t.reward, "transcript": transcript(t)} for t in played)
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -75,7 +75,6 @@ class RanksBackend:
     """See `covey.backend.Backend`: PyTorch on several ranks, which sample and train in turns; rank 0 has the run."""
 
     def __init__(self, ranks: Ranks) -> None:
-        """With these ranks."""
         self._ranks = ranks
         self._own = PyTorchBackend(SharedPacks(ranks))
 
@@ -174,7 +173,9 @@ def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
             f"distributed.learners={config.distributed.learners}: torchrun has started {ranks.world}; leave it out"
         )
     try:
-        config = _on_own_device(config)
+        if config.model.device in ("auto", "cuda") and torch.cuda.is_available():  # of several devices each has one
+            local = int(os.environ.get("LOCAL_RANK", 0))
+            config = config.replace(device=f"cuda:{local % torch.cuda.device_count()}")
         for sentence in check_ranks(ranks, config):
             log.warning("%s", sentence)
         backend = RanksBackend(ranks)
@@ -305,13 +306,6 @@ def _train(config: GRPOConfig, resume: bool, backend: RanksBackend | None = None
     trainer = GRPOTrainer(args=config, backend=backend)
     trainer.train(resume_from_checkpoint=resume or None)
     return trainer
-
-
-def _on_own_device(config: GRPOConfig) -> GRPOConfig:
-    """Each rank of a machine with several CUDA devices has one of them."""
-    if config.model.device not in ("auto", "cuda") or not torch.cuda.is_available():
-        return config
-    return config.replace(device=f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}")
 
 
 def _goes_on(config: GRPOConfig) -> bool:

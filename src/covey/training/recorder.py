@@ -286,9 +286,10 @@ class Recorder:
         state, folder = self._run.state, self._folder
         assert folder is not None
         metrics = with_logged(result.metrics, logged.metrics, "eval/")
+        record = metrics | (result.constant if self._settings.log_completions else {})
         self.evaluated_at, self._unsaved = state.global_step, True
-        state.log_history.append({"step": state.global_step, **metrics})
-        self._observers.on_eval(state.global_step, metrics)
+        state.log_history.append({"step": state.global_step, **record})
+        self._observers.on_eval(state.global_step, record)
         penalty = self._run.args.environment.invalid_action_penalty
         rows = completion_rows(result.rollout.groups, None, logged.columns, result.correct, penalty)
         if self._settings.log_completions:
@@ -389,8 +390,7 @@ class Recorder:
         state.max_steps = run.length.total_steps or -1
         run.state.take(state)
         run.questions.restore(folder.read_answers())
-        evaluated = [record["step"] for record in run.state.log_history if "eval/reward" in record]
-        self.evaluated_at = int(evaluated[-1]) if evaluated else -1
+        self.evaluated_at = max((int(r["step"]) for r in run.state.log_history if "eval/reward" in r), default=-1)
         self._unsaved = False
         self._phase = int(next((r["phase"] for r in reversed(run.state.log_history) if "phase" in r), -1))
         run.publish()

@@ -25,7 +25,6 @@ from covey.distributed.ranks import Ranks
 from covey.distributed.replicated import SharedPacks
 from covey.errors import CheckpointError, ConfigError, RunFolderError
 from covey.files import folder_problem
-from covey.observe.records import Record
 from covey.observe.run_folder import RunFolder, collect_versions, table_name
 from covey.rollout.learning import Learner, TrainedPolicy
 from covey.training import setup
@@ -154,14 +153,18 @@ def replay(
     for number in range(begun + 1, step + 1):
         last = number == step
         progress(f"step {number}" if last else f"step {number} again")
-        stored, line = _stored_step(folder, number), _line_of(folder, number)
+        stored = _stored_step(folder, number)
+        lines = [record for record in folder.read_metrics() if record["step"] == number and "phase" in record]
+        if not lines:
+            what = f"{folder.metrics_path} has no line of step {number}: it was lost, or the step is not finished"
+            raise RunFolderError(f"{what}; choose another")
         done = rerun.do(stored, _settings(stored, moved))
         found = {name: value for name, value in done.metrics.items() if not name.startswith("time/")}
         check = Check("metrics" if last else f"metrics of step {number}, done again on the way", tolerance)
-        check.values("metrics.jsonl", line, found)
+        check.values("metrics.jsonl", lines[-1], found)
         report.checks.append(check)
         _check_checkpoint(report, folder, rerun, tolerance)
-    report.numbers = {name: (line[name], value) for name, value in found.items() if name in line}
+    report.numbers = {name: (lines[-1][name], value) for name, value in found.items() if name in lines[-1]}
     return report
 
 
@@ -198,21 +201,10 @@ def _settings(stored: StoredStep, moved: Sequence[str]) -> GRPOConfig:
     return config.with_overrides(moved) if moved else config
 
 
-def _line_of(folder: RunFolder, step: int) -> Record:
-    lines = [record for record in folder.read_metrics() if record["step"] == step and "phase" in record]
-    if not lines:
-        raise RunFolderError(
-            f"{folder.metrics_path} has no line of step {step}: it was lost, or the step is not finished; choose "
-            "another"
-        )
-    return lines[-1]
-
-
 # ---------------------------------------------------------------------- doing it again
 
 
 def _tolerance_of(folder: RunFolder, config: GRPOConfig) -> tuple[float, str]:
-    """How far numbers may be apart, and why."""
     now, before = collect_versions(), folder.versions()
     different = [name for name in _PROGRAMS if now.get(name) != before.get(name)]
     why = ", ".join(f"{name} {before.get(name)!s:.60} there, {now.get(name)!s:.60} here" for name in different)
@@ -255,7 +247,6 @@ class _Rerun:
     """Policy, learner and counters of a run, moved on with the batches that are stored, without sampling."""
 
     def __init__(self, config: GRPOConfig, first: StoredStep, checkpoint: Checkpoint | None) -> None:
-        """Build the parts, and restore the checkpoint of the step before `first`, if any, into them."""
         from covey.pytorch.backend import BACKEND, PyTorchBackend
 
         # Several ranks add gradients in fixed point, whose sum one process has bit for bit too.

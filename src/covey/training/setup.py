@@ -178,6 +178,7 @@ def load_data(
     """Rows and reward functions, from arguments where they are given, else from the config and its task."""
     data = config.data
     words = f"data.task={data.task or type(task).__name__!r}"
+    how: dict[str, str] = {}
     both_of_task = task is not None and train_dataset is None and eval_dataset is None
     if train_dataset is None:
         with naming(f"{words}: train_rows"):
@@ -195,6 +196,8 @@ def load_data(
                 "no reward function: pass reward_funcs, set rewards.functions (file.py:function), or choose data.task"
             )
         reward_funcs = task.reward_funcs
+        if not both_of_task:
+            how["fix"] = f"{words} brings its own rows: leave out the dataset or the task, or give the rows its columns"
     seconds = config.rewards.reward_timeout
     named = config.rewards.correctness
     if one_of(correctness=correct, **{"rewards.correctness": named}) is named and ":" in (named or ""):
@@ -234,7 +237,7 @@ def load_data(
         held_out = held_out[: config.evaluation.num_eval_prompts]
     for rows in (train, held_out):
         if rows:
-            scorer.check_columns({name for row in rows for name in row if name != data.prompt_column})
+            scorer.check_columns({name for row in rows for name in row if name != data.prompt_column}, **how)
             for function in (spec.function for spec in filter(None, (*scorer.specs, scorer.judge))):
                 getattr(function, "check_rows", lambda rows: None)(rows)  # Covey's own read their references
     system_prompt = data.system_prompt or (task.system_prompt if task else None)

@@ -212,7 +212,6 @@ class Ledger:
     """
 
     def __init__(self, to_text: Callable[[Sequence[int]], str], groups: Sequence[int] | None = None) -> None:
-        """Take what is noted."""
         self.rows: list[Row] = []
         self._to_text, self._groups = to_text, groups
 
@@ -277,7 +276,6 @@ def token_columns(done: Pass, chosen: NDArray[np.int64] | None = None) -> dict[s
     rows = torch.as_tensor(numbers)
 
     def of(values: Any) -> Any:
-        """The rows that are looked at, in float64."""
         return None if values is None else torch.as_tensor(np.asarray(values))[rows].to(torch.float64)
 
     mask = torch.as_tensor(batch.mask)[rows]

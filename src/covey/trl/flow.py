@@ -81,26 +81,33 @@ class Flow:
         if isinstance(rates := self._trainer.lr_scheduler, Rates):
             rates.rate = numbers["learning_rate"]
         wanted = {"log": False, "save": False, "evaluate": False}
-        for _ in range(min(self.args.optimizer_steps_per_generation, self._steps - self.state.global_step)):
-            for event in ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step"):
-                self._tell(event)
-            self.state.global_step += 1
-            self.state.epoch = self.state.global_step / self._per_epoch
-            self._tell("on_step_end")
-            if self.state.global_step % self._per_epoch == 0:
-                self._tell("on_epoch_end")
-                if self.state.global_step < self._steps:
-                    self._tell("on_epoch_begin")
-            for name in wanted:
-                wanted[name] |= bool(getattr(self.control, f"should_{name}"))
-                setattr(self.control, f"should_{name}", False)
-            if self.control.should_training_stop or self.control.should_epoch_stop:
-                break
-        for name, value in wanted.items():
-            setattr(self.control, f"should_{name}", value)
-        if self.control.should_log:
-            self.control.should_log = False
-            self._trainer.log(self._means())
+        last = min(self.state.global_step + self.args.optimizer_steps_per_generation, self._steps)
+        try:
+            while self.state.global_step < last:
+                for event in ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step"):
+                    self._tell(event)
+                self.state.global_step += 1
+                self.state.epoch = self.state.global_step / self._per_epoch
+                self._tell("on_step_end")
+                if self.state.global_step % self._per_epoch == 0:
+                    self._tell("on_epoch_end")
+                    if self.state.global_step < self._steps:
+                        self._tell("on_epoch_begin")
+                for name in wanted:
+                    wanted[name] |= bool(getattr(self.control, f"should_{name}"))
+                    setattr(self.control, f"should_{name}", False)
+                if self.control.should_training_stop or self.control.should_epoch_stop:
+                    break
+        except BaseException:  # of a callback: the update is done, and a resume goes on after it
+            self.state.global_step, self.state.epoch = last, last / self._per_epoch
+            wanted["log"] |= self.control.should_log
+            raise
+        finally:
+            for name, value in wanted.items():
+                setattr(self.control, f"should_{name}", value)
+            if self.control.should_log:
+                self.control.should_log = False
+                self._trainer.log(self._means())
         return self._ask(control)
 
     def on_evaluate(self, _args: Any, _state: Any, control: TrainerControl, metrics: Any) -> TrainerControl:
