@@ -16,17 +16,7 @@ import numpy as np
 from array_api_compat import array_namespace
 from numpy.typing import NDArray
 
-from covey.algorithms.arrays import (
-    Array,
-    as_float,
-    as_mask,
-    at_least_one,
-    expand_rows,
-    group_numbers,
-    masked,
-    to_library_of,
-    unknown_name,
-)
+from covey.algorithms.arrays import Array, as_float, at_least_one, group_numbers, masked, to_library_of, unknown_name
 from covey.algorithms.grouping import Grouping, numbered
 from covey.errors import ConfigError, DataError
 from covey.types import equal_rewards
@@ -254,7 +244,7 @@ def _spread(advantages: Array, response_mask: Array) -> tuple[Array, Array]:
     if not xp.isdtype(dtype, "real floating"):
         dtype = xp.asarray(0.0).dtype
     values = xp.astype(to_library_of(response_mask, advantages), dtype)
-    tokens = masked(expand_rows(values), as_mask(response_mask))
+    tokens = masked(values, response_mask != 0)
     return tokens, tokens
 
 
@@ -308,7 +298,7 @@ def normalise_tokens(values: Array, mask: Array) -> Array:
     """
     xp = array_namespace(values)
     if 0 in mask.shape:
-        return xp.zeros_like(expand_rows(values))
+        return masked(values, mask)
     weight = xp.astype(mask, values.dtype)
     values, count = masked(values, mask), xp.sum(weight)
     centred = weight * (values - xp.sum(values) / at_least_one(count))

@@ -79,7 +79,6 @@ def first(group: Group, size: int) -> NDArray[np.int64]:
 
 
 def _scored(group: Group) -> NDArray[np.int64]:
-    """Those that could be scored."""
     return np.flatnonzero(~np.isnan(group.rewards))
 
 

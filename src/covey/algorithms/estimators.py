@@ -314,7 +314,6 @@ def opo(step: Outcomes) -> Array:
     xp = array_namespace(rewards)
     lengths = xp.where(scorable, xp.sum(xp.astype(step.tokens, rewards.dtype), axis=1), xp.zeros_like(rewards))
     earned = lengths * xp.where(scorable, rewards, xp.zeros_like(rewards))
-
     grouping = Grouping(groups, scorable)
     advantages = rewards - grouping.sum(earned) / at_least_one(grouping.sum(lengths))
     tied = group_statistics(rewards, groups, scorable).tied
@@ -379,7 +378,6 @@ def gpg(step: Outcomes, *, f_norm: float = 1.0, alpha: Literal["differing", "non
 
 
 def _best_is_alone(group: Group) -> bool:
-    """True when one completion of the group is better than all others."""
     scored = group.rewards[np.isfinite(group.rewards)]
     return len(scored) >= 2 and int(equal_rewards(scored, scored.max()).sum()) == 1
 

@@ -17,7 +17,9 @@ from covey.algorithms.arrays import Array
 def numbered(*ids: Array) -> Array:
     """`[N]` numbers from 0 to N - 1, equal for rows that are equal in all of `[N]` integer arrays."""
     xp = array_namespace(*ids)
-    ids = tuple(_sortable(each) for each in ids)
+    # in a type that every library sorts
+    signed, dtype = "signed integer", xp.asarray([0]).dtype
+    ids = tuple(each if xp.isdtype(each.dtype, signed) else xp.astype(each, dtype) for each in ids)
     size = ids[0].shape[0]
     order = xp.argsort(ids[-1], stable=True)
     for each in ids[-2::-1]:
@@ -31,12 +33,6 @@ def numbered(*ids: Array) -> Array:
     return xp.take(number, xp.argsort(order, stable=True), axis=0) if size else order
 
 
-def _sortable(ids: Array) -> Array:
-    """The same ids in a type that every library sorts."""
-    xp = array_namespace(ids)
-    return ids if xp.isdtype(ids.dtype, "signed integer") else xp.astype(ids, xp.asarray([0]).dtype)
-
-
 class Grouping:
     """The groups of N rows, `[N]` integers, of which only the rows count where `member` `[N]` is True."""
 
@@ -48,41 +44,39 @@ class Grouping:
         xp = array_namespace(values)
         member = self._member if values.ndim == 1 else self._member[:, None]
         values = xp.where(member, values, xp.zeros_like(values))
-        return self._gather(_reduced(values, self._number, "add", 0.0))
+        return self._reduced(values, "add", 0.0)
 
     def max(self, values: Array) -> Array:
         """`[N]` the largest value among the members of each row's group; -inf where it has none."""
         xp = array_namespace(values)
         least = -float("inf")
         values = xp.where(self._member, values, xp.full_like(values, least))
-        return self._gather(_reduced(values, self._number, "max", least))
+        return self._reduced(values, "max", least)
 
     def first(self) -> Array:
         """`[N]` True for the first member of each group."""
         xp = array_namespace(self._number)
         place = xp.cumulative_sum(xp.ones_like(self._number))
         last = xp.zeros_like(place) + place.shape[0] + 1
-        nearest = _reduced(xp.where(self._member, -place, -last), self._number, "max", -place.shape[0] - 1)
-        return self._member & (place == -self._gather(nearest))
+        nearest = self._reduced(xp.where(self._member, -place, -last), "max", -place.shape[0] - 1)
+        return self._member & (place == -nearest)
 
     def count(self, like: Array) -> Array:
         """`[N]` how many members each row's group has, in the type of `like`."""
         return self.sum(array_namespace(like).ones_like(like))
 
-    def _gather(self, totals: Array) -> Array:
-        return array_namespace(totals).take(totals, self._number, axis=0)
-
-
-def _reduced(values: Array, number: Array, how: str, begin: Any) -> Array:
-    """`[N, ...]` the values of each number, put together."""
-    xp = array_namespace(values)
-    totals = xp.full_like(values, begin)
-    if is_numpy_array(values):
-        {"add": np.add, "max": np.maximum}[how].at(totals, number, values)
-        return totals
-    if is_torch_array(values):
-        if how == "add":
-            return totals.index_add(0, number, values)
-        return totals.scatter_reduce(0, number, values, "amax")
-    place: Any = totals.at[number]
-    return place.add(values) if how == "add" else place.max(values)
+    def _reduced(self, values: Array, how: str, begin: Any) -> Array:
+        """`[N, ...]` the values of each row's group, put together."""
+        xp, number = array_namespace(values), self._number
+        totals: Any = xp.full_like(values, begin)
+        if is_numpy_array(values):
+            {"add": np.add, "max": np.maximum}[how].at(totals, number, values)
+        elif is_torch_array(values) and how == "add":
+            totals = totals.index_add(0, number, values)
+        elif is_torch_array(values):
+            totals = totals.scatter_reduce(0, number, values, "amax")
+        elif how == "add":
+            totals = totals.at[number].add(values)
+        else:
+            totals = totals.at[number].max(values)
+        return xp.take(totals, number, axis=0)

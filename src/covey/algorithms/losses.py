@@ -33,8 +33,6 @@ from covey.algorithms.loss_function import Loss, LossInputs, Surrogate, loss
 from covey.errors import ConfigError
 from covey.functions import load_function, name_of
 
-# --- importance ratios
-
 
 def token_ratio(logp: Array, old: Array, mask: Array) -> Array:
     """`exp(logp - old)`, `[N, T]`; 1 where masked."""
@@ -67,9 +65,6 @@ RATIOS: dict[str, Callable[[Array, Array, Array], Array]] = {
 
 def _ratio(x: LossInputs, level: str) -> Array:
     return lookup(RATIOS, level, "importance_sampling_level")(x.logp, x.old, x.mask)
-
-
-# --- losses that clip
 
 
 def clip_surrogate(
@@ -204,9 +199,6 @@ def gmpo(x: LossInputs, epsilon: float = 0.4, epsilon_high: float | None = None)
     return Surrogate(-ratio * x.advantages, low, high, ratio)
 
 
-# --- losses that weigh the score function
-
-
 @loss(aggregation="token_mean")
 def cispo(x: LossInputs, epsilon_max: float = 5.0, importance_sampling_level: str = "token") -> Surrogate:
     """CISPO (arXiv 2506.13585): `-sg(min(w, epsilon_max)) · A · logp`.
@@ -257,10 +249,6 @@ def reinforce_kept(x: LossInputs) -> Surrogate:
     return Surrogate(-x.advantages * x.logp)
 
 
-_LEAST = math.log(1e-8)
-"""VESPO's own code holds log-weights here from below."""
-
-
 @loss(aggregation="token_mean", corrects=True)
 def vespo(
     x: LossInputs, k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0, lambda_neg: float = 2.0
@@ -284,15 +272,12 @@ def vespo_weights(
     if x.correction is not None:
         log_factor = xp.log(xp.clip(x.correction, 1e-8, None))
         log_w = log_w + (log_factor if log_factor.shape[-1] == 1 else row_sum(log_factor, x.mask))
-    log_w = xp.clip(log_w, _LEAST, 20.0)
+    log_w = xp.clip(log_w, math.log(1e-8), 20.0)  # from below as in VESPO's own code
     good = x.advantages >= 0
     k = xp.where(good, xp.full_like(x.logp, k_pos), xp.full_like(x.logp, k_neg))
     rate = xp.where(good, xp.full_like(x.logp, lambda_pos), xp.full_like(x.logp, lambda_neg))
     rate = xp.clip(rate, 1e-4, None)
     return xp.exp(rate + k * log_w - rate * xp.exp(log_w)), xp.exp(log_w)
-
-
-# --- losses that look at the covariance of log-probability and advantage over the whole step
 
 
 def covariances(x: LossInputs) -> Array:

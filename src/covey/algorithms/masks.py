@@ -18,17 +18,7 @@ import numpy as np
 from array_api_compat import array_namespace
 from numpy.typing import NDArray
 
-from covey.algorithms.arrays import (
-    Array,
-    as_mask,
-    expand_rows,
-    lookup,
-    masked,
-    masked_difference,
-    row_mean,
-    row_sum,
-    to_library_of,
-)
+from covey.algorithms.arrays import Array, as_mask, expand_rows, lookup, masked, row_mean, row_sum, to_library_of
 from covey.algorithms.kl import log_softmax
 from covey.errors import ConfigError
 
@@ -165,7 +155,7 @@ def off_policy_mask(logp: Array, old: Array, advantages: Array, mask: Array, thr
     """
     xp = array_namespace(logp)
     mask = as_mask(mask)
-    stale = row_mean(masked_difference(old, logp, mask), mask) > threshold
+    stale = row_mean(masked(old, mask) - masked(logp, mask), mask) > threshold
     return xp.broadcast_to(~(stale & (expand_rows(advantages) < 0)), logp.shape)
 
 
@@ -191,7 +181,7 @@ def reference_drift_mask(
     """
     mask = as_mask(mask)
     reduce = lookup(_REDUCTIONS, reduction, "reduction")
-    drift = reduce(masked_difference(logp, ref, mask), mask)
+    drift = reduce(masked(logp, mask) - masked(ref, mask), mask)
     return array_namespace(logp).broadcast_to(drift < threshold, logp.shape)
 
 

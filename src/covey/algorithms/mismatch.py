@@ -12,16 +12,7 @@ from dataclasses import dataclass
 
 from array_api_compat import array_namespace
 
-from covey.algorithms.arrays import (
-    Array,
-    as_mask,
-    bounded_exp,
-    lookup,
-    masked,
-    masked_difference,
-    row_sum,
-    stop_gradient,
-)
+from covey.algorithms.arrays import Array, as_mask, bounded_exp, lookup, masked, row_sum, stop_gradient
 from covey.errors import ConfigError
 
 
@@ -83,7 +74,7 @@ def mismatch_correction(
         )
     reduce, limit = lookup(MISMATCH_MODES, mode, "importance_sampling_correction")
     mask = as_mask(mask)
-    log_ratio = reduce(masked_difference(trainer_old, sampler_old, mask), mask)
+    log_ratio = reduce(masked(trainer_old, mask) - masked(sampler_old, mask), mask)
     return stop_gradient(limit(bounded_exp(log_ratio), cap, 0.0 if floor is None else floor))
 
 

@@ -228,7 +228,6 @@ def policy_loss(
         divergence = None if ref is None else objective.estimate_kl(logp, ref, old, kl_mask)
     logp, old, advantages, weights = (masked(x, mask) for x in (logp, old, advantages, weights))
     weights = xp.astype(weights, logp.dtype)
-
     if objective.loss.select is not None and selected is None:
         raise ConfigError(
             f"loss {objective.loss.name!r}: it selects tokens of the whole step, which were not given; pass selected"
@@ -247,7 +246,6 @@ def policy_loss(
         "clip_region_sum": surrogate.low | surrogate.high,
         "ratio_sum": surrogate.ratio,
     }
-
     loss = policy
     if divergence is not None:
         sums["kl_sum"] = divergence
@@ -272,7 +270,6 @@ def policy_loss(
             f"entropy_coef={coefficient}: the bonus needs the entropy of each token, which was "
             f"not given; pass entropy, or set entropy_coef to 0"
         )
-
     metrics = {name: xp.sum(masked(xp.astype(x, logp.dtype), mask)) for name, x in sums.items()}
     metrics["active_tokens"] = xp.sum(xp.astype(mask, logp.dtype))
     metrics["ratio_min"] = xp.min(masked(surrogate.ratio, mask, float("inf")))

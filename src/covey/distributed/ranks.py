@@ -205,17 +205,14 @@ class Ranks:
         try:
             yield
         except (RuntimeError, ValueError) as error:
+            # what gloo and the store say, without where in their source they say it and what they guess
+            line = re.sub(r"^\[/\S+\]\s*", "", str(error).splitlines()[0] if str(error) else type(error).__name__)
+            said = line.partition(" This is typically caused")[0][:600]
             raise RankLostError(
                 f"rank {self.rank} of {self.world}, {doing}: another rank is gone or did not answer within "
-                f"{seconds or self._timeout:g} s ({_plain(error)}); see what the others print, and "
+                f"{seconds or self._timeout:g} s ({said}); see what the others print, and "
                 "start again: the run continues from its last checkpoint"
             ) from error
-
-
-def _plain(error: BaseException) -> str:
-    """What gloo and the store say, without where in their source they say it and what they guess."""
-    line = re.sub(r"^\[/\S+\]\s*", "", str(error).splitlines()[0] if str(error) else type(error).__name__)
-    return line.partition(" This is typically caused")[0][:600]
 
 
 def check_ranks(ranks: Ranks, config: GRPOConfig) -> list[str]:

@@ -226,7 +226,6 @@ class RayRanks:
         return 1 if status is None else status
 
     def _tell(self, status: int | None, died: Mapping[int, str], actors: Mapping[int, Any]) -> None:
-        """Say which ranks have ended, why, and what those that live have said."""
         if status is not None and status < 0:
             log.warning("rank 0 was ended by signal %d", -status)
         for rank, why in sorted(died.items()):

@@ -46,11 +46,10 @@ class RewardActors:
                             f"distributed.reward_workers: {where} has {package} {there[package]}, this process has "
                             f"{here[package]}; install the same on every machine"
                         )
-        except MemberError as error:
+        except BaseException as error:
             self.close()
-            raise ServingError(f"a reward worker cannot be started: {error}") from error
-        except BaseException:
-            self.close()
+            if isinstance(error, MemberError):
+                raise ServingError(f"a reward worker cannot be started: {error}") from error
             raise
 
     def score(self, pieces: Sequence[Piece]) -> list[Answer]:

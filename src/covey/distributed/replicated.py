@@ -22,7 +22,7 @@ from covey.algorithms import Objective
 from covey.algorithms.losses import find_loss
 from covey.distributed.ranks import STOP, Ranks, TornError
 from covey.errors import ConfigError, CoveyError, ModelError
-from covey.pytorch.gradient_sum import ExactSum, Work
+from covey.pytorch.gradient_sum import ExactSum, GradientSum, Work
 from covey.pytorch.learner import Learner
 from covey.pytorch.passes import is_out_of_memory
 from covey.rollout.learning import FloatNT, Gradients
@@ -95,7 +95,7 @@ class SharedPacks:
         sizes = [pack.num_tokens for pack in packs]
         return run_shared(self._ranks, sizes, lambda numbers: work([packs[number] for number in numbers]))
 
-    def sum(self, parameters: Sequence[Tensor], packs: int, *, side_by_side: bool) -> ExactSum:
+    def sum(self, parameters: Sequence[Tensor], packs: int, *, side_by_side: bool) -> GradientSum:
         return ExactSum(parameters, packs, self._ranks.add)
 
 

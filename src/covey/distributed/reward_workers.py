@@ -137,7 +137,10 @@ class RewardWorkers:
 
     def __call__(self, asked: Asked) -> Scored:
         """Score rows, whole groups in each piece."""
-        asked = replace(asked, trainer_state=_counters(asked.trainer_state))
+        if asked.trainer_state is not None:  # plain values only: its history would be sent too, its class needs torch
+            plain = bool | int | float | str | None
+            values = {name: value for name, value in vars(asked.trainer_state).items() if isinstance(value, plain)}
+            asked = replace(asked, trainer_state=SimpleNamespace(**values, log_history=[]))
         ends = [*_starts(asked, self._unit_size), len(asked.episodes)]
         pieces = [Piece(_part(asked, start, end), start) for start, end in pairwise(ends)]
         beside = []
@@ -170,14 +173,6 @@ def _part(asked: Asked, start: int, end: int) -> Asked:
     episodes = [replace(episode, support=None) for episode in asked.episodes[start:end]]
     completions = None if asked.completions is None else asked.completions[start:end]
     return replace(asked, prompts=asked.prompts[start:end], episodes=episodes, completions=completions)
-
-
-def _counters(state: Any) -> Any:
-    """A trainer's state as plain values: its history would be sent with each piece, and its class needs torch."""
-    if state is None:
-        return None
-    plain = bool | int | float | str | None
-    return SimpleNamespace(**{n: x for n, x in vars(state).items() if isinstance(x, plain)}, log_history=[])
 
 
 def _joined(found: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:

@@ -93,7 +93,10 @@ class ShardedPolicy(Policy):
         self._shard(held, policy.reference, ranks, ranks.mesh(policy.device.type, parts or ranks.world))
         require_tied(self.source, self.model, tied)
         self.reference = ShardedReference(policy.reference)
-        problem = expected.differs(Probe.of(self, _share(ranks.rank, ranks.world)))
+        # 1 in all ranks together, in powers of two, which change no rounding: 1/2, 1/4, 1/4 for three
+        last = min(ranks.world, 8) - 1
+        share = 0.0 if ranks.rank > last else 2.0 ** -min(ranks.rank + 1, last)
+        problem = expected.differs(Probe.of(self, share))
         if problem:
             raise ModelError(
                 f"{self.source}: sharded over {ranks.world} ranks, {problem}; use distributed.learner_kind='replicated'"
@@ -230,7 +233,6 @@ class ShardedReference(Reference):
     """A reference that is sharded as its policy is."""
 
     def __init__(self, whole: Reference) -> None:
-        """In place of the one that the policy had when it was whole."""
         super().__init__(whole._model, **whole.how, from_current=not whole.is_base_model)
 
     @contextmanager
@@ -269,7 +271,11 @@ class Probe:
         names = dict(policy.named_trainable_parameters())
 
         def take(parameter: Tensor, name: str) -> None:
-            found[name], parameter.grad = _sketch(parameter.grad), None
+            gradient, parameter.grad = cast(Tensor, parameter.grad), None
+            full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            flat = full.detach().reshape(-1).double()
+            some = flat[:: max(1, len(flat) // _SAMPLED)]
+            found[name] = torch.cat([flat.norm()[None], flat.abs().max()[None], some]).cpu()
 
         # A whole model's gradients are dropped one by one: all at once may be more than the device holds.
         whole = [(name, p) for name, p in names.items() if not isinstance(p, DTensor)]
@@ -301,19 +307,6 @@ class Probe:
             return f"the loss of a small pack is {other.loss:.7g} and was {self.loss:.7g}"
         relative, name = self.difference(other)
         return "" if relative <= self.tolerance else f"the gradient of {name} differs by {relative:.1%}"
-
-
-def _share(rank: int, world: int) -> float:
-    """1 in all ranks together, in powers of two, which change no rounding: 1/2, 1/4, 1/4 for three."""
-    last = min(world, 8) - 1
-    return 0.0 if rank > last else 2.0 ** -min(rank + 1, last)
-
-
-def _sketch(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    flat = full.detach().reshape(-1).double()
-    return torch.cat([flat.norm()[None], flat.abs().max()[None], flat[:: max(1, len(flat) // _SAMPLED)]]).cpu()
 
 
 class LeadingPolicy:

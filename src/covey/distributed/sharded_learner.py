@@ -20,7 +20,7 @@ from covey.adapters import check_fits
 from covey.config.whole import GRPOConfig
 from covey.distributed.in_turns import RankSampler
 from covey.distributed.ranks import NoMemoryError, Ranks, TornError
-from covey.distributed.replicated import LeadingLearner, share_out
+from covey.distributed.replicated import LeadingLearner, SharedPacks, share_out
 from covey.distributed.sharded import LeadingPolicy, ShardedPolicy, without_data
 from covey.errors import ConfigError
 from covey.files import write_atomically
@@ -152,14 +152,10 @@ def check_sharded(config: GRPOConfig) -> None:
             raise ConfigError(f"{name}={value!r}: is not served with distributed.learner_kind='sharded'; {fix}")
 
 
-class ShardedPacks:
+class ShardedPacks(SharedPacks):
     """See `covey.pytorch.gradient_sum.Share`: equally many packs on each rank, through all ranks' shards."""
 
-    alone = False
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self.own = 0
+    own = 0
 
     def map(self, work: Work[Result], packs: Sequence[Pack]) -> list[Result]:
         """Ranks with fewer packs run the smallest of all again; nobody looks at what comes out."""

@@ -75,21 +75,18 @@ def layout(config: GRPOConfig) -> str:
     beside = f", {chosen.reward_workers} Ray actors score" if chosen.reward_workers else ""
     if chosen.learners == 1 and chosen.samplers is None and not beside and not (to_servers and len(urls) > 1):
         return ""
-    train = "1 process trains" if chosen.learners == 1 else f"{chosen.learners} processes train ({_starter(config)})"
+    train = "1 process trains"
+    if chosen.learners > 1:  # see `covey.training.launch.start_ranks`
+        address = chosen.ray_address
+        address = (os.environ.get("RAY_ADDRESS") or address) if address == "auto" else address
+        known = {"auto": "Ray if this machine is part of a cluster, else by torchrun here", "local": "torchrun here"}
+        starter = known.get(address, f"Ray on the cluster {address}")
+        train = f"{chosen.learners} processes train (started by {starter})"
     who = f"{len(urls)} servers sample" if to_servers else f"{chosen.samplers} Ray actors sample"
     if not to_servers and not chosen.samplers:
         who = "the same process samples" if chosen.learners == 1 else "the same processes sample"
     size = f"{chosen.groups_per_unit} x {config.sampling.num_generations} completions"
     return f"{train}, {who}, in units of {size}{beside}"
-
-
-def _starter(config: GRPOConfig) -> str:
-    """Who starts several learners; see `covey.training.launch.start_ranks`."""
-    address = config.distributed.ray_address
-    address = (os.environ.get("RAY_ADDRESS") or address) if address == "auto" else address
-    if address == "auto":
-        return "started by Ray if this machine is part of a cluster, else by torchrun here"
-    return "started by torchrun here" if address == "local" else f"started by Ray on the cluster {address}"
 
 
 def look_at_cluster(config: GRPOConfig) -> list[str]:

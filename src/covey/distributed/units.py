@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
-from covey.rollout.drawing import cut_choices, stream_key
+from covey.rollout.drawing import stream_key
 from covey.rollout.turns import Device, Drawn, Row
 from covey.types import Completion, Request, SamplingSettings
 
@@ -68,11 +67,8 @@ class _Turns(Device):
         return iter(())
 
     def drop(self, row: Row) -> None:
-        """Nobody waits for its turn any more."""
         row.place = None
-        for rows in self._waiting:
-            if row in rows:
-                rows.remove(row)
+        self._waiting = [[other for other in rows if other is not row] for rows in self._waiting]
 
 
 class FleetDevice(_Turns):
@@ -92,7 +88,7 @@ class FleetDevice(_Turns):
         for job, rows in over:
             for row, found in zip(rows, job.result or (), strict=True):
                 if row.place is self:
-                    yield _drawn(row, found)
+                    yield Drawn.whole(row, found)
 
     def _jobs_of(self, home: int) -> list[Job]:
         """All turns that wait for a member which has nothing of ours to do; one job for each way of drawing."""
@@ -101,8 +97,8 @@ class FleetDevice(_Turns):
         rows, self._waiting[home] = self._waiting[home], []
         alike: dict[SamplingSettings, list[Row]] = {}
         for row in sorted(rows, key=lambda row: row.stream):
-            alike.setdefault(_settings_of(row), []).append(row)
-        jobs = [Job(list(map(_request_of, some)), how, self._version, home=home) for how, some in alike.items()]
+            alike.setdefault(row.turn_settings(), []).append(row)
+        jobs = [Job(list(map(Row.turn_request, some)), how, self._version, home=home) for how, some in alike.items()]
         self._asked += zip(jobs, alike.values(), strict=True)
         return jobs
 
@@ -133,25 +129,7 @@ class RoundDevice(_Turns):
         alike: dict[tuple[int, SamplingSettings], list[Row]] = {}
         for row in rows:
             number = self._numbers.setdefault(row.stream[:-1], len(self._numbers))
-            alike.setdefault((number // self._unit_size, _settings_of(row)), []).append(row)
-        calls = [(list(map(_request_of, some)), settings) for (_, settings), some in alike.items()]
+            alike.setdefault((number // self._unit_size, row.turn_settings()), []).append(row)
+        calls = [(list(map(Row.turn_request, some)), settings) for (_, settings), some in alike.items()]
         for some, found in zip(alike.values(), self._sample(calls), strict=True):
-            yield from map(_drawn, some, found)
-
-
-def _settings_of(row: Row) -> SamplingSettings:
-    settings = replace(row.settings, max_tokens=row.limit)
-    # an engine refuses what cannot be said whole: here the turn is cut short
-    return settings if row.choices is None else replace(settings, stop_strings=())
-
-
-def _request_of(row: Row) -> Request:
-    """A turn, with all that was said before."""
-    return Request(row.history(), row.stream, cut_choices(row.choices, row.limit))
-
-
-def _drawn(row: Row, found: Completion) -> Drawn:
-    support: Any = None
-    if found.support is not None:
-        support = [np.split(found.support.ids, found.support.offsets[1:-1])]
-    return Drawn([row], found.token_ids[None], found.logprobs[None], support, [found.finish_reason])
+            yield from map(Drawn.whole, some, found)

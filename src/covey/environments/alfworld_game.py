@@ -62,7 +62,12 @@ class Game:
     @classmethod
     def begin(cls, library: Any, problem: str, goal: str) -> Game:
         state = _State(library, problem, game_logic())
-        game = cls(goal, {}, state, _entities(state), {})
+        names = {var.name: EntityInfo(var.name, var.type) for fact in state.facts for var in fact.arguments}
+        demangler = Demangler(game_infos=names)
+        for info in names.values():  # names for people, such as "drawer 3"
+            info.name = demangler.demangle_alfred_name(info.id)
+            info.definite, info.indefinite = "the", "a"
+        game = cls(goal, {}, state, names, {})
         game._look_around()
         return game
 
@@ -159,13 +164,3 @@ class _State(pddl.PddlState):  # type: ignore[misc]
 
     def _proposition(self, name: str, args: Any) -> Proposition:
         return Proposition(name, [Variable(arg, self.name2type[arg]) for arg in args])
-
-
-def _entities(state: _State) -> dict[str, EntityInfo]:
-    """Names for people ("drawer 3") of everything that a fact speaks of."""
-    found = {var.name: EntityInfo(var.name, var.type) for fact in state.facts for var in fact.arguments}
-    demangler = Demangler(game_infos=found)
-    for info in found.values():
-        info.name = demangler.demangle_alfred_name(info.id)
-        info.definite, info.indefinite = "the", "a"
-    return found

@@ -14,8 +14,7 @@ numbers for `rows_per_pass` rows at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -124,7 +123,11 @@ class GRPOTrainer(Trainer):
                 return {name: found[name] for name in missing}
 
             variables |= self._made(make, *place((key, dummy_input), self.mesh))
-        self._check_logits(variables, dummy_input)
+        logits = jax.eval_shape(self.policy_model.apply, variables, dummy_input)
+        shape = getattr(logits, "shape", None)
+        if shape is None or len(shape) != 3 or shape[:2] != dummy_input.shape:
+            returned = f"returned {shape or type(logits).__name__} for tokens of shape {dummy_input.shape}"
+            raise ConfigError(f"policy_model: apply(params, tokens) {returned}; it must return logits [B, L, V]")
         trained = "lora" if "lora" in variables else "params"
         policy = {trained: variables[trained]} if trained in variables else variables
         self.frozen_params = {name: value for name, value in variables.items() if name not in policy}
@@ -140,13 +143,6 @@ class GRPOTrainer(Trainer):
         made = jax.eval_shape(function, *arguments)
         where = None if self.mesh is None else variables_sharding(made, self.mesh, self.policy_model)
         return jax.jit(function, out_shardings=where)(*arguments)
-
-    def _check_logits(self, variables: Any, dummy_input: jax.Array) -> None:
-        found = jax.eval_shape(self.policy_model.apply, variables, dummy_input)
-        shape = getattr(found, "shape", None)
-        if shape is None or len(shape) != 3 or shape[:2] != dummy_input.shape:
-            returned = f"returned {shape or type(found).__name__} for tokens of shape {dummy_input.shape}"
-            raise ConfigError(f"policy_model: apply(params, tokens) {returned}; it must return logits [B, L, V]")
 
     def constants(self) -> dict[str, Any]:
         """The reference, unless it is the frozen base."""
@@ -185,7 +181,6 @@ class GRPOTrainer(Trainer):
         return ready
 
     def _arrays(self, batch: Batch) -> dict[str, Any]:
-        """The prompts and columns of a batch: padded, checked and placed."""
         prompts, lengths = pad_prompts(batch, self.grpo_config, self.policy_model)
         arrays = place_rows({"prompts": prompts, "prompt_lengths": lengths}, self.mesh)
         columns = {name: as_column(name, value, len(lengths)) for name, value in batch.get("columns", {}).items()}
@@ -250,9 +245,14 @@ class GRPOTrainer(Trainer):
         return terms.loss, _metrics(record, terms.metrics, left)
 
     def _advance(self, state: TrainState, ready: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
-        with self._clear_errors():
+        self._reward_failure = None
+        try:
             found = super()._advance(state, ready)
             jax.block_until_ready(found[1]["loss"])
+        except jax.errors.JaxRuntimeError as error:  # JAX's report that a callback failed
+            if self._reward_failure is None:
+                raise
+            raise self._reward_failure from error
         return found
 
     def rollout(self, params: Any, batch: Batch, key: jax.Array | None = None) -> dict[str, Any]:
@@ -360,17 +360,6 @@ class GRPOTrainer(Trainer):
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         after, metrics = super()._step(state, batch)
         return keep_placed(after, self.mesh, self.policy_model), metrics
-
-    @contextmanager
-    def _clear_errors(self) -> Iterator[None]:
-        """A reward function's error as itself, in place of JAX's report that a callback failed."""
-        self._reward_failure = None
-        try:
-            yield
-        except jax.errors.JaxRuntimeError as error:
-            if self._reward_failure is None:
-                raise
-            raise self._reward_failure from error
 
 
 def _metrics(record: Batch, sums: Mapping[str, jax.Array], left: jax.Array) -> Metrics:

@@ -109,7 +109,6 @@ def _read_config(path: Path) -> ModelConfig:
         kind = found.get("model_type") if isinstance(found, Mapping) else None
         raise ModelError(f"{path}: model_type={kind!r} is not supported in JAX; use one of {', '.join(_TYPES)}")
     kind = found["model_type"]
-
     for name, refused, reason in (
         ("hidden_act", found.get("hidden_act", "silu") not in ("silu", "swish"), "feed-forward layers here use silu"),
         ("mlp_bias", found.get("mlp_bias"), "the feed-forward layers here have no bias"),

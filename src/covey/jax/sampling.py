@@ -113,12 +113,9 @@ def _advance(model: Any, variables: Any) -> Advance:
 
 
 def _decode(advance: Advance, state: Any, u: jax.Array, config: GRPOConfig, *, beyond: int) -> tuple[Draw, jax.Array]:
-    """Run each row's token, draw the next, and so on until no row may go on.
-
-    The state is `[R]` tokens that are not run yet, the positions where they belong, how many more each row may draw
-    (0 = it rests), and what `advance` begins with; `u` `[R, C]` a random number a token, `beyond` where rows rest.
-    Returns the draws, `[R, C]` each, with tokens of -1 where a row rested, and the number of steps.
-    """
+    """Run each row's token, draw the next, and so on until no row may go on: `[R, C]` draws, and the steps."""
+    # The state: `[R]` tokens that are not run yet, the positions where they belong, how many more each row may draw
+    # (0 = it rests: then its tokens are -1, at `beyond`), and what `advance` begins with.
     shapes = jax.eval_shape(lambda token, at, _, state: draw(advance(token, at, state)[0], u[:, 0], config), *state)
     drawn = jax.tree.map(lambda x: jnp.zeros((x.shape[0], u.shape[1], *x.shape[1:]), x.dtype), shapes)
     drawn = drawn._replace(tokens=drawn.tokens - 1)

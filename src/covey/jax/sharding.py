@@ -57,7 +57,7 @@ def variables_sharding(variables: Any, mesh: Mesh, model: Any = None) -> Any:
     """The same tree with the sharding of each array."""
     heads = getattr(getattr(model, "config", None), "num_kv_heads", None) or 0
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: NamedSharding(mesh, _spec([_name(key) for key in path], leaf.shape, mesh, heads)), variables
+        lambda path, leaf: NamedSharding(mesh, _spec(path, leaf.shape, mesh, heads)), variables
     )
 
 
@@ -94,10 +94,10 @@ def keep_placed(variables: Any, mesh: Mesh | None, model: Any = None) -> Any:
     return jax.lax.with_sharding_constraint(variables, variables_sharding(variables, mesh, model))
 
 
-def _spec(names: list[str], shape: tuple[int, ...], mesh: Mesh, heads: int) -> PartitionSpec:
+def _spec(path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh, heads: int) -> PartitionSpec:
     parts = _size(mesh, TENSOR)
-    layer = names[-2] if len(names) > 1 else ""
-    dimensions, split = (_LAYERS.get(layer, {}) | _VOCABULARY).get(names[-1] if names else "", (0, 0))
+    layer, name = ["", "", *jax.tree_util.keystr(path, simple=True, separator="\n").split("\n")][-2:]
+    dimensions, split = (_LAYERS.get(layer, {}) | _VOCABULARY).get(name, (0, 0))
     if parts == 1 or not dimensions or len(shape) != dimensions or shape[split] % parts:
         return PartitionSpec()
     if layer in ("k_proj", "v_proj") and heads % parts:
@@ -107,8 +107,3 @@ def _spec(names: list[str], shape: tuple[int, ...], mesh: Mesh, heads: int) -> P
 
 def _size(mesh: Mesh, axis: str) -> int:
     return int(mesh.shape.get(axis, 1))
-
-
-def _name(key: Any) -> str:
-    """Of a dictionary's, a tuple's or a dataclass's entry."""
-    return str(next((getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)), key))

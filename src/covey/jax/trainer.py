@@ -195,7 +195,12 @@ class Trainer(ABC):
 
         Raises `CheckpointError`: there is no checkpoint, it is damaged, or it belongs to another model or optimiser.
         """
-        path = _newest(Path(folder).absolute())
+        path = Path(folder).absolute()
+        if not (path.name.isdigit() and path.is_dir()):
+            steps = [entry for entry in path.glob("*") if entry.name.isdigit()]
+            if not steps:
+                raise CheckpointError(f"{path}: holds no checkpoint; name the folder that save_checkpoint was given")
+            path = max(steps, key=lambda entry: int(entry.name))
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, self._tree(state))
         try:
             with ocp.StandardCheckpointer() as checkpointer:
@@ -211,15 +216,6 @@ class Trainer(ABC):
     def _tree(self, state: TrainState) -> dict[str, Any]:
         parts = {"step": state.step, "params": state.params, "opt_state": state.opt_state}
         return parts | {"constants": self.constants()}
-
-
-def _newest(folder: Path) -> Path:
-    if folder.name.isdigit() and folder.is_dir():
-        return folder
-    steps = [entry for entry in folder.glob("*") if entry.name.isdigit()] if folder.is_dir() else []
-    if not steps:
-        raise CheckpointError(f"{folder}: holds no checkpoint; name the folder that save_checkpoint was given")
-    return max(steps, key=lambda entry: int(entry.name))
 
 
 def make_optimizer(

@@ -376,7 +376,6 @@ class _EpisodeLoop:
         live.acting = False
 
     def _ask(self, live: LiveEpisode) -> None:
-        """Let the policy take its next turn."""
         stream = (*live.stream, len(live.turns))
         try:
             choices = self._player.choices(live)
@@ -529,10 +528,7 @@ def same_action_ratio(groups: Iterable[Group]) -> float | None:
                 met.setdefault(turn.observation, []).append((number, turn))
         for turns in met.values():
             if len({number for number, _ in turns}) > 1:
+                done = {turn.said if turn.action is None else turn.action for _, turn in turns}
                 shared += len(turns)
-                alike += len(turns) * (len({_done(turn) for _, turn in turns}) == 1)
+                alike += len(turns) * (len(done) == 1)
     return alike / shared if shared else None
-
-
-def _done(turn: Turn) -> str:
-    return turn.said if turn.action is None else turn.action

@@ -140,7 +140,6 @@ def _some(group: Group, kept: BoolArray) -> Group:
 def _without_advantages(
     groups: Sequence[Group], algorithm: AlgorithmConfig, environment: EnvironmentConfig, has_answer: HasAnswer
 ) -> Batch:
-    """The episodes with their masks."""
     episodes = tuple(episode for group in groups for episode in group.episodes)
     exists = np.arange(max(e.num_sampled for e in episodes))[None, :] < np.array([[e.num_sampled] for e in episodes])
     ends, texts = [episode.finish_reason for episode in episodes], [episode.text for episode in episodes]

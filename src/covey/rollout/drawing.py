@@ -151,7 +151,6 @@ def only_way_on(choices: Choices | None, said: Sequence[int]) -> tuple[int, ...]
     return left.pop()[len(begun) :] if len(left) == 1 else None
 
 
-_UNFINISHED = "\ufffd"
 _LONGEST_CHARACTER = 8
 """Tokens that an unfinished character may have: UTF-8's have at most four bytes, so text after these is settled."""
 
@@ -182,7 +181,7 @@ class StopMatcher:
         text = self._tail + after[len(before) :]
         if before and after == before:  # an id without a text: a window of these alone would lose the next one's space
             del self._ids[self._settled :]
-        elif not after.endswith(_UNFINISHED) or len(self._ids) - self._settled >= _LONGEST_CHARACTER:
+        elif not after.endswith("\ufffd") or len(self._ids) - self._settled >= _LONGEST_CHARACTER:
             self._tail = text[len(text) - self._overlap :] if self._overlap < len(text) else text
             del self._ids[: self._window]
             self._window, self._settled = self._settled - self._window, len(self._ids)

@@ -208,8 +208,9 @@ def pack_episodes(
         return [_build(episodes, part, shared=False) for part in _rectangles(inputs, tokens_per_pack)]
     root = build_trie(inputs)
     if whole_trees:
-        for tree in root.children:
-            _gather(tree)
+        for tree in root.children:  # each becomes one node, which is not cut
+            rows = sorted(row for node in tree.nodes() for row in node.ending)
+            tree.end, tree.ending, tree.children = tree.begin + tree.size, rows, []
     parts = partition(root, tokens_per_pack)
     return [_build(episodes, {row: inputs[row] for row in sorted(part)}) for part in parts]
 
@@ -224,12 +225,6 @@ def _rectangles(inputs: Mapping[int, IntArray], budget: int) -> list[dict[int, I
             longest = len(inputs[row])
         found[-1][row] = inputs[row]
     return found
-
-
-def _gather(tree: Node) -> None:
-    """Make a tree one thing that is not cut."""
-    rows = sorted(row for node in tree.nodes() for row in node.ending)
-    tree.end, tree.ending, tree.children = tree.begin + tree.size, rows, []
 
 
 def count_tokens(episodes: Sequence[Episode], rows: Sequence[int] | IntArray, computed: int) -> TokenCounts:

@@ -256,7 +256,6 @@ class Scorer:
             self._metrics, self._extras = metrics, extras
 
     def _score(self, asked: Asked, specs: Sequence[RewardSpec]) -> dict[str, Rewards]:
-        """Rewards of some of the functions, by name."""
         count, rows = len(asked.episodes), [prompt.uid for prompt in asked.prompts]
         shared: dict[str, Any] = {
             "prompt_ends": [prompt.end for prompt in asked.prompts],

@@ -69,18 +69,13 @@ def build_trie(sequences: Mapping[int, IntArray]) -> Node:
                 child = Node(node.end, whole, rows[begin])
                 node.children.append(child)
                 waiting.append((child, begin, end))
-    _finish(root, order)
-    return root
-
-
-def _finish(root: Node, order: Mapping[int, int]) -> None:
-    """Sizes, and children in the order of their first rows."""
-    first: dict[int, int] = {}
+    earliest: dict[int, int] = {}
     for node in reversed(list(root.nodes())):
         node.size = node.length + sum(child.size for child in node.children)
-        node.children.sort(key=lambda child: first[id(child)])
-        places = [order[row] for row in node.ending] + [first[id(child)] for child in node.children[:1]]
-        first[id(node)] = min(places, default=0)
+        node.children.sort(key=lambda child: earliest[id(child)])
+        places = [order[row] for row in node.ending] + [earliest[id(child)] for child in node.children[:1]]
+        earliest[id(node)] = min(places, default=0)
+    return root
 
 
 def in_common(one: IntArray, two: IntArray) -> int:

@@ -16,14 +16,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from covey.errors import GenerationError
-from covey.rollout.drawing import Choices, StopMatcher, following, only_way_on, stream_key
+from covey.rollout.drawing import Choices, StopMatcher, cut_choices, following, only_way_on, stream_key
 from covey.types import Allows, Completion, FinishReason, IntArray, Progress, Request, SamplingSettings, Support
 
 NO_LIMIT = 1 << 62
@@ -103,6 +103,15 @@ class Row:
         """All tokens of the conversation, the prompt first."""
         return np.concatenate([self.prompt_ids, np.array(self.own, dtype=np.int64)])
 
+    def turn_request(self) -> Request:
+        """The present turn, with all that was said before."""
+        return Request(self.history(), self.stream, cut_choices(self.choices, self.limit))
+
+    def turn_settings(self) -> SamplingSettings:
+        """Those of `turn_request`: an engine refuses choices that cannot be said whole, here the turn is cut short."""
+        settings = replace(self.settings, max_tokens=self.limit)
+        return settings if self.choices is None else replace(settings, stop_strings=())
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drawn:
@@ -115,6 +124,12 @@ class Drawn:
     support: Sequence[Sequence[IntArray | None]] | None = None
     # for each row why its turn is over, from a device that applies the stop rules itself
     finished: Sequence[FinishReason] | None = None
+
+    @classmethod
+    def whole(cls, row: Row, found: Completion) -> Drawn:
+        """A turn that was sampled to its end."""
+        support = None if found.support is None else [np.split(found.support.ids, found.support.offsets[1:-1])]
+        return cls([row], found.token_ids[None], found.logprobs[None], support, [found.finish_reason])
 
 
 class Device:
@@ -367,7 +382,6 @@ class Session(Generic[D]):
 
     @staticmethod
     def _ended(row: Row, token: int) -> bool:
-        """Whether the turn is over with this token."""
         if row.forced is not None:
             row.finish_reason = "length" if row.sampled == len(row.forced) else None
         elif token in row.settings.eos_token_ids or (row.matcher is not None and row.matcher.push(token)):

@@ -23,17 +23,22 @@ import numpy as np
 from covey.errors import CoveyError
 from covey.serving.batching import Answer, BatchingEngine, Job, unheld
 from covey.serving.json_output import json_rules
-from covey.serving.requests import (
-    MAX_COMPLETIONS,
-    ChatRequest,
-    CompletionRequest,
-    RequestError,
-    chat_text,
-    read_request,
-)
+from covey.serving.requests import ChatRequest, CompletionRequest, RequestError, chat_text, read_request
 from covey.types import Request, SamplingSettings
 
 Asked = CompletionRequest | ChatRequest
+Done = TypeVar("Done")
+_Told = asyncio.Queue[tuple[int, Any]]
+"""Which completion, and its end, what went wrong, or new tokens."""
+_CHARACTERS = 32
+"""Most characters of a prompt for each token of the context: a longer text does not fit, and is not tokenised."""
+_LONGEST_TEXT = 1 << 20
+_LARGE_BODY = 1 << 16
+"""Larger ones are read one after the other: each holds the interpreter for a moment."""
+_TOLD_AT_ONCE = 64
+"""Pieces of a stream that are decoded in one go."""
+_AT_ONCE = 4096
+"""Entries of a list that are written without a pause: other threads wait for each such piece."""
 _KEPT = 8
 """Tokens before the next one that are decoded with it: their text settles what depends on what came before, and they
 have more bytes than the longest character."""
@@ -83,10 +88,6 @@ class GrowingText:
         return new
 
 
-_AT_ONCE = 4096
-"""Entries of a list that are written without a pause: other threads wait for each such piece."""
-
-
 def envelope(asked: Asked, model: str) -> dict[str, Any]:
     """What every answer, and every event of a stream, begins with."""
     chat = isinstance(asked, ChatRequest)
@@ -129,18 +130,6 @@ def _pieces(value: Any) -> Iterator[str]:
         yield "]"
     else:
         yield json.dumps(value)
-
-
-Done = TypeVar("Done")
-_Told = asyncio.Queue[tuple[int, Any]]
-"""Which completion, and its end, what went wrong, or new tokens."""
-_CHARACTERS = 32
-"""Most characters of a prompt for each token of the context: a longer text does not fit, and is not tokenised."""
-_LONGEST_TEXT = 1 << 20
-_LARGE_BODY = 1 << 16
-"""Larger ones are read one after the other: each holds the interpreter for a moment."""
-_TOLD_AT_ONCE = 64
-"""Pieces of a stream that are decoded in one go."""
 
 
 class UnknownModelError(CoveyError):
@@ -229,8 +218,6 @@ class Answering:
             raise
         return jobs, queue
 
-    # ------------------------------------------------------------------ beside the event loop
-
     async def _in_thread(self, do: Callable[..., Done], *args: Any) -> Done:
         return await asyncio.get_running_loop().run_in_executor(self._threads, do, *args)
 
@@ -241,12 +228,9 @@ class Answering:
             prompts = [self._encoded(text, special=False)]
             longest = asked.max_completion_tokens or asked.max_tokens or self._engine.max_completion_length
         else:
-            given = asked.prompts()
-            self._check_count(len(given) * asked.n)
-            prompts = [self._ids(prompt) for prompt in given]
+            prompts = [self._ids(prompt) for prompt in asked.prompts()]
             longest = asked.max_tokens
         count = len(prompts) * asked.n
-        self._check_count(count)
         for name in ("streams", "choices"):
             values = getattr(asked, name)
             if values is not None and len(values) != count:
@@ -262,10 +246,6 @@ class Answering:
             for ids, stream, some in zip(arrays, streams, choices, strict=True)
         ]
         return requests, asked.settings(longest, self._ends, self._engine.vocabulary)
-
-    def _check_count(self, count: int) -> None:
-        if not 1 <= count <= MAX_COMPLETIONS:
-            raise RequestError(f"{count} completions in one request; ask for 1 to {MAX_COMPLETIONS}")
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -316,8 +296,6 @@ class Answering:
             "content": [{"token": t, "logprob": lp, "bytes": list(t.encode()), "top_logprobs": []} for t, lp in pairs]
         }
 
-    # ------------------------------------------------------------------ streams
-
     async def _events(self, asked: Asked, jobs: list[Job], queue: _Told) -> AsyncIterator[list[str]]:
         common, texts = envelope(asked, self._name), dict[int, GrowingText]()
         left, sampled = len(jobs), 0
@@ -341,11 +319,7 @@ class Answering:
                 self._engine.cancel(jobs)
 
     def _written(
-        self,
-        asked: Asked,
-        common: dict[str, Any],
-        told: Sequence[tuple[int, Any]],
-        texts: dict[int, GrowingText],
+        self, asked: Asked, common: dict[str, Any], told: Sequence[tuple[int, Any]], texts: dict[int, GrowingText]
     ) -> list[str]:
         """The events of what the engine told of the completions, up to what went wrong."""
         events: list[str] = []

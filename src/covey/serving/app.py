@@ -16,6 +16,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import IO, Annotated, Any
 
 from fastapi import FastAPI, Request
@@ -160,8 +161,6 @@ def _digits(value: Any) -> Any:
 
 
 class _Form(BaseModel):
-    """The texts of an upload."""
-
     policy_version: Annotated[int | None, Field(ge=1, le=1 << 53), BeforeValidator(_digits)] = None
     trainer: str = Field(default="", max_length=200)
     takeover: bool = False
@@ -179,7 +178,6 @@ class _Form(BaseModel):
 def _read_upload(
     kind: str, body: IO[bytes], layers: Mapping[str, tuple[int, int]], lease: TrainerLease
 ) -> tuple[Adapter, _Form]:
-    """An upload, checked, with its hash."""
     parts = read_form(kind, body, _PARTS)
     form = _Form.of({name: parts[name] for name in _PARTS[2:] if name in parts})
     lease.check(form.trainer, takeover=form.takeover)
@@ -200,23 +198,19 @@ def _add_errors(app: FastAPI) -> None:
         503: (NoWeightsError,),
     }
 
-    def answer(status: int) -> Any:
-        async def handler(_: Request, error: Exception) -> JSONResponse:
+    async def answer(_: Request, error: Any) -> JSONResponse:
+        if isinstance(error, HTTPException):
+            status, message, headers = error.status_code, str(error.detail), error.headers
+        else:
+            status = next(status for status, kinds in statuses.items() if isinstance(error, kinds))
             message = str(error).encode("utf-8", "replace").decode()  # half a character may stand in a name
             headers = {"Retry-After": "1"} if status == 429 else None
-            body = {"error": {"message": message, "type": type(error).__name__, "code": status}}
-            return JSONResponse(body, status_code=status, headers=headers)
+        body = {"error": {"message": message, "type": type(error).__name__, "code": status}}
+        return JSONResponse(body, status_code=status, headers=headers)
 
-        return handler
-
-    async def unknown(_: Request, error: Any) -> JSONResponse:
-        body = {"error": {"message": str(error.detail), "type": "HTTPException", "code": error.status_code}}
-        return JSONResponse(body, status_code=error.status_code, headers=error.headers)
-
-    for status, kinds in statuses.items():
-        for kind in kinds:
-            app.add_exception_handler(kind, answer(status))
-    app.add_exception_handler(HTTPException, unknown)
+    app.add_exception_handler(HTTPException, answer)
+    for kind in chain.from_iterable(statuses.values()):
+        app.add_exception_handler(kind, answer)
 
 
 @dataclass(frozen=True, slots=True)

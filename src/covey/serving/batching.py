@@ -382,8 +382,7 @@ class BatchingEngine:
         for job in list(self._running.values()):
             self._tell(job)
             if job.kept["ids"] > _MOST_KEPT_IDS:
-                del self._running[id(job.row)]
-                self._session.drop(job.row)
+                self._drop(job)
                 self._end(job, GenerationError(f"return_support: more than {_MOST_KEPT_IDS} ids; lower top_k or n"))
 
     def _tell(self, job: Job) -> None:
@@ -429,7 +428,6 @@ class BatchingEngine:
         return session
 
     def _check(self, job: Job) -> None:
-        """Refuse what this engine cannot do, before it is among the others."""
         ids, asked, choices = job.request.token_ids, job.settings.max_tokens, job.request.choices
         length = len(ids)
         try:

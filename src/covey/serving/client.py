@@ -172,12 +172,14 @@ class InferenceClient:
         except httpx.HTTPError as error:
             raise _BusyError(f"{type(error).__name__}: {error}") from error
         if response.is_redirect:  # what follows one asks for something else, or twice
-            there = (
-                f"{response.headers.get('location', '')!r:.200}; set server.inference_server_url to where the server is"
-            )
-            raise RefusedError(f"{self.url}{path} redirects to {there}", response.status_code)
+            there, fix = response.headers.get("location", ""), "set server.inference_server_url to where the server is"
+            raise RefusedError(f"{self.url}{path} redirects to {there!r:.200}; {fix}", response.status_code)
         if response.status_code < 400:
-            return _json_of(response)
+            try:
+                found = response.json()
+            except (ValueError, RecursionError):
+                return {"text": response.text}
+            return found if isinstance(found, dict) else {"value": found}
         if response.status_code in _AGAIN:
             raise _BusyError(f"{response.status_code}: {_message(response)}")
         raise RefusedError(f"{self.url}{path}: {_message(response)}", response.status_code)
@@ -212,18 +214,10 @@ async def upload_adapter_weights(
     a warning is logged and the local version counts. One request may take `timeout` seconds; it is repeated for
     `retry_seconds` while the server is busy or does not answer. Raises `ServingError`: the upload failed.
     """
+    what: dict[str, Any] = {"policy_version": policy_version, "trainer": trainer, "restart": policy_version == 1}
     client = InferenceClient(inference_server_url, token, timeout=timeout, retry_seconds=retry_seconds)
-    try:
-        answer = await asyncio.to_thread(
-            client.upload_adapter,
-            adapter_weights,
-            adapter_config,
-            policy_version=policy_version,
-            trainer=trainer,
-            restart=policy_version == 1,
-        )
-    finally:
-        client.close()
+    with contextlib.closing(client):
+        answer = await asyncio.to_thread(client.upload_adapter, adapter_weights, adapter_config, **what)
     warn_of_mismatch(answer.policy_version, policy_version, client.url)
     return answer.policy_version
 
@@ -233,14 +227,6 @@ def warn_of_mismatch(found: int, expected: int, url: str) -> None:
     if found != expected:
         told = "%s reports policy version %d, expected was %d; the local version counts"
         log.warning(told, url, found, expected)
-
-
-def _json_of(response: httpx.Response) -> dict[str, Any]:
-    try:
-        found = response.json()
-    except (ValueError, RecursionError):
-        return {"text": response.text}
-    return found if isinstance(found, dict) else {"value": found}
 
 
 def _message(response: httpx.Response) -> str:

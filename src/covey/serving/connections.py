@@ -66,7 +66,13 @@ class Connections:
     _sweeping: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
-        self._most = min(self.limits.all, _files() - 128)
+        # so many files the process may have open, after asking for more where that is allowed
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = 4096 if hard == resource.RLIM_INFINITY else min(4096, hard)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+        self._most = self.limits.all if soft == resource.RLIM_INFINITY else min(self.limits.all, soft - 128)
 
     def protocol(self, *args: Any, **kwargs: Any) -> asyncio.Protocol:
         """A new connection's protocol; arguments are uvicorn's."""
@@ -272,16 +278,6 @@ class _Connection(H11Protocol):
     def _owes(self, what: str | None) -> None:
         if what != self.owing:
             self.owing, self.since = what, time.monotonic()
-
-
-def _files() -> int:
-    """How many files the process may have open, after asking for more where that is allowed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 4096 if hard == resource.RLIM_INFINITY else min(4096, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
-    return 1 << 30 if soft == resource.RLIM_INFINITY else soft
 
 
 def uvicorn_server(app: Any, limits: ConnectionLimits, **options: Any) -> uvicorn.Server:

@@ -96,19 +96,18 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        if scope["path"] != "/health" and not self._authorized(headers.get("authorization", "")):
-            await _refuse(send, 401, "this server wants a bearer token: Authorization: Bearer TOKEN")
-            return
+        token, given = self._settings.token, headers.get("authorization", "")
+        known = token is None or hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
+        if scope["path"] != "/health" and not known:
+            return await _refuse(send, 401, "this server wants a bearer token: Authorization: Bearer TOKEN")
         listening = (scope.get("server") or ("", None))[0]
-        if self._settings.token is None and (trouble := origin_problem(headers, listening)):
-            await _refuse(send, 403, trouble)
-            return
+        if token is None and (trouble := origin_problem(headers, listening)):
+            return await _refuse(send, 403, trouble)
         upload = scope["path"] == "/upload_adapter"
         limit = self._settings.max_upload_bytes if upload else self._settings.max_body_bytes
         length = headers.get("content-length", "0")
         if not re.fullmatch("[0-9]{1,18}", length) or int(length) > limit:
-            await _refuse(send, 413, f"the body has {length[:20]} bytes; this server takes up to {limit}")
-            return
+            return await _refuse(send, 413, f"the body has {length[:20]} bytes; this server takes up to {limit}")
         body = _Body(receive, limit, self._make_room)
         if upload:
             self._uploads[body] = None
@@ -130,10 +129,6 @@ class Gate:
         if arriving and sum(one.size for one in self._uploads) > _UPLOADS * self._settings.max_upload_bytes:
             del self._uploads[arriving[0]]
             arriving[0].give_up()
-
-    def _authorized(self, authorization: str) -> bool:
-        token = self._settings.token
-        return token is None or hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode())
 
 
 class _BodyError(Exception):

@@ -32,7 +32,6 @@ def json_rules(schema: Mapping[str, Any], tokenizer: Any, size: int, ends: tuple
     whole = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False, **_LIMITS))
     if whole.is_error():
         raise RequestError(f"response_format: the schema is not served: {whole.get_error():.300}")
-
     refused: list[GenerationError] = []  # for one completion: the others need not find out for themselves
 
     def rule() -> Allows:

@@ -13,14 +13,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from covey.errors import GenerationError, ServingError, naming, raised_at
-from covey.rollout.drawing import cut_choices
 from covey.rollout.learning import NO_VERSION, Weights, version_in_words
 from covey.rollout.turns import Device, Drawn, Row, Session
 from covey.serving.client import OTHER_SERVERS, InferenceClient, RefusedError
@@ -117,13 +115,7 @@ class RemoteEngine:
         return [found[place] for place in range(len(requests))]
 
     def session(
-        self,
-        settings: SamplingSettings,
-        *,
-        policy_version: int,
-        rows: int,
-        own_tokens: int,
-        prompt_lengths: Sequence[int],
+        self, settings: SamplingSettings, *, policy_version: int, own_tokens: int, **room: Any
     ) -> Session[RemoteDevice]:
         """Conversations of several turns; each turn is a request with all that was said before."""
         self._check(settings, policy_version)
@@ -132,8 +124,6 @@ class RemoteEngine:
     def close(self) -> None:
         """Another trainer may have the server. What is asked of it afterwards still works."""
         self.dialect.close()
-
-    # ------------------------------------------------------------------ inside
 
     def submit(self, request: Request, settings: SamplingSettings, version: int) -> Future[list[Completion]]:
         """Asks for one completion in a thread."""
@@ -146,14 +136,6 @@ class RemoteEngine:
         with self._naming("request"):
             path, body = self.dialect.request(requests, settings)
         return self.dialect.client.post(path, body)
-
-    def _recover(self, error: RefusedError, held: Upload, known: int) -> None:
-        """Give the server back what it has lost, unless another request has done so since `known` recoveries."""
-        with self._recovering:
-            if self._recoveries == known:
-                if not self.dialect.recover(error, held):
-                    raise GenerationError(str(error)) from error
-                self._recoveries += 1
 
     def _check(self, settings: SamplingSettings, policy_version: int) -> None:
         if policy_version != self._version:
@@ -174,7 +156,11 @@ class RemoteEngine:
         try:
             answer = self._ask(requests, settings)
         except RefusedError as error:
-            self._recover(error, held, recoveries)
+            with self._recovering:
+                if self._recoveries == recoveries:  # no other request has given the server back what it has lost
+                    if not dialect.recover(error, held):
+                        raise GenerationError(str(error)) from error
+                    self._recoveries += 1
             answer = self._ask(requests, settings)
         try:
             found = dialect.read(answer, len(requests))
@@ -198,15 +184,14 @@ class RemoteDevice(Device):
         self._asked: dict[Future[list[Completion]], Row] = {}
 
     def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
-        """Asks for the first turns."""
-        while queue:
-            self._ask(queue.popleft())
-        return iter(())
+        """Ask for the first turns."""
+        return self.extend(queue)
 
-    def extend(self, resuming: list[Row]) -> Iterator[Drawn]:
+    def extend(self, resuming: list[Row] | deque[Row]) -> Iterator[Drawn]:
         """Ask for the next turns, with all that was said before."""
-        while resuming:
-            self._ask(resuming.pop(0))
+        for row in resuming:
+            self._asked[self._engine.submit(row.turn_request(), row.turn_settings(), self._version)] = row
+        resuming.clear()
         return iter(())
 
     def decode(self, waiting: int) -> Iterator[Drawn]:
@@ -214,30 +199,17 @@ class RemoteDevice(Device):
         wait(self._asked, return_when=FIRST_COMPLETED)
         for future in [future for future in self._asked if future.done()]:
             row, (found,) = self._asked.pop(future), future.result()
-            kept = found.support
-            support = None if kept is None else [np.split(kept.ids, kept.offsets[1:-1])]
-            yield Drawn([row], found.token_ids[None], found.logprobs[None], support, [found.finish_reason])
+            yield Drawn.whole(row, found)
 
     def drop(self, row: Row) -> None:
         """Nobody waits for its turn any more."""
         self._asked = {future: one for future, one in self._asked.items() if one is not row}
 
-    def _ask(self, row: Row) -> None:
-        settings = replace(row.settings, max_tokens=row.limit)
-        if row.choices is not None:  # the server refuses what cannot be said whole: here the turn is cut short
-            settings = replace(settings, stop_strings=())
-        request = Request(row.history(), row.stream, cut_choices(row.choices, row.limit))
-        self._asked[self._engine.submit(request, settings, self._version)] = row
-
 
 def _checked(
     sampled: Sampled, settings: SamplingSettings, version: int, url: str, vocabulary: int | None
 ) -> Completion:
-    """A completion that can be trained on.
-
-    Raises `ServingError`: it has no tokens, too many of them, tokens that the policy does not have or that stand behind
-    its end, or log-probabilities that are not theirs.
-    """
+    """A completion that can be trained on, or else a `ServingError`."""
     ids, logprobs = np.array(sampled.token_ids), np.array(sampled.logprobs, dtype=np.float32)
     kept = sampled.support
     support = None if kept is None else Support(*(np.array(part, dtype=np.int64) for part in kept))

@@ -83,7 +83,7 @@ _MOST_LISTS, _MOST_VALUES = 100_000, 1_000_000
 """Lists, objects and names in a body, each of which costs far more than its bytes; values in lists and objects."""
 _BYTES_PER_SECOND = 1e8
 """Other threads run for a while between two steps of reading a body, each of which holds the interpreter."""
-_SMALLEST_TEMPERATURE = 0.001
+_SMALLEST_TEMPERATURE, _LONGEST_VALUE = 0.001, 1000
 _BESIDE_SCHEMA: dict[Any, Any] = {"name": [str], "description": [str, type(None)], "strict": [bool, type(None)]}
 
 Choice = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
@@ -197,7 +197,7 @@ class CompletionRequest(_Sampling):
     logprobs: int | None = Field(default=None, ge=0, le=1)
 
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt, as text or ids. Raises `RequestError`: it is no prompt."""
+        """Each prompt, as text or ids. Raises `RequestError`: it is no prompt, or there are too many."""
         if isinstance(self.prompt, str) or (self.prompt and all(type(token) is int for token in self.prompt)):
             return [self.prompt]
         if not self.prompt:
@@ -206,6 +206,8 @@ class CompletionRequest(_Sampling):
             whole = isinstance(prompt, list) and all(type(token) is int for token in prompt)
             if not whole and not isinstance(prompt, str):
                 raise RequestError("prompt: must be a text, a list of token ids, or a list of one of these")
+        if (count := len(self.prompt) * self.n) > MAX_COMPLETIONS:
+            raise RequestError(f"{count} completions in one request; ask for 1 to {MAX_COMPLETIONS}")
         return self.prompt
 
 
@@ -262,9 +264,6 @@ def read_request(kind: type[Asked], body: bytes) -> Asked:
     except ValidationError as error:
         lines = error.errors(include_url=False, include_input=False, include_context=False)[:5]
         raise RequestError("; ".join(f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in lines)) from error
-
-
-_LONGEST_VALUE = 1000
 
 
 def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any], limit: int) -> str:

@@ -133,10 +133,6 @@ class TrainerLease:
             self._holder, self._heard = trainer, self._clock()
 
 
-_TOKENS = 16
-"""Spread over the vocabulary."""
-
-
 @torch.inference_mode()
 def try_adapter(model: Any, adapter: Adapter) -> None:
     """Run `model` with an adapter once, on a few tokens, each adapted layer merged as it is needed.
@@ -177,7 +173,7 @@ def try_adapter(model: Any, adapter: Adapter) -> None:
     hooks = [layer.register_forward_hook(watch(name)) for name, layer in layers.items()]
     try:
         vocabulary = int(model.get_input_embeddings().weight.shape[0])
-        ids = torch.linspace(0, vocabulary - 1, _TOKENS).long()[None]
+        ids = torch.linspace(0, vocabulary - 1, 16).long()[None]
         logits = model(input_ids=ids.to(next(model.parameters()).device), use_cache=False).logits
     finally:
         for hook in hooks:

@@ -31,7 +31,7 @@ from covey.trl.generating import RolloutCollector
 from covey.trl.toolchat import UNREADABLE, ToolChat
 from covey.trl.tools import EMPTY, Call, Calls, Order, Scene, Toolset
 from covey.trl.translate import RATIO_FROM_THE_LEARNER, as_mapping, prompts_per_generation
-from covey.types import Completion, Episode, IntArray, Message, Progress, Prompt, SamplingSettings, Trajectory
+from covey.types import Completion, IntArray, Message, Progress, Prompt, SamplingSettings
 
 log = logging.getLogger("covey.trl")
 
@@ -276,7 +276,13 @@ class ToolCollector(Scoring):
         tables = _Tables(scenes, self.calls)
         player = _ToolPlayer(scenes, tables, self.chat, settings, self.max_rounds)
         played = player.play(prompts, self.generator, settings, num_generations=num_generations, **how)
-        episodes = [self._episode(trajectory) for group in played for trajectory in group]
+        if not all(trajectory.episodes for trajectory in chain.from_iterable(played)):
+            raise GenerationError(
+                "a prompt with its tools leaves no room for an answer; shorten it or show fewer tools"
+            )
+        firsts = [trajectory.episodes[0] for trajectory in chain.from_iterable(played)]
+        # their texts are those of the tools too
+        episodes = [replace(e, text=self.decode(e.token_ids[e.prompt_length :].tolist())) for e in firsts]
         began = time.perf_counter()
         messages = [player.said(number) for number in range(len(scenes))]
         rewards, parts = self.scorer.score([scene.prompt for scene in scenes], episodes, messages)
@@ -288,12 +294,3 @@ class ToolCollector(Scoring):
             calls=tables.count,
             failures=tables.failures,
         )
-
-    def _episode(self, trajectory: Trajectory) -> Episode:
-        """Its text is that of the tools too."""
-        if not trajectory.episodes:
-            raise GenerationError(
-                "a prompt with its tools leaves no room for an answer; shorten it or show fewer tools"
-            )
-        episode = trajectory.episodes[0]
-        return replace(episode, text=self.decode(episode.token_ids[episode.prompt_length :].tolist()))

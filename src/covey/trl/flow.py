@@ -172,7 +172,6 @@ class Flow:
         self.control = getattr(self._trainer.callback_handler, event)(self.args, self.state, self.control, **what)
 
     def _ask(self, control: TrainerControl) -> TrainerControl:
-        """Pass on what callbacks ask for."""
         self._asked_to_save |= self.control.should_save
         for name in ("should_save", "should_evaluate"):
             setattr(control, name, getattr(control, name) or getattr(self.control, name))

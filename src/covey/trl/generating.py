@@ -141,8 +141,6 @@ class Generating:
 
 
 class _GenerateDevice(Device):
-    """Asks for whole turns."""
-
     def __init__(self, sampler: Generating, own_tokens: int) -> None:
         super().__init__(sampler.context_length, own_tokens)
         self._sampler = sampler
@@ -211,7 +209,9 @@ class RolloutCollector(Scoring):
 
     def _episode(self, fields: Mapping[str, Any], place: int, settings: SamplingSettings, version: int) -> Episode:
         prompt, completion = (np.asarray(fields[name][place], np.int64).reshape(-1) for name in _REQUIRED[:2])
-        logprobs = np.array([_first(value) for value in fields["logprobs"][place]], np.float32)
+        # of several for a token, the first is the sampled one's
+        firsts = [x[0] if isinstance(x, list | tuple) else x for x in fields["logprobs"][place]]
+        logprobs = np.array([np.nan if x is None else float(x) for x in firsts], np.float32)
         mask = np.asarray(fields["env_mask"][place] if "env_mask" in fields else np.ones(len(completion))).astype(bool)
         if not len(prompt) or not len(completion) or not len(completion) == len(logprobs) == len(mask):
             raise GenerationError(
@@ -251,12 +251,6 @@ def _checked(returned: Any, count: int) -> dict[str, Any]:
 
 def _raised(error: Exception) -> str:
     return f"raised {type(error).__name__}: {error!s:.300}{raised_at(error)}"
-
-
-def _first(value: Any) -> float:
-    """A log-probability, NaN for None; of several for a token, the first is the sampled one's."""
-    value = value[0] if isinstance(value, list | tuple) else value
-    return float("nan") if value is None else float(value)
 
 
 def measured(episodes: Sequence[Episode], learner: Learner, temperature: float) -> list[Episode]:

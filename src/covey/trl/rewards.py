@@ -18,13 +18,11 @@ _told: set[str] = set()
 _THOUGHT = re.compile(r"<think>(?!.*<think>)(.*?)</think>.*", re.DOTALL)
 
 
-class _AsTRL(MathReward):
-    _as_trl = True
-
-
 @cache
 def _equal() -> MathReward:
-    return _AsTRL("solution")
+    found = MathReward("solution")
+    found._as_trl = True
+    return found
 
 
 def accuracy_reward(completions: Sequence[Any], solution: Sequence[Any], **columns: Any) -> list[float | None]:

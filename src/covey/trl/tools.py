@@ -23,9 +23,8 @@ from covey.types import Message, Prompt
 log = logging.getLogger(__name__)
 
 Tool = Callable[..., Any]  # with type hints and a docstring in Google's style, sync or async
-INDEX = (
-    "_completion_idx"  # an argument that gets the number of the completion that calls, and is not shown to the model
-)
+INDEX = "_completion_idx"
+"""An argument that gets the number of the completion that calls, and is not shown to the model."""
 EMPTY: Message = {"role": "user", "content": ""}  # what is asked where the environment's `reset` says it all
 _OWN = ("reset", "get_reward")  # methods that the model cannot call
 
@@ -212,7 +211,6 @@ class Toolset:
         return name
 
     def _reset(self, environment: Any, prompt: Prompt) -> list[Message]:
-        """The prompt with what the environment says."""
         messages = [dict(message) for message in prompt.content if isinstance(message, dict)]
         left_out = {"environments", "environment"} if self._by_name else {"environments"}
         row = {name: value for name, value in prompt.columns.items() if name not in left_out}

@@ -188,7 +188,6 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         return load_rows(dataset)
 
     def _make_run(self, model: Any, tokenizer: Any) -> Run:
-        """The trainer underneath, with all that it is to have."""
         per_epoch = max(len(self._rows) // prompts_per_generation(self.args), 1)
         self._flow = Flow(
             self,
@@ -396,7 +395,6 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         return metrics
 
     def _evaluate_others(self) -> None:
-        """The evaluation sets that the run does not measure itself."""
         self.evaluate({name: rows for name, rows in self._named.items() if name != self._own})
 
     def end(self) -> None:

@@ -92,21 +92,17 @@ def _mismatch(args: GRPOConfig) -> dict[str, Any]:
     return {"importance_sampling_correction": ":".join([mode, *(repr(float(bound)) for bound in bounds)])}
 
 
-def _kind(url: str) -> str:
-    """`covey serve` tells the version of its weights; whatever else answers, or does not, counts as vLLM."""
-    try:
-        found = httpx.get(f"{url.rstrip('/')}/health", timeout=5).json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
-        return "vllm"
-    return "covey" if isinstance(found, dict) and "policy_version" in found else "vllm"
-
-
 def _server(args: GRPOConfig) -> dict[str, Any]:
     if not (args.use_vllm and args.vllm_mode == "server"):
         return {}
     host = "127.0.0.1" if args.vllm_server_host == "0.0.0.0" else args.vllm_server_host  # an address to listen on
     url = args.vllm_server_base_url or f"http://{host}:{args.vllm_server_port}"
-    found = {"inference_server_url": url, "inference_server_kind": _kind(url)}
+    try:  # `covey serve` tells the version of its weights; whatever else answers, or does not, counts as vLLM
+        told = httpx.get(f"{url.rstrip('/')}/health", timeout=5).json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+        told = None
+    kind = "covey" if isinstance(told, dict) and "policy_version" in told else "vllm"
+    found = {"inference_server_url": url, "inference_server_kind": kind}
     return found | {"server_retry_seconds": float(args.vllm_server_timeout)}
 
 

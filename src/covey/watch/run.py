@@ -32,6 +32,9 @@ PIECE = 4 << 20
 _TRACE = 64
 _MOST_LINES, _LONGEST = 1_000_000, 1 << 20
 """Lines that are passed over for it, and bytes of one line."""
+_MOST_ENTRIES, _MOST_CONFIG, _LONG_LINE, _MOST_SAMPLERS = 200_000, 256 << 10, 1000, 500
+_THINNED, _MOST_SEARCHED = 2000, 2000
+"""Steps of a long run in a file that is sent, and tables in one search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +114,6 @@ def _records(content: bytes, is_record: Callable[[Record], bool]) -> tuple[list[
     found = [read_json(line, dict) for line in content.splitlines()]
     records = [record for record in found if record is not None and is_record(record)]
     return records, len(found) - len(records)
-
-
-# ---------------------------------------------------------------------- the run
-
-_MOST_ENTRIES, _MOST_CONFIG, _LONG_LINE, _MOST_SAMPLERS = 200_000, 256 << 10, 1000, 500
-_THINNED, _MOST_SEARCHED = 2000, 2000
-"""Steps of a long run in a file that is sent, and tables in one search."""
 
 
 class WatchedRun:
@@ -207,8 +203,11 @@ class WatchedRun:
             self._place = piece.end, piece.mark
             if piece.restarted:
                 self._doctor = Doctor()
-            for record in map(_moderate, piece.records):
-                self._doctor.check(record)
+            for record in piece.records:  # without numbers whose squares have no float; no run measures such
+                own = {
+                    k: v for k, v in record.items() if k == "step" or not isinstance(v, int | float) or abs(v) < 1e100
+                }
+                self._doctor.check(own)
             said = [
                 {"step": one.since, "now": one.present}
                 | {name: getattr(one.diagnosis, name) for name in ("code", "message", "fix")}
@@ -265,11 +264,6 @@ class WatchedRun:
         return self.folder.ledger / table_name(step) if ledger else self.folder.completions / table_name(step, kind)
 
 
-def _moderate(record: Record) -> Record:
-    """Without numbers whose squares have no float; no run measures such."""
-    return {k: v for k, v in record.items() if k == "step" or not isinstance(v, int | float) or abs(v) < 1e100}
-
-
 def labels(runs: Sequence[WatchedRun], full: bool = True) -> list[str]:
     """`run.run_name` of the runs, or else their folders' names; where two are the same, as much of the paths as tells
     them apart, or with `full=False` their places.
@@ -301,7 +295,6 @@ def _piece(piece: Piece) -> Record:
 
 
 def _numbered(folder: Path, kind: str) -> list[int]:
-    """Steps of the tables in a folder, ascending."""
     return sorted(step for each, step, _ in tables_in(folder, _MOST_ENTRIES) if each == kind and step < 10**12)
 
 

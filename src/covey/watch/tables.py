@@ -180,9 +180,6 @@ def _text(value: Any, most: int) -> str:
     return "" if value is None else (value if isinstance(value, str) else str(plain(value)))[:most]
 
 
-# ---------------------------------------------------------------------- the token ledger
-
-
 def _pull(known: Mapping[str, float]) -> float:
     return abs(known.get("gradient", 0.0))
 
@@ -221,8 +218,6 @@ def ledger_completion(rows: Sequence[Record], number: int, turn: int = 0) -> Rec
         told.append(known | share | {name: str(row.get(name) or "")[:500] for name in ("token", "masked_by")})
     return {"tokens": told}
 
-
-# ---------------------------------------------------------------------- processes that read
 
 MEMORY_MB = 2048
 """Address space of a process that reads; Python and pyarrow take 400 MB of it."""
@@ -313,8 +308,6 @@ def _page(found: Iterable[Record], sizes: Callable[[Record], tuple[int, int]]) -
 
 
 def _completions(path: Path, wanted: Record, offset: int) -> Record:
-    """Groups from the group `offset` on."""
-
     def sizes(group: Record) -> tuple[int, int]:
         texts = [row["completion"] for row in group["rows"]] + [message["content"] for message in group["prompt"]]
         return len(group["rows"]), sum(map(len, texts))
@@ -333,10 +326,7 @@ def _completion(path: Path, row: int) -> Record:
 
 
 def _some(path: Path, question: str, most: int | None, worst: bool, start: int) -> Record:
-    """Completions, whole, in their order or the lowest rewards first, from the place `start` on; and how many are left.
-
-    Those without a reward have no place in the order, and are left out of it.
-    """
+    """Whole completions, in their order or the lowest rewards first, from the place `start` on; how many are left."""
 
     def whole(index: int, group: Any) -> Record:
         own = {name: value for name, value in rows[index].items() if name not in PLACE}
@@ -358,9 +348,8 @@ def _some(path: Path, question: str, most: int | None, worst: bool, start: int) 
 def _prompts(path: Path, uids: Sequence[str] | None = None) -> Record:
     """What the user asked in some questions, or all, as far as they are in a table."""
     found = {uid: row.get("prompt") for row in _rows(path) if isinstance(uid := row.get("uid"), str)}
-    said = dict(
-        zip(found, differing([messages(prompt, WHOLE)[-1]["content"] for prompt in found.values()]), strict=True)
-    )
+    texts = differing([messages(prompt, WHOLE)[-1]["content"] for prompt in found.values()])
+    said = dict(zip(found, texts, strict=True))
     return {uid: said[uid][:_NAMED] for uid in (found if uids is None else uids) if uid in found}
 
 
@@ -372,9 +361,7 @@ def _compare(before: Path, after: str, shown: str, offset: int) -> Record:
 
 
 def _search(folder: Path, names: Sequence[str], wanted: Record) -> Record:
-    """Completions of several tables, one after another and until `SEARCH_SECONDS` are over or many are found (`hits`);
-    how many tables were `looked` through, and how many could not be read (`unread`).
-    """
+    """The `hits` in several tables, for a limited time; how many were `looked` through, or `unread`."""
     until = time.monotonic() + SEARCH_SECONDS
     hits: list[Record] = []
     unread = looked = 0
