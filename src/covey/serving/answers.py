@@ -154,7 +154,7 @@ class Answering:
         self._engine, self._tokenizer, self._name = engine, tokenizer, model_name
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="covey-texts")
         self._most_characters = min(_LONGEST_TEXT, _CHARACTERS * engine.context_length)
-        self._one_large = asyncio.Lock()
+        self._one_large, self._one_schema = asyncio.Lock(), asyncio.Lock()
         self._growing = GrowingTexts(tokenizer)
         self._text = lru_cache(_REMEMBERED)(lambda token: str(tokenizer.decode([token])))
         eos = tokenizer.eos_token_id
@@ -212,7 +212,8 @@ class Answering:
                 raise unheld(asked.policy_version, self._engine.version)
             weights = self._engine.held
         loop, queue, kept = asyncio.get_running_loop(), _Told(), Counter[str]()
-        requests, settings = await self._in_thread(self._prepared, asked)
+        async with nullcontext() if asked.json_schema() is None else self._one_schema:  # some take seconds to compile
+            requests, settings = await self._in_thread(self._prepared, asked)
 
         def job(index: int, request: Request) -> Job:
             def tell(what: Any) -> None:
@@ -242,11 +243,11 @@ class Answering:
             longest = asked.max_completion_tokens or asked.max_tokens or self._engine.max_completion_length
         else:
             given = asked.prompts()
-            self._check_count(len(given) * asked.n)
+            if (count := len(given) * asked.n) > MAX_COMPLETIONS:
+                raise RequestError(f"{count} completions in one request; ask for 1 to {MAX_COMPLETIONS}")
             prompts = [self._ids(prompt) for prompt in given]
             longest = asked.max_tokens
         count = len(prompts) * asked.n
-        self._check_count(count)
         for name in ("streams", "choices"):
             values = getattr(asked, name)
             if values is not None and len(values) != count:
@@ -262,10 +263,6 @@ class Answering:
             for ids, stream, some in zip(arrays, streams, choices, strict=True)
         ]
         return requests, asked.settings(longest, self._ends, self._engine.vocabulary)
-
-    def _check_count(self, count: int) -> None:
-        if not 1 <= count <= MAX_COMPLETIONS:
-            raise RequestError(f"{count} completions in one request; ask for 1 to {MAX_COMPLETIONS}")
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
