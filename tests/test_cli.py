@@ -505,6 +505,11 @@ def test_output_that_takes_no_more_is_no_traceback(run: Path) -> None:
             2,
             "covey: standard output: the disk is full; free some space\n",
         ),
+        (
+            f"{shell} report --json {folder} >&-",
+            2,
+            "covey: --json: standard output is closed; open it\n",
+        ),
         (f"set -o pipefail; {shell} config --explain | head -1", 141, ""),
     ):
         done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=120, text=True)

@@ -386,6 +386,7 @@ WRONG = [
     ({"algorithm": {"num_samples_per_prompt": 4}}, "write sampling.num_generations"),
     ({"sampling": 3}, "sampling: is a section; give it a table"),
     ({"lr": 1e-5}, "lr: there is no such setting; did you mean optim.learning_rate?"),
+    ({"ppo_epochs": 1}, "ppo_epochs: there is no such setting; did you mean algorithm.num_iterations?"),
     ({"model": {"use_lora": True}}, "model.use_lora: there is no such setting; did you mean model.use_peft?"),
     ({"trainer": {"batch_size": 4}}, "there is no section 'trainer'; did you mean data.prompts_per_step?"),
     ({"overwrite_output_dir": True}, "did you mean run.overwrite?"),

@@ -102,6 +102,8 @@ def test_what_a_trainer_is_asked_later(settings: dict[str, Any]) -> None:
 def test_values_that_nothing_takes() -> None:
     for field, value, reason in (
         ("output_dir", "a\0b", "NUL"),
+        ("run_name", "a\0b", "NUL"),
+        ("functions", ["f.py:f", "a\0b"], "NUL"),
         ("output_dir", "x" * 5000, "too long for a path"),
         ("model", "~nobody-here/x", "home of a user"),
         ("dataset", "\ud800", "surrogate"),

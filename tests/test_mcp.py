@@ -53,6 +53,8 @@ def test_what_cannot_be_is_an_error_in_words_and_the_server_goes_on(recipe_folde
     for name, end in (("ended", "failed"), ("killed", "started")):
         with RunFolder.create(tmp_path / name) as run:
             run.append_event("run", end)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    held = RunFolder.create(tmp_path / "held")
     precious, linked, taken = tmp_path / "precious.txt", tmp_path / "linked", tmp_path / "taken"
     precious.write_text("mine")
     for folder in (linked, taken):
@@ -86,12 +88,43 @@ def test_what_cannot_be_is_an_error_in_words_and_the_server_goes_on(recipe_folde
             ("start", {"recipe": str(recipe_folder), "settings": ["optim.learning_rat=1"]}, "did you mean"),
             ("follow", {"run": str(tmp_path)}, "holds no run"),
             ("stop", {"run": str(tmp_path)}, "did not start it"),
+            ("stop", {"run": str(tmp_path / "ended")}, "no process writes it"),
+            (
+                "stop",
+                {"run": str(tmp_path / "held")},
+                f"process {os.getpid()} on {os.uname().nodename}; end it there: kill",
+            ),
+            ("follow", {"run": str(tmp_path / "loop")}, "loop"),
+            ("start", recipe | {"settings": [f"run.output_dir={tmp_path}/loop"]}, "loop"),
+            ("start", recipe | {"settings": ["run.run_name=a\0b"]}, "holds a NUL"),
             ("doctor", {"run": "--help"}, "--help holds no run"),
         ):
             assert words in str(await tool(name, **arguments)), name
 
-    ask(story)
+    with held:
+        ask(story)
     assert precious.read_text() == "mine"
+
+
+def test_folders_of_two_runs_lie_side_by_side_and_a_run_outlives_its_server(
+    recipe_folder: Path, tmp_path: Path
+) -> None:
+    recipe, run = str(recipe_folder), tmp_path / "run"
+
+    def settings(folder: Path) -> list[str]:
+        return [f"run.output_dir={folder}", "schedule.max_steps=1000"]
+
+    async def begins(tool: Assistant) -> None:
+        await tool("start", recipe=recipe, settings=settings(run))
+        for other in (run, run / "below", tmp_path):
+            assert f"trains into {run}" in str(await tool("start", recipe=recipe, settings=settings(other)))
+        await tool.until(run, lambda found: found.get("step", 0) >= 1)
+
+    async def ends(tool: Assistant) -> None:
+        assert (await tool("stop", run=str(run)))["state"] == "stopped"
+
+    ask(begins)
+    ask(ends)
 
 
 def test_a_client_that_goes_away_is_one_line() -> None:

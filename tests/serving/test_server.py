@@ -1,6 +1,7 @@
 """The server over HTTP: completions, streams, versions, uploads between decode steps, limits, clients that go away."""
 
 import asyncio
+import itertools
 import json
 import logging
 import socket
@@ -80,9 +81,19 @@ TOO_MUCH: list[tuple[dict[str, Any], str]] = [
     ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "refers to itself"),
     ({"type": "number", "minimum": 10**300}, "not JSON serializable"),
 ]
+ONE_VALUE: list[tuple[dict[str, Any], Any]] = [
+    ({"type": "null"}, None),
+    ({"const": "yes"}, "yes"),
+    ({"enum": ["yes"]}, "yes"),
+    ({"type": "integer", "minimum": 5, "maximum": 5}, 5),
+    ({"type": "integer", "enum": [1, "a", 2.5]}, 1),
+    ({"type": "string", "pattern": "^abc$"}, "abc"),
+    ({"type": "string", "maxLength": 0}, ""),
+    ({"type": "array", "maxItems": 0}, []),
+]
 
 
-def test_response_format_gives_json_of_the_schema() -> None:
+def test_response_format_gives_json_of_the_schema(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model with random weights, which writes none by itself."""
     pytest.importorskip("llguidance")
     some = {"type": "string", "maxLength": 4}
@@ -116,6 +127,16 @@ def test_response_format_gives_json_of_the_schema() -> None:
         told = refused(server.ask(prompt="x", max_tokens=100, n=3, response_format=of_schema(late)))
         assert "is not served: too complex" in told
         assert waits.result().status_code == 200  # the others go on
+        for one, value in ONE_VALUE:
+            (found,) = server.ask(prompt="x", response_format=of_schema(one)).json()["choices"]
+            assert (json.loads(found["text"]), found["finish_reason"]) == (value, "stop")
+        clock = SimpleNamespace(thread_time=itertools.count(0.0, 0.05).__next__)
+        monkeypatch.setattr("covey.serving.json_output.time", clock)  # masks take 50 ms, which all rows count together
+        body = {"prompt": "x", "max_tokens": 3, "response_format": {"type": "json_object"}}
+        assert server.ask(**body).status_code == 200
+        waits = begun(server.ask, **LONG)
+        assert "not served: takes too long" in refused(server.ask(**body, n=6))
+        assert waits.result().status_code == 200
         assert "leave choices, stop" in refused(server.ask(prompt="x", stop="x", response_format=of_schema(schema)))
     with serving() as server:
         assert "not served for this model" in refused(server.ask(prompt="x", response_format={"type": "json_object"}))
@@ -186,6 +207,15 @@ def test_a_full_queue_says_so() -> None:
         wait_until(lambda: server.batching.load == (1, 2) or all(one.done() for one in running))
         answers = [server.ask(**LONG, n=3) for _ in range(2)]
         assert ({answer.status_code for answer in answers}, answers[0].headers["retry-after"]) == ({429}, "1")
+
+
+def test_a_request_of_many_completions_lets_others_in() -> None:
+    with serving(max_rows=2) as server:
+        many = begun(server.ask, **LONG, n=30)
+        wait_until(lambda: server.batching.load[0] == 2)
+        assert server.ask(prompt="x", max_tokens=2).status_code == 200
+        assert server.batching.load[1] > 20
+        assert many.result().status_code == 200
 
 
 def test_a_client_that_goes_away_frees_its_place() -> None:

@@ -1,6 +1,7 @@
 """Cells of a notebook that run again, a question to the model; tables without a held-out part, partial credit."""
 
 import inspect
+import os
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,23 @@ def test_a_trainer_in_a_cell(settings: Settings) -> None:
     assert (trainer.state.log_history, trainer.generate([])) == (records, [])
     raises(DataError, "the prompt is 3", trainer.generate, [3])
     raises(DataError, "more than", trainer.generate, "a" * 9999)
+    raises(ConfigError, "num_generations=-1: must be at least 1", trainer.generate, "a", -1)
+
+
+def test_a_reward_that_leaves_the_folder_and_fails_with_advice(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wanders(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+        os.chdir("/")
+        return [len(text) / (1 - trainer_state.global_step) for text in completions]
+
+    monkeypatch.chdir(tmp_path)
+    args = GRPOConfig(**settings | {"output_dir": "mine", "progress": False})
+    with pytest.raises(RewardError, match="ZeroDivisionError"):
+        GRPOTrainer(args=args, reward_funcs=wanders, train_dataset=ROWS).train()
+    assert Path.cwd() == tmp_path
+    assert RunFolder.read("mine").last_state() == "failed"
+    assert "Nothing is lost: continue with `trainer.train" in caplog.text
 
 
 def test_a_question_has_the_form_of_the_training_prompts(settings: Settings) -> None:

@@ -280,6 +280,10 @@ def test_bad_input_is_one_clear_error(settings: Settings, tmp_path: Path) -> Non
         ({"settings": minutes}, ConfigError, "steps"),
         ({"train_dataset": []}, DataError, "no rows"),
         ({"train_dataset": [{"question": "?"}]}, DataError, "prompt"),
+        *(
+            ({"train_dataset": [{"prompt": "x"}, {"prompt": "y", name: 1}]}, DataError, f"'{name}'.* rename the column")
+            for name in ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "prompt_ends")
+        ),
         ({"train_dataset": [{"prompt": "x" * 600}]}, DataError, r"context|longer|tokens"),
         ({"train_dataset": None}, DataError, "no training data"),
         ({"reward_funcs": None}, ConfigError, "reward function"),

@@ -121,6 +121,9 @@ class TestTraining:
         assert trainer.train().global_step == 3
         assert [len(texts) for texts in trainer.generate([CHATS[0]["prompt"]], num_generations=2)] == [2]
         raises(ValueError, "set max_steps", make, out=tmp_path / "b", rows=Stream(CHATS), max_steps=-1)
+        raises(ValueError, "'log_metric': ", make, out=tmp_path / "c", rows=[{**row, "log_metric": 1} for row in CHATS])
+        raises(ValueError, "at least 1", trainer.generate, CHATS[0]["prompt"], num_generations=0)
+        make(out=tmp_path / "d", rows=[{**row, "prompt_ends": "x"} for row in CHATS])  # TRL passes it on
 
     @pytest.mark.parametrize("wrapped", [False, True])
     def test_lora(self, wrapped: bool, make: Any, model_folder: Path, tmp_path: Path) -> None:

@@ -9,9 +9,12 @@ import asyncio
 import importlib.util
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,10 +23,10 @@ from pydantic import Field
 from covey import __version__
 from covey.cli.weights import err, recipe_file
 from covey.config.whole import GRPOConfig
-from covey.errors import ConfigError, CoveyError
+from covey.errors import ConfigError, CoveyError, RunFolderError
 from covey.files import explained, no_path
 from covey.observe.records import Record, plain
-from covey.observe.run_folder import STARTED_LOG, RunFolder
+from covey.observe.run_folder import STARTED_LOG, FolderLock, RunFolder
 
 _SECONDS = 900.0
 """The longest that a tool may compute."""
@@ -45,9 +48,8 @@ def mcp() -> None:
     server = MCPServer(
         "covey",
         version=__version__,
-        instructions="Train language models with GRPO. Begin with plan on a recipe, then start it, follow it until it "
-        "has finished, and ask the doctor when rewards do not rise. A recipe is a TOML file; settings are "
-        "SECTION.FIELD=VALUE.",
+        instructions="Train language models with GRPO. Plan a recipe (a TOML file), start it, follow it to its end, "
+        "and ask the doctor when rewards do not rise. Settings are SECTION.FIELD=VALUE.",
     )
     started = Started()
     for tool in (plan, started.start, started.follow, doctor, report, started.stop):
@@ -61,8 +63,6 @@ def mcp() -> None:
 
 def _told(tool: Any) -> Any:
     """Errors are the tool's answer, without a traceback."""
-    from functools import wraps
-
     from mcp.server.mcpserver.exceptions import ToolError
 
     @wraps(tool)
@@ -71,10 +71,9 @@ def _told(tool: Any) -> Any:
             for name in ("run", "runs", "recipe"):
                 if problem := no_path(named.get(name)):
                     raise ConfigError(f"{name}={named[name]!r:.100}: {problem}")
-            found: dict[str, Any] = plain(await tool(**named))
-        except (CoveyError, OSError, ValueError) as error:  # no process takes a NUL, or a setting of 300 kB
+            return dict(plain(await tool(**named)))
+        except (CoveyError, OSError, ValueError, RuntimeError) as error:  # a setting of 300 kB, a link to itself
             raise ToolError(str(error)) from error
-        return found
 
     return told
 
@@ -107,8 +106,10 @@ class Started:
         config = GRPOConfig.from_toml(recipe_file(Path(recipe)), overrides=settings or [])
         folder = Path(config.run.output_dir).expanduser().absolute()
         path = folder.resolve()
-        if (before := self._processes.get(path)) and before.poll() is None:
-            raise ConfigError(f"{folder}: process {before.pid}, started here, trains into it; follow or stop it first")
+        for other, before in self._processes.items():
+            if before.poll() is None and (path.is_relative_to(other) or other.is_relative_to(path)):
+                told = f"process {before.pid}, started here, trains into {other}; follow or stop it first"
+                raise ConfigError(f"{folder}: {told}")
         RunFolder.check_new(folder, overwrite=config.run.overwrite)
         self._replaced[path] = (path / "versions.json").read_bytes() if RunFolder.is_run(path) else b""
         log = folder / STARTED_LOG
@@ -145,17 +146,33 @@ class Started:
         return found
 
     async def stop(self, run: str) -> dict[str, Any]:
-        """Stop a run that was started here, after a checkpoint of its last step; `covey resume` continues it."""
-        process = self._processes.get(Path(run).expanduser().resolve())
-        if process is None:
-            raise ConfigError(f"{run}: this server did not start it; stop it where it was started, with Ctrl-C")
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-        try:
-            await asyncio.to_thread(process.wait, _STOPPING)
-        except subprocess.TimeoutExpired:
-            raise ConfigError(f"{run}: it still runs {_STOPPING:g} s after the signal; ask again") from None
-        return await self.follow(run)
+        """Stop a run of this machine, after a checkpoint of its last step; `covey resume` continues it."""
+        path = Path(run).expanduser().resolve()
+        process = self._processes.get(path)
+        writer = process.pid if process else RunFolder.is_run(path) and _writer(path)
+        if not writer:
+            raise ConfigError(f"{run}: this server did not start it, and no process writes it: nothing is to stop")
+        end = process.send_signal if process else partial(os.kill, writer)
+        end(signal.SIGINT if process else signal.SIGTERM)  # a script's background jobs ignore the first
+        for _ in range(round(10 * _STOPPING)):
+            if process.poll() is not None if process else _writer(path) != writer:
+                return await self.follow(run)
+            await asyncio.sleep(0.1)
+        raise ConfigError(f"{run}: it still runs {_STOPPING:g} s after the signal; ask again")
+
+
+def _writer(run: Path) -> int:
+    """The process of covey on this machine that writes a run, 0 = none. Raises `CoveyError`: another one does."""
+    try:
+        FolderLock(run).release()
+    except RunFolderError as error:
+        told = str(error).rpartition("; wait")[0]
+        number = (re.findall(rf" by process (\d+) on {re.escape(socket.gethostname())}$", told) or ["0"])[0]
+        words = Path("/proc", number, "cmdline")
+        if words.exists() and re.match(rb"[^\0]+\0(-u\0)?(-m\0|[^\0]*/)covey\0", words.read_bytes()):
+            return int(number)
+        raise ConfigError(f"{told or error}; end it there: kill and that number") from error
+    return 0
 
 
 async def _covey(*words: str) -> Any:

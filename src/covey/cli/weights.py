@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import typer
 from rich.console import Console
 
 from covey.config.whole import GRPOConfig
+from covey.errors import ConfigError
 from covey.observe.console import say
 from covey.observe.records import plain
 from covey.overseer import overseen
@@ -32,6 +34,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, 
 
 def print_json(console: Console, found: Any) -> None:
     """As JSON, for programs; numbers that are not finite are null."""
+    if sys.stdout is None:
+        raise ConfigError("--json: standard output is closed; open it")
     console.print_json(data=plain(found))
 
 

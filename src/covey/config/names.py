@@ -70,14 +70,14 @@ OPTIONS: dict[str, str] = {
 """Options of usmle-qa.md's `GRPO_CONFIG` that are no field under another name -> the field that they are about."""
 
 _HINTS = """
-    learning_rate: lr max_lr / use_peft: use_lora lora peft / lora_r: rank lora_rank r / quantization: load_in_4bit
+    learning_rate: lr max_lr / use_peft: use_lora lora peft / warmup_steps: warmup / quantization: load_in_4bit
     load_in_8bit / model: model_name model_name_or_path / dataset: train_file train_dataset dataset_name / eval_dataset:
-    eval_file val_dataset test_dataset / eval_fraction: test_size val_size eval_split / functions: reward_funcs
-    reward_function / prompts_per_step: batch_size train_batch_size / num_generations: group_size n rollouts
-    / max_completion_length: max_tokens max_length max_response_length / max_steps: steps num_steps total_steps
-    / num_train_epochs: epochs / beta: kl kl_penalty kl_loss_coef / epsilon: clip clip_eps clip_range clip_ratio
-    / lr_scheduler_type: scheduler lr_scheduler / warmup_steps: warmup / eval_steps: eval_every / save_steps: save_every
-    / report_to: logger wandb / output_dir: out output save_dir / overwrite: overwrite_output_dir exist_ok
+    eval_file val_dataset test_dataset / eval_fraction: test_size val_size eval_split / beta: kl kl_penalty kl_loss_coef
+    / prompts_per_step: batch_size train_batch_size / num_generations: group_size n rollouts / max_completion_length:
+    max_tokens max_length max_response_length / max_steps: steps num_steps total_steps / num_train_epochs: epochs /
+    num_iterations: ppo_epochs / functions: reward_funcs reward_function / epsilon: clip clip_eps clip_range clip_ratio
+    / lr_scheduler_type: scheduler lr_scheduler / lora_r: rank lora_rank r / eval_steps: eval_every / save_steps:
+    save_every / report_to: logger wandb / output_dir: out output save_dir / overwrite: overwrite_output_dir exist_ok
 """
 _ENTRIES = (entry.split(":") for entry in _HINTS.split("/"))
 HINTS: dict[str, str] = {name: field.strip() for field, names in _ENTRIES for name in names.split()}

@@ -153,6 +153,8 @@ def unusable(value: Any) -> str:
     if isinstance(value, str):
         if len(value) > 100_000:
             return "is too long for a setting; use at most 100,000 characters"
+        if "\0" in value:
+            return "holds a NUL character, which no name or program takes; remove it"
         try:
             value.encode()
         except UnicodeEncodeError:

@@ -48,6 +48,8 @@ RewardLike = Any
 HasAnswer = Callable[[Prompt, str], bool]
 """Does this completion of this prompt hold an answer at all, right or wrong?"""
 
+PROVIDED = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra", "prompt_ends"}
+"""Arguments that reward functions get besides columns."""
 _NO_COLUMNS = frozenset({"prompt", "completion", "prompts", "completions", "completion_ids"})
 
 
@@ -180,7 +182,7 @@ class Scorer:
         present = self._columns
         for spec in filter(None, (*self.specs, self.judge)):
             for name in spec.required:
-                if name not in present and name not in _PROVIDED:
+                if name not in present and name not in PROVIDED:
                     raise ConfigError(
                         f"reward function {spec.name!r} needs the argument {name!r}, which is not a column of "
                         f"the dataset (columns: {', '.join(sorted(present)) or 'none'}); {fix}"
@@ -349,11 +351,6 @@ class Scorer:
 
     def _log_extra(self, column: str, values: Sequence[Any]) -> None:
         self._extras.setdefault(str(column), []).extend(values)
-
-
-_PROVIDED = frozenset(
-    {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra", "prompt_ends"}
-)
 
 
 def _advice(error: BaseException) -> str:

@@ -143,7 +143,7 @@ class Answering:
         self._engine, self._tokenizer, self._name = engine, tokenizer, model_name
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="covey-texts")
         self._most_characters = min(_LONGEST_TEXT, _CHARACTERS * engine.context_length)
-        self._one_large = asyncio.Lock()
+        self._one_large, self._one_schema = asyncio.Lock(), asyncio.Lock()
         self._growing = GrowingTexts(tokenizer)
         self._text = lru_cache(_REMEMBERED)(lambda token: str(tokenizer.decode([token])))
         eos = tokenizer.eos_token_id
@@ -201,7 +201,8 @@ class Answering:
                 raise unheld(asked.policy_version, self._engine.version)
             weights = self._engine.held
         loop, queue, kept = asyncio.get_running_loop(), _Told(), Counter[str]()
-        requests, settings = await self._in_thread(self._prepared, asked)
+        async with nullcontext() if asked.json_schema() is None else self._one_schema:  # some take seconds to compile
+            requests, settings = await self._in_thread(self._prepared, asked)
 
         def job(index: int, request: Request) -> Job:
             def tell(what: Any) -> None:

@@ -94,7 +94,7 @@ class Job:
     cancelled: bool = False
     over: bool = False
     since: float = field(default_factory=time.monotonic)
-    kept: Counter[str] = field(default_factory=Counter)
+    kept: Counter[str] = field(default_factory=Counter)  # of its request
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -337,10 +337,10 @@ class BatchingEngine:
         if self._uploads:
             return
         while self._waiting and len(self._running) < self.session_rows:
-            with self._lock:
-                job = self._waiting.popleft()
-            if job.cancelled:
-                continue
+            having = Counter(id(one.kept) for one in self._running.values())
+            with self._lock:  # a request of many completions does not keep the others waiting for all of them
+                job = min(self._waiting, key=lambda one: having[id(one.kept)])
+                self._waiting.remove(job)
             if job.weights is not None and job.weights is not self.held:
                 self._end(job, unheld(job.weights.version, self.version))
                 continue

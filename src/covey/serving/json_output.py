@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -15,6 +16,8 @@ from covey.types import Allows, IntArray
 _SPACE = {"whitespace_pattern": r"[ \n]{0,16}"}  # without an end, a model that repeats itself would write spaces only
 # about 0.1 s to compile, and as much for one token: decoding of all waits while a token's mask is computed
 _LIMITS = {"initial_lexer_fuel": 100_000, "step_lexer_fuel": 50_000, "max_lexer_states": 50_000}
+_AT_ONCE, _EACH = 0.5, 0.003
+"""Seconds that masks of one request's completions may take at once, and each on average, before it is refused."""
 
 
 def json_rules(schema: Mapping[str, Any], tokenizer: Any, size: int, ends: tuple[int, ...]) -> Callable[[], Allows]:
@@ -33,20 +36,24 @@ def json_rules(schema: Mapping[str, Any], tokenizer: Any, size: int, ends: tuple
     if whole.is_error():
         raise RequestError(f"response_format: the schema is not served: {whole.get_error():.300}")
     refused: list[GenerationError] = []  # for one completion: the others need not find out for themselves
+    left = _AT_ONCE
 
     def rule() -> Allows:
         matcher, read = whole.deep_copy(), 0
 
         def allows(said: Sequence[int]) -> IntArray:
-            nonlocal read
+            nonlocal read, left
             if refused:
                 raise refused[0]
+            began = time.thread_time()
             matcher.consume_tokens(list(said[read:]))
             read = len(said)
             bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
-            if matcher.is_error():
-                trouble = "response_format: the schema is not served: too complex, or refers to itself without an end"
-                refused.append(GenerationError(f"{trouble}: {matcher.get_error():.300}".splitlines()[0]))
+            left = min(left + _EACH - (time.thread_time() - began), _AT_ONCE)
+            if matcher.is_error() or left < 0:
+                trouble = "too complex, or refers to itself without an end" if matcher.is_error() else "takes too long"
+                told = f"response_format: the schema is not served: {trouble}: {matcher.get_error():.300}"
+                refused.append(GenerationError(told.splitlines()[0].rstrip(": ")))
                 raise refused[0]
             return np.flatnonzero(bits[:size])
 
@@ -54,7 +61,7 @@ def json_rules(schema: Mapping[str, Any], tokenizer: Any, size: int, ends: tuple
 
     # most of what the limits refuse shows where a pattern begins: here it costs no other request any time
     allows, said = rule(), list[int]()
-    while len(ids := allows(said)) == 1 and len(said) < 4:
+    while len(ids := allows(said)) == 1 and ids[0] not in ends and len(said) < 4:
         said += ids.tolist()
     return rule
 

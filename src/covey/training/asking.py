@@ -27,12 +27,12 @@ def answers(trainer: Any, prompts: Any, num_generations: int, temperature: float
     args, column = trainer.args, trainer.args.data.prompt_column
     if trainer.world is not None:
         raise ConfigError("generate: agents answer in episodes of their world; use trainer.evaluation()")
+    if num_generations < 1:
+        raise ConfigError(f"num_generations={num_generations}: must be at least 1")
     if trainer._samples is not None:
         trainer._samples.pause()
     one = isinstance(prompts, str) or any(isinstance(part, Mapping) and "role" in part for part in prompts)
-    found = [
-        prompt.get(column) if isinstance(prompt, Mapping) else prompt for prompt in ([prompts] if one else prompts)
-    ]
+    found = [p.get(column) if isinstance(p, Mapping) else p for p in ([prompts] if one else prompts)]
     chat = not isinstance(trainer.prompts[0].content, str)
     rows = [{column: [{"role": "user", "content": p}] if chat and isinstance(p, str) else p} for p in found]
     whole = args.model_copy(update={"data": args.data.model_copy(update={"long_prompts": "error"})})

@@ -189,9 +189,8 @@ class Recorder:
             whole = bool(saved) and saved[-1].name == checkpoint_name(state.global_step)
             kept = "Nothing is lost" if whole else f"{saved[-1].name if saved else 'Nothing'} is the last checkpoint"
             go_on = f"{kept}: continue with {folder.how_to_continue()}"
-            self.event(
-                status, f"{reason}\n{go_on if state.global_step else 'No step was finished: start the run again'}"
-            )
+            go_on = go_on if state.global_step else "No step was finished: start the run again"
+            self.event(status, f"{reason}\n{go_on}")
         except CoveyError as error:
             log.warning("the run stops, and its last step could not be saved: %s", error)
 
@@ -205,10 +204,10 @@ class Recorder:
     # ------------------------------------------------------------------ what happens
 
     def event(self, kind: str, message: str) -> None:
-        """Tell the observers of something worth a sentence; a warning is said where no progress is shown too."""
+        """Tell the observers of something worth a sentence; warnings, and how to go on, also without progress."""
         self._observers.on_event(kind, message)
-        if kind == "warning" and not self._settings.progress:
-            log.warning("%s", message)
+        if kind in ("warning", "failed", "stopped") and not self._settings.progress:
+            log.warning("%s", message if kind == "warning" else message.rpartition("\n")[2])
 
     def progress(self, activity: str, done: int, total: int) -> None:
         """Tell the observers that something long moves on, and what has happened to samplers and workers meanwhile."""

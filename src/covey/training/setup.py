@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -30,7 +30,7 @@ from covey.errors import ConfigError, DataError, naming
 from covey.functions import load_function
 from covey.metric_names import says_which_is_best
 from covey.processes import total_memory
-from covey.rollout.scoring import HasAnswer, IsCorrect, Scorer, has_text, right_by
+from covey.rollout.scoring import PROVIDED, HasAnswer, IsCorrect, Scorer, has_text, right_by
 from covey.tasks.dataset import DataOrder, WeightedOrder, build_prompts, load_rows, split_rows
 from covey.training.schedule import PhasePlan, ResolvedPhase, learning_rate_schedule, resolve_warmup_steps
 from covey.types import Episode, Prompt, SamplingSettings
@@ -174,8 +174,9 @@ def load_data(
     train_dataset: Any = None,
     eval_dataset: Any = None,
     correct: Any = None,
+    taken: Set[str] = PROVIDED,
 ) -> Data:
-    """Rows and reward functions, from arguments where they are given, else from the config and its task."""
+    """Rows, without columns of `taken` names, and reward functions: arguments, else of the config and its task."""
     data = config.data
     words = f"data.task={data.task or type(task).__name__!r}"
     how: dict[str, str] = {}
@@ -237,7 +238,10 @@ def load_data(
         held_out = held_out[: config.evaluation.num_eval_prompts]
     for rows in (train, held_out):
         if rows:
-            scorer.check_columns({name for row in rows for name in row if name != data.prompt_column}, **how)
+            columns = {name for row in rows for name in row if name != data.prompt_column}
+            if lost := sorted(columns & taken):
+                raise DataError(f"the column {lost[0]!r}: rewards get another argument of this name; rename the column")
+            scorer.check_columns(columns, **how)
             for function in (spec.function for spec in filter(None, (*scorer.specs, scorer.judge))):
                 getattr(function, "check_rows", lambda rows: None)(rows)  # Covey's own read their references
     system_prompt = data.system_prompt or (task.system_prompt if task else None)

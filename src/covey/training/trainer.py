@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,9 +29,10 @@ from covey.backend import Backend
 from covey.config.effects import uses_reference
 from covey.config.whole import GRPOConfig
 from covey.distributed.start import make_sampler, scale_scoring
-from covey.errors import CoveyError, DataError
+from covey.errors import ConfigError, CoveyError, DataError
 from covey.files import checked_path, explained
 from covey.functions import later, names_file
+from covey.rollout.scoring import PROVIDED
 from covey.signals import ended, held
 from covey.tasks.dataset import load_rows
 from covey.training import setup
@@ -118,6 +119,7 @@ class GRPOTrainer:
     """
 
     policy: Any
+    _taken = PROVIDED  # names that no column may have
 
     def __init__(
         self,
@@ -164,7 +166,7 @@ class GRPOTrainer:
         if args.model.adapter is not None:
             read_adapter_folder(args.model.adapter)  # what is not there is missed before the model is loaded
         if world is None:
-            self.data = setup.load_data(args, task, *sources, correctness)
+            self.data = setup.load_data(args, task, *sources, correctness, self._taken)
         else:
             self.data = agents.world_data(args, world, (*sources, correctness))
         own = type(world or task).__module__.startswith(("covey.", "builtins"))
@@ -234,7 +236,7 @@ class GRPOTrainer:
     # ------------------------------------------------------------------ the algorithm
 
     def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainOutput:
-        """Run GRPO to its end.
+        """Run GRPO to its end. A working directory that a reward function changes is then what it was.
 
         Args:
             resume_from_checkpoint: True = the newest complete checkpoint in `output_dir` (from the start if there is
@@ -245,7 +247,7 @@ class GRPOTrainer:
         """
         if resume_from_checkpoint is not None and not isinstance(resume_from_checkpoint, bool):
             resume_from_checkpoint = checked_path("resume_from_checkpoint", resume_from_checkpoint)
-        with self._recording(resume_from_checkpoint) as recorder, self._sampling(recorder) as samples:
+        with chdir("."), self._recording(resume_from_checkpoint) as recorder, self._sampling(recorder) as samples:
             self._evaluate_when_due(recorder)
             recorder.checkpoint_when_due()
             while not self._finished():
@@ -456,6 +458,8 @@ class GRPOTrainer:
 
     def complete(self, rows: Sequence[Mapping[str, Any]], num_generations: int = 1) -> Rollout:
         """Sample and score completions of given rows with the current weights, at the temperature of training."""
+        if num_generations < 1:
+            raise ConfigError(f"num_generations={num_generations}: must be at least 1")
         prompts, first = self._prompts(rows), (self.args.run.seed, COMPLETION_STREAM, self.state.global_step)
         streams = [(*first, row) for row in range(len(prompts))]
         return self._collect(prompts, streams, self.args.sampling.temperature, num_generations)

@@ -23,7 +23,7 @@ from covey.environments.base import Observation, Outcome
 from covey.errors import ConfigError, DataError, GenerationError
 from covey.rollout.agents import LiveEpisode, Player
 from covey.rollout.collect import Collector, Decode, Rollout, Scoring, grouped
-from covey.rollout.scoring import Scorer
+from covey.rollout.scoring import PROVIDED, Scorer
 from covey.rollout.turns import TurnGenerator
 from covey.tasks.dataset import load_rows
 from covey.trl.arguments import GRPOConfig
@@ -34,8 +34,6 @@ from covey.trl.translate import RATIO_FROM_THE_LEARNER, as_mapping, prompts_per_
 from covey.types import Completion, IntArray, Message, Progress, Prompt, SamplingSettings
 
 log = logging.getLogger("covey.trl")
-
-_GIVEN = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"})
 
 
 def is_stream(dataset: Any) -> bool:
@@ -82,8 +80,7 @@ class Acting:
         if self._rollout_func is not None:
             parameters = [p for function in reward_funcs for p in inspect.signature(function).parameters.values()]
             named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-            required = dict.fromkeys(p.name for p in named if p.default is p.empty)
-            self._columns = tuple(name for name in required if name not in _GIVEN)
+            self._columns = tuple({p.name: 0 for p in named if p.default is p.empty and p.name not in PROVIDED})
 
     def training_rows(self, dataset: Any) -> Any:
         """The training data; an error without any, unless environments bring their own."""

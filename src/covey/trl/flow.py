@@ -26,6 +26,7 @@ import covey
 from covey.algorithms import policy_loss
 from covey.errors import ConfigError
 from covey.rollout.learning import loss_weights
+from covey.rollout.scoring import PROVIDED
 from covey.training.evaluate import Evaluation, rollout_metrics
 from covey.trl.arguments import GRPOConfig
 from covey.types import Group
@@ -238,6 +239,8 @@ def _may_log(function: Any) -> bool:
 
 class Run(covey.GRPOTrainer):
     """Covey's trainer, whose evaluations have a loss and may be compared by a metric that reward functions log."""
+
+    _taken = PROVIDED - {"prompt_ends"}  # TRL passes it on
 
     def __init__(self, *, compared_by: str | None, reward_funcs: Sequence[Callable[..., Any]], **given: Any) -> None:
         super().__init__(reward_funcs=reward_funcs, **given)
