@@ -500,9 +500,10 @@ def _read_csv(path: Path) -> Iterator[Any]:
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
-        header = reader.fieldnames or ()
-        if len(header) == 1 and (other := re.search("[;\t]", header[0])):
+        first = text.lstrip().partition("\n")[0]
+        if "," not in first and (other := re.search("[;\t]", first)):
             raise DataError(f"{path}: its columns are separated by {other[0]!r}; save it with commas")
+        header = reader.fieldnames or ()
         if twice := [name for name in header if header.count(name) > 1]:
             raise DataError(f"{path}: its header has {shown(twice[0])} twice; rename or remove one of the columns")
         for row in reader:
@@ -511,7 +512,7 @@ def _read_csv(path: Path) -> Iterator[Any]:
             yield row
     except csv.Error as error:
         told = {"unexpected end of data": "a quote in the row after this one is never closed"}.get(str(error), error)
-        raise DataError(f"{path}, line {reader.line_num}: {told}; correct or remove it") from None
+        raise DataError(f"{path}, line {reader.reader.line_num}: {told}; correct or remove it") from None
 
 
 def _read_parquet(path: Path) -> Iterator[Any]:
