@@ -57,7 +57,7 @@ def fields(completions: Sequence[Any], answer: Sequence[str], **columns: Any) ->
     return [0.2 + 0.8 * (sum(right.values()) / len(right)) if right else 0.0 for right in found]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Fields(FileTask):
     """Text to JSON: `{"prompt": [...], "question": "Hi, ...", "answer": '{"name": "Ana"}', "uid": ...}`.
 
@@ -126,7 +126,7 @@ class Fields(FileTask):
         named = list(zip(problems_of(rows), rows, strict=True))
         shown = {problem for problem, row in named if row["question"] in self._shown}
         rows = [row for problem, row in named if problem not in shown]
-        if len(rows) < 2:
+        if split == "train" and len(rows) < 2:
             raise DataError(f"data.task='json': {len(rows)} of {len(named)} rows are no examples; give more rows")
         if self.num_eval is None and self.eval_path is None:
             self.num_eval = max(1, min(50, len(rows) // 5))
@@ -186,7 +186,7 @@ class Fields(FileTask):
 
     @cached_property
     def _shown(self) -> dict[str, str]:
-        """Text and answer of the examples: those with the most new values, nulls first, and of these the shortest."""
+        """Text and answer of the examples: in turn the most new values, where nulls count most; then the shortest."""
         text = self._columns[0]
         answers = {cells[text]: self._answer(cells) for cells in self._table if text in cells}
         values = {text: set(json.loads(answer).items()) for text, answer in answers.items()}
