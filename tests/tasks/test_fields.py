@@ -170,7 +170,7 @@ def test_tables_that_cannot_work(tmp_path: Path) -> None:
         (Fields([{"id": 1, "mail": "a"}, {"id": 2, "mail": "b"}]), r"no fields \(columns: id, mail\)"),
         (Fields([row | {"shop": "Oslo"} for row in MAILS]), "shop has one value in all rows, so there is nothing to"),
         (Fields([*MAILS, MAILS[0] | {"mail": "  "}]), "row 40 has no text in 'mail'; write it, or remove the row"),
-        (Fields(MAILS[:3]), "1 of 3 rows are no examples; give more rows"),
+        (Fields(MAILS[:3]), "examples=2: 1 of 3 rows are left; lower it, or give more rows"),
         (Fields(MAILS[:5], num_eval=3), "all 3 questions are held out; lower num_eval=3"),
     ):
         raises(DataError, message, task.train_rows, 0)

@@ -127,7 +127,8 @@ class Fields(FileTask):
         shown = {problem for problem, row in named if row["question"] in self._shown}
         rows = [row for problem, row in named if problem not in shown]
         if split == "train" and len(rows) < 2:
-            raise DataError(f"data.task='json': {len(rows)} of {len(named)} rows are no examples; give more rows")
+            left = f"examples={self.examples}: {len(rows)} of {len(named)} rows are left; lower it, or give more rows"
+            raise DataError(f"data.task='json': {left}")
         if self.num_eval is None and self.eval_path is None:
             self.num_eval = max(1, min(50, len(rows) // 5))
         return [row | {"prompt": self.ask(row["question"])} for row in rows]
