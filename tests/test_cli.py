@@ -19,7 +19,7 @@ from rich.table import Table
 from tiny_models import tiny_model, tiny_tokenizer
 
 from command import Command
-from covey import __version__
+from covey import GRPOTrainer, __version__
 from covey.cli import report
 from covey.cli.weights import config_for
 from covey.config import GRPOConfig, old_names
@@ -30,8 +30,7 @@ from covey.observe.doctor import diagnose, findings
 from covey.observe.run_folder import RunFolder
 from covey.pytorch import Policy
 from covey.pytorch.models.loading import load_model
-from covey.tasks import dataset
-from covey.tasks.dataset import build_prompts
+from covey.tasks import dataset, get_task
 from covey.training.export import kept_weights
 
 
@@ -91,29 +90,58 @@ def run_advice(covey: Command, printed: str, *more: str) -> dict[str, str]:
     return {said: covey.done(*shlex.split(command)[1:], *more) for said, command in advised.items()}
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The prompts that commands make."""
+    found: list[Any] = []
+    real = dataset.build_prompts
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        prompts = real(*arguments, **options)
+        found.extend(prompt.content for prompt in prompts)
+        return prompts
+
+    monkeypatch.setattr(dataset, "build_prompts", noted)
+    return found
+
+
 @pytest.mark.parametrize("conversation", [True, False])
 def test_what_a_run_advises_works_and_asks_as_in_training(
-    covey: Command, recipe_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conversation: bool
+    covey: Command, recipe_folder: Path, tmp_path: Path, asked: list[Any], conversation: bool
 ) -> None:
-    run, data, asked = tmp_path / "the run", tmp_path / "rows.jsonl", []
+    run, data = tmp_path / "the run", tmp_path / "rows.jsonl"
     begin: list[Any] = [{"role": "system", "content": "Be brief."}]
     rows = [[*begin, {"role": "user", "content": word}] if conversation else f"say {word}: " for word in ("one", "two")]
     data.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
     settings = ("schedule.max_steps=1", "eval_steps=0", f"data.dataset={data}", "data.eval_dataset=none")
     printed = covey.done("train", recipe_folder, f"run.output_dir={run}", *settings)
-
-    def noted(*arguments: Any, **options: Any) -> Any:
-        prompts = build_prompts(*arguments, **options)
-        asked.extend(prompt.content for prompt in prompts)
-        return prompts
-
-    monkeypatch.setattr(dataset, "build_prompts", noted)
     done = run_advice(covey, printed)
     assert (list(done), "log-probability" in done["try it"]) == (["try it", "use it elsewhere"], True)
     assert asked == [[*begin, {"role": "user", "content": "your prompt"}] if conversation else "your prompt"]
     assert (run / "export" / "model.safetensors").is_file()
     covey.done("sample", run / "export", "hello", "--max-tokens", "2", "--system", "Be kind.")
     assert asked[1] == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hello"}]
+
+
+def test_a_run_on_a_table_keeps_the_schema_and_is_asked_as_in_training(
+    covey: Command, recipe_folder: Path, tmp_path: Path, asked: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    run, table = tmp_path / "the run", tmp_path / "rows.csv"
+    table.write_text("text,name\n" + "".join(f"I'm {name} of {name * 80},{name}\n" for name in "ABCDEFGHIJ"))
+    settings = ("schedule.max_steps=1", "eval_steps=0", f"data.dataset={table}", "data.eval_dataset=none")
+    settings = (f"run.output_dir={run}", *settings, "data.task=json", "rewards.functions=[]")
+    printed = covey.done("train", recipe_folder, *settings)
+    assert caplog.messages.count('text -> {"name": {"type": "string"}}') == 1
+    task = get_task("json", path=str(table))
+    assert json.loads((run / "schema.json").read_text()) == task.schema()
+    assert {"rewards/fields/mean", "fields/name"} <= RunFolder.read(run).read_metrics()[-1].keys()
+    done = run_advice(covey, printed)
+    assert "log-probability" in done["try it"]
+    assert asked == [task.ask(task.eval_rows()[0]["question"][:80])]
+    rows = covey.done("eval", run, "--show", "1", "--num", "1")
+    assert ("row: answer='{" in rows, "question=" in rows) == (True, False)
+    trainer = GRPOTrainer(args=GRPOConfig.from_toml(run / "config.toml"))
+    assert trainer.generate("I'm K") == trainer.generate([task.ask("I'm K")])
 
 
 def test_a_base_model_is_asked_in_plain_text(covey: Command, model_folder: Path, tmp_path: Path) -> None:

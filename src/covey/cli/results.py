@@ -129,6 +129,8 @@ def print_summary(out: Console, trainer: GRPOTrainer, folder: Path) -> None:
     for message in kept[-1:]:
         say(out, str(message))
     name = shlex.quote(str(folder))
-    tried = f"covey sample {name} 'your prompt'" if trainer.world is None else f"covey eval {name} --num 1 --show 1"
+    texts = [str(row["question"]) for row in trainer.data.held_out if hasattr(trainer.data.task, "ask")]
+    text = shlex.quote(f"{min(texts, key=len, default='your prompt'):.80}")
+    tried = f"covey sample {name} {text}" if trainer.world is None else f"covey eval {name} --num 1 --show 1"
     say(out, f"try it: {tried}")
     say(out, f"use it elsewhere: covey export {name}")

@@ -2,6 +2,7 @@
 
     config.toml             what was asked for
     versions.json           run id, programs, machine
+    schema.json             the JSON schema of answers, of a task that has one
     metrics.jsonl           one line for each step and each evaluation
     questions.jsonl         one line for each step: of each question's completions, how many were right
     completions/            step_000012.parquet: what was sampled, with rewards and advantages;
@@ -123,7 +124,7 @@ _IGNORED = {FolderLock.NAME, STARTED_LOG, ".DS_Store"}
 _FOLDERS = ("completions", "checkpoints", "ledger", "batches", "best", "adapter")
 _FILES = (
     *("config.toml", "versions.json", "metrics.jsonl", "questions.jsonl", "events.jsonl", "log.txt"),
-    *("samplers.json", "learning_curve.png", FolderLock.NAME),
+    *("schema.json", "samplers.json", "learning_curve.png", FolderLock.NAME),
 )
 _OTHERS = ("memory.json", "tensorboard", "mlflow", "wandb")  # of trackers, and of ranks whose memory ran out
 # What `create` makes before the caller writes anything.
@@ -330,6 +331,10 @@ class RunFolder:
     def write_config(self, toml: str) -> None:
         """Write the settings of the run to `config.toml`. This and all below raise RunFolderError where they cannot."""
         files.write_atomically(self.config_path, toml)
+
+    def write_schema(self, schema: Mapping[str, Any]) -> None:
+        """Write the JSON schema of the run's answers to `schema.json`."""
+        files.write_atomically(self.path / "schema.json", json.dumps(schema, indent=2, ensure_ascii=False) + "\n")
 
     def change_config(self, toml: str, step: int) -> None:
         """Let `config.toml` have the settings with which a run is gone on with after a step. Others that it had are

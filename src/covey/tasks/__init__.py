@@ -8,12 +8,13 @@ if TYPE_CHECKING:
     from covey.tasks.base import Task, configured_task, get_task, register_task, task_names, task_options
     from covey.tasks.code import Code
     from covey.tasks.dataset import DataOrder, Row, WeightedOrder, build_prompts, load_rows
+    from covey.tasks.fields import Fields
     from covey.tasks.gsm8k import GSM8K
     from covey.tasks.usmle import USMLE
 
 __all__ = [
-    "GSM8K", "USMLE", "Code", "DataOrder", "Row", "Task", "WeightedOrder", "build_prompts", "configured_task",
-    "get_task", "load_rows", "register_task", "task_names", "task_options",
+    "GSM8K", "USMLE", "Code", "DataOrder", "Fields", "Row", "Task", "WeightedOrder", "build_prompts",
+    "configured_task", "get_task", "load_rows", "register_task", "task_names", "task_options",
 ]  # fmt: skip
 
 __getattr__ = when_used(
@@ -22,6 +23,7 @@ __getattr__ = when_used(
         "covey.tasks.base": "Task configured_task get_task register_task task_names task_options",
         "covey.tasks.code": "Code",
         "covey.tasks.dataset": "DataOrder Row WeightedOrder build_prompts load_rows",
+        "covey.tasks.fields": "Fields",
         "covey.tasks.gsm8k": "GSM8K",
         "covey.tasks.usmle": "USMLE",
     },

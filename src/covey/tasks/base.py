@@ -188,6 +188,7 @@ _TASKS: dict[str, Callable[..., Task] | str] = {
     "arithmetic": "covey.recipes.arithmetic.arithmetic:Arithmetic",  # the recipe's file, which is installed
     "code": "covey.tasks.code:Code",
     "gsm8k": "covey.tasks.gsm8k:GSM8K",
+    "json": "covey.tasks.fields:Fields",
     "usmle": "covey.tasks.usmle:USMLE",
 }
 """Imported when they are asked for."""

@@ -110,6 +110,8 @@ class Recorder:
                 self._restore(folder, None if resume is True else Path(resume))
             else:
                 folder.write_config(run.args.to_toml())
+                if hasattr(run.data.task, "schema"):
+                    folder.write_schema(run.data.task.schema())
             names = ("run_name", "logging_steps", "log_completions", "num_completions_to_print", "report_completions")
             options = {name: getattr(self._settings, name) for name in names}
             self._observers = make_observers(

@@ -54,6 +54,7 @@ class Data:
     system_prompt: str | None
     is_correct: IsCorrect | None
     has_answer: HasAnswer
+    task: Any = None
 
 
 def one_of(**named: Any) -> Any:
@@ -138,6 +139,11 @@ def load_task(config: GRPOConfig) -> Task | None:
     from covey.tasks.base import configured_task
 
     return configured_task(config.data.task, config.data.dataset, config.data.eval_dataset)
+
+
+def asked(task: Any, text: str) -> list[dict[str, str]]:
+    """The conversation in which a task asks about a text; without a task that has `ask`, it is the user's message."""
+    return task.ask(text) if hasattr(task, "ask") else [{"role": "user", "content": text}]
 
 
 def load_world(config: GRPOConfig) -> World | None:
@@ -262,7 +268,7 @@ def load_data(
             return task.has_answer(text, prompt.columns)
 
     by_task = correctness(config, scorer, is_correct)
-    return Data(train, held_out, scorer, system_prompt, by_task, has_answer)
+    return Data(train, held_out, scorer, system_prompt, by_task, has_answer, task)
 
 
 def tokenize(
