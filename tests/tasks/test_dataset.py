@@ -151,7 +151,11 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ("a.csv", b"prompt,answer\n1\n", "line 2: not as many fields"),
         ("a.csv", b"prompt;answer\nHello, you;1\n", "a.csv: its columns are separated by ';'; save it with commas"),
         ("a.csv", b"prompt\tanswer\n1\t2\n", r"separated by '.t'"),
-        ("a.csv", b'\xef\xbb\xbf"prompt";"n"\n"Count 1:";"1"\n', "a.csv: its columns are separated by ';'; save it with commas"),
+        (
+            "a.csv",
+            b'\xef\xbb\xbf"prompt";"n"\n"Count 1:";"1"\n',
+            "a.csv: its columns are separated by ';'; save it with commas",
+        ),
         ("a.csv", b'prompt,answer\n1,2\n"1,2\n3,4\n', "line 2: a quote in the row after this one is never closed"),
         ("a.parquet", b"this is no parquet", "not a readable parquet file"),
         ("a.txt", b"text", "no known format"),

@@ -512,7 +512,7 @@ def _read_csv(path: Path) -> Iterator[Any]:
             yield row
     except csv.Error as error:
         told = {"unexpected end of data": "a quote in the row after this one is never closed"}.get(str(error), error)
-        raise DataError(f"{path}, line {reader.reader.line_num}: {told}; correct or remove it") from None
+        raise DataError(f"{path}, line {reader.line_num or 1}: {told}; correct or remove it") from None
 
 
 def _read_parquet(path: Path) -> Iterator[Any]:
