@@ -134,7 +134,7 @@ def test_a_run_on_a_table_keeps_the_schema_and_is_asked_as_in_training(
     assert caplog.messages.count('text -> {"name": {"type": "string"}}') == 1
     task = get_task("json", path=str(table))
     assert json.loads((run / "schema.json").read_text()) == task.schema()
-    assert {"rewards/fields/mean", "fields/name"} <= RunFolder.read(run).read_metrics()[-1].keys()
+    assert {"eval/rewards/fields/mean", "eval/fields/name"} <= RunFolder.read(run).read_metrics()[-1].keys()
     done = run_advice(covey, printed)
     assert "log-probability" in done["try it"]
     assert asked == [task.ask(task.eval_rows()[0]["question"][:80])]
