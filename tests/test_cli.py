@@ -129,12 +129,12 @@ def test_a_run_on_a_table_keeps_the_schema_and_is_asked_as_in_training(
     run, table = tmp_path / "the run", tmp_path / "rows.csv"
     table.write_text("text,name\n" + "".join(f"I'm {name} of {name * 80},{name}\n" for name in "ABCDEFGHIJ"))
     settings = ("schedule.max_steps=1", "eval_steps=0", f"data.dataset={table}", "data.eval_dataset=none")
-    settings = (f"run.output_dir={run}", *settings, "data.task=json", "rewards.functions=[]")
+    settings = (f"run.output_dir={run}", *settings, "data.task=json:examples=0", "rewards.functions=[]")
     printed = covey.done("train", recipe_folder, *settings)
     assert caplog.messages.count('text -> {"name": {"type": "string"}}') == 1
-    task = get_task("json", path=str(table))
+    task = get_task("json:examples=0", path=str(table))
     assert json.loads((run / "schema.json").read_text()) == task.schema()
-    assert {"rewards/fields/mean", "fields/name"} <= RunFolder.read(run).read_metrics()[-1].keys()
+    assert {"eval/rewards/fields/mean", "eval/fields/name"} <= RunFolder.read(run).read_metrics()[-1].keys()
     done = run_advice(covey, printed)
     assert "log-probability" in done["try it"]
     assert asked == [task.ask(task.eval_rows()[0]["question"][:80])]
