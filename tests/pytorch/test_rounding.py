@@ -94,14 +94,16 @@ def turned(*, pairs: bool = False, power: float = 1.0) -> Wrong:
 
 
 def without_biases(patch: pytest.MonkeyPatch, module: Any) -> None:
-    taken, reader = module._WeightReader.optional, module._WeightReader
-    patch.setattr(reader, "optional", lambda self, name: None if name.endswith("bias") else taken(self, name))
+    patch.setattr(module._WeightReader, "biases", lambda self, modules: None)
 
 
 def gate_and_up_swapped(patch: pytest.MonkeyPatch, module: Any) -> None:
-    fused = module._WeightReader.fused
-    swap = {"mlp.gate_proj": "mlp.up_proj", "mlp.up_proj": "mlp.gate_proj"}
-    patch.setattr(module._WeightReader, "fused", lambda self, *names: fused(self, *(swap.get(n, n) for n in names)))
+    load, swap = module.Linear.load, {"mlp.gate_proj": "mlp.up_proj", "mlp.up_proj": "mlp.gate_proj"}
+
+    def swapped(self: Any, take: Any, modules: Any, scale: Any = None) -> None:
+        load(self, take, [swap.get(name, name) for name in modules], scale)
+
+    patch.setattr(module.Linear, "load", swapped)
 
 
 def read_wrongly(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Wrong:

@@ -43,8 +43,8 @@ from covey.pytorch.attention import tree_attention
 from covey.pytorch.attention.tree_layout import TreeLayout
 from covey.pytorch.models.form import LayerForm, NormForm, Rotary, Turn, read_form
 from covey.pytorch.models.lora import Adapters, LeanLoraLinear
-from covey.pytorch.models.narrow import NarrowLinear
-from covey.pytorch.products import add_product, linear, product
+from covey.pytorch.models.narrow import NarrowLinear, packed
+from covey.pytorch.products import add_product, is_narrow, linear, product
 from covey.rollout.packing import Pack
 
 if TYPE_CHECKING:
@@ -162,7 +162,11 @@ class Projection:
 
     def forward(self, x: Tensor, adapters: Adapters | None) -> tuple[Tensor, Tensor | None]:
         """The outputs `[M, out]`, and `x A'` of all adapters side by side."""
-        y = linear(x, self._weight, self._bias)
+        if is_narrow(x, self._weight):
+            self._packed = packed([base.weight for base in self._bases])
+            y = self._packed.multiply(x, self._bias)
+        else:
+            y = linear(x, self._weight, self._bias)
         return y, None if adapters is None else adapters.add_to(y, x)
 
     def backward(

@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from covey.pytorch.models.form import Head, wide
+from covey.pytorch.models.narrow import if_packed
 from covey.pytorch.products import is_narrow, product_into
 from covey.pytorch.rounding import wide_dtype
 from covey.types import Support
@@ -380,7 +381,9 @@ def _operand(weight: Tensor, hidden: Tensor) -> Tensor:
 def _product_into(out: Tensor, rows: Tensor, weight: Tensor, factor: float) -> None:
     """`out = factor * rows @ weight.T`, accumulated in out's precision; rows `[c, k]`, weight `[n, k]`."""
     narrow = is_narrow(rows, weight)  # then the logits themselves are rounded, as the sampler's are
-    if narrow or rows.dtype == weight.dtype == out.dtype:
+    if narrow and (held := if_packed(weight)) is not None:
+        held.multiply(rows, out=out).mul_(factor)
+    elif narrow or rows.dtype == weight.dtype == out.dtype:
         first = factor != 1.0 and rows.shape[1] <= out.shape[1] and not narrow
         product_into(out, rows * factor if first else rows, weight.T)
         if factor != 1.0 and not first:

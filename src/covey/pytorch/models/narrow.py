@@ -89,14 +89,14 @@ class Packed:
         if self._packs:
             self._weight = reorder(self._weight, 64)
 
-    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`float32(bfloat16(x) W^T) + b` of x `[M, in]`, without a gradient."""
+    def multiply(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """`float32(bfloat16(x) W^T) + b` of x `[M, in]`, written to `out` if given, without a gradient."""
         narrow = x.to(torch.bfloat16)
         if self._packs:
             y = torch.ops.mkldnn._linear_pointwise(narrow, self._weight, None, "none", [], "")
         else:
             y = functional.linear(narrow, self._weight)
-        wide: Tensor = y.float()
+        wide: Tensor = y.float() if out is None else out.copy_(y)
         return wide if bias is None else wide.add_(bias)
 
 
@@ -105,8 +105,16 @@ _packed: WeakValueDictionary[tuple[object, ...], Packed] = WeakValueDictionary()
 
 def packed(weights: Sequence[Tensor]) -> Packed:
     """Weights `[out_i, in]`, packed once for all that use them at a time."""
-    narrow = [weight.to(torch.bfloat16) for weight in weights]
-    key = tuple((weight.data_ptr(), tuple(weight.shape), weight._version) for weight in narrow)
-    if (found := _packed.get(key)) is None:
-        _packed[key] = found = Packed(narrow)
+    narrow = [weight.detach().to(torch.bfloat16) for weight in weights]
+    if (found := _packed.get(_key(narrow))) is None:
+        _packed[_key(narrow)] = found = Packed(narrow)
     return found
+
+
+def if_packed(weight: Tensor) -> Packed | None:
+    """The packed copy of a weight that somebody holds."""
+    return _packed.get(_key([weight])) if weight.dtype == torch.bfloat16 else None
+
+
+def _key(weights: Sequence[Tensor]) -> tuple[object, ...]:
+    return tuple((weight.data_ptr(), tuple(weight.shape), weight._version) for weight in weights)
