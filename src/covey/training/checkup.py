@@ -180,9 +180,11 @@ def checkup(trainer: GRPOTrainer, plan: Plan) -> list[Diagnosis]:
     )
     limits, told = Thresholds(min_steps=2), plan.untrained
     # Samples of an untrained model at temperature 1 fail and run on where greedy answers do not; training ends that.
+    some_right = told.get("eval/accuracy", told.get("eval/reward", 0.0)) > limits.failed_reward
     well = {
         "completions_truncated": told.get("eval/completions/clipped_ratio", 1.0) < limits.clipped_completions,
-        "groups_all_wrong": told.get("eval/accuracy", told.get("eval/reward", 0.0)) > limits.failed_reward,
+        "groups_all_wrong": some_right,
+        "no_answer": some_right,
     }
     found = [one for one in diagnose([plan.metrics, plan.metrics], limits) if not well.get(one.code)]
     return [left_out, *found] if lost > _LEFT_OUT * rows else found
