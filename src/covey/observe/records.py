@@ -61,11 +61,7 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, is_record: Callable[[Record], bool] = lambda record: True) -> None:
-        """Open for appending. `is_record` says of a line whether it is one of this file's.
-
-        Raises:
-            RunFolderError: the file cannot be written.
-        """
+        """Open for appending; `is_record`: whether a line is this file's. `RunFolderError`: it cannot be written."""
         self.path = path
         self._is_record = is_record
         self._open()
@@ -79,11 +75,7 @@ class JsonLines:
             self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one line; it is with the operating system when this returns (see `sync` for the disk).
-
-        Raises:
-            RunFolderError: full disk, ...; the file ends with the line before.
-        """
+        """Hand a line to the system (`sync`: to the disk); `RunFolderError`: disk full, the file as it was before."""
         line = json.dumps(plain(record), allow_nan=False).encode() + b"\n"
         with explained(self.path):
             start = os.fstat(self._file).st_size

@@ -63,10 +63,7 @@ class MathReward:
         self._told = False
 
     def __call__(self, completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
-        """Score as a reward function does.
-
-        Raises `RewardError`: the column is absent, or a reference holds no answer; `sample` names it.
-        """
+        """Score as a reward function does; `RewardError`: no such column, or no answer in a reference (`sample`)."""
         references = self._read(column_of(columns, self._column, "answers are compared with", function="math"))
         texts = [completion_text(completion)[-_MAX_TEXT:] for completion in completions]
         pairs = zip(references, texts, strict=True)
@@ -108,10 +105,7 @@ class MathReward:
 
 
 def expression_of(reference: Any) -> str:
-    """The one expression of a reference, as `MathReward` describes it. Linear in its length.
-
-    Raises `ValueError`: it is neither a finite number nor text, holds no answer, or does not say which.
-    """
+    """The one expression of a reference, as `MathReward` has it; `ValueError`: not finite, no answer, or several."""
     if (number := number_text(reference)) is not None:
         return number
     if not isinstance(reference, str):
