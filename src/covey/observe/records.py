@@ -75,7 +75,10 @@ class JsonLines:
             self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Hand a line to the system (`sync`: to the disk); `RunFolderError`: disk full, the file as it was before."""
+        """Write one line; it is with the operating system when this returns (see `sync` for the disk).
+
+        Raises `RunFolderError`: full disk, ...; the file ends with the line before.
+        """
         line = json.dumps(plain(record), allow_nan=False).encode() + b"\n"
         with explained(self.path):
             start = os.fstat(self._file).st_size

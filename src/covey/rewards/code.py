@@ -97,7 +97,7 @@ class CodeReward:
             return self._harness
 
     def __call__(self, completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
-        """Score as a reward function does; `RewardError`: no such column, or a row's tests are none (`sample`)."""
+        """Score as a reward function does; `RewardError` names the `sample`: no column, or its tests are none."""
         results = self.results(completions, **columns)
         say(columns, self.__name__, results)
         return [None if result is None else self.score(result) for result in results]

@@ -63,7 +63,7 @@ class MathReward:
         self._told = False
 
     def __call__(self, completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
-        """Score as a reward function does; `RewardError`: no such column, or no answer in a reference (`sample`)."""
+        """Score as a reward function does; `RewardError` names the `sample`: no column, or no answer in a reference."""
         references = self._read(column_of(columns, self._column, "answers are compared with", function="math"))
         texts = [completion_text(completion)[-_MAX_TEXT:] for completion in completions]
         pairs = zip(references, texts, strict=True)
@@ -105,7 +105,10 @@ class MathReward:
 
 
 def expression_of(reference: Any) -> str:
-    """The one expression of a reference, as `MathReward` has it; `ValueError`: not finite, no answer, or several."""
+    """The one expression of a reference, as `MathReward` describes it. Linear in its length.
+
+    Raises `ValueError`: it is neither a finite number nor text, holds no answer, or does not say which.
+    """
     if (number := number_text(reference)) is not None:
         return number
     if not isinstance(reference, str):

@@ -75,7 +75,10 @@ def checkpoint_name(step: int) -> str:
 def save_checkpoint(
     folder: str | Path, step: int, tensors: TensorGroups, state: Mapping[str, Any], *, run_id: str = ""
 ) -> Path:
-    """Write `folder/step_000010/` whole or not at all, in place of an equal step; `RunFolderError`: full disk, ..."""
+    """Write `folder/step_000010/` so that it appears whole or not at all; one of the same step is replaced.
+
+    Raises `RunFolderError`: full disk, no permission, ...; earlier checkpoints are untouched.
+    """
     final = Path(folder) / checkpoint_name(step)
     size = sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
     require_free_space(final.parent, size, f"checkpoint {final.name}")

@@ -44,7 +44,7 @@ class Sampled:
 
     @property
     def accuracy(self) -> float | None:
-        """Share of right completions among those judged, discarded ones included, added ones not; None = unknown."""
+        """Share of right completions among those judged, of discarded groups too, added ones not; None = unknown."""
         if self.correct is None:
             return None
         whole = self.rollout.whole

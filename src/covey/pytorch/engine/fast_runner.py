@@ -220,7 +220,7 @@ class Linear:
         self._apply: Callable[[Tensor], Tensor] = _not_loaded
 
     def load(self, take: _WeightReader, modules: Sequence[str], scale: Tensor | None = None) -> None:
-        """Copy weights `[out_i, in]` below one another, in the same memory if possible; `scale` `[in]` is on inputs."""
+        """Copy weights `[out_i, in]` below one another, over the last ones if they fit; `scale` `[in]` is on inputs."""
         weights, bias = [take(f"{module}.weight") for module in modules], take.biases(modules)
         outputs, inputs = sum(len(w) for w in weights), weights[0].shape[1]
         if self._layouts and outputs >= _WIDE * inputs and can_pack():

@@ -129,7 +129,7 @@ class VLLMEngine:
         return self._version
 
     def publish(self, weights: Weights) -> None:
-        """Take an adapter or all weights, with their version; `ModelError` if vLLM then holds other numbers."""
+        """Take an adapter or all weights, and forget what was computed; `ModelError` if vLLM then holds others."""
         self._version = NO_VERSION
         if self._asleep:
             self._llm.wake_up()

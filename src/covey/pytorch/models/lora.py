@@ -267,7 +267,7 @@ def save_adapter(model: PeftModel, path: str | Path, state: dict[str, Tensor] | 
 
 
 def adapter_of(model: nn.Module, state: dict[str, Tensor] | None = None) -> Adapter:
-    """A PEFT model's adapter as in its files, arrays on the CPU; `state` as of `save_adapter`; `AdapterError`: none."""
+    """A PEFT model's adapter as in its files, arrays on the CPU; `state` as of `save_adapter`. `AdapterError`: none."""
     if not isinstance(model, PeftModel):
         raise AdapterError("the model has no LoRA adapter to upload; set model.use_peft to true")
     found = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
