@@ -8,8 +8,8 @@ import pytest
 
 from covey.algorithms import find_estimator
 from covey.config.algorithm import AlgorithmConfig
+from covey.config.data import RewardConfig
 from covey.config.environment import EnvironmentConfig
-from covey.config.rewards import RewardConfig
 from covey.rollout.batching import make_batch
 from covey.rollout.collect import Rollout, collect_groups, collect_informative_groups, grow_groups, table_order
 from covey.rollout.scoring import Scorer, has_text

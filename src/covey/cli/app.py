@@ -27,8 +27,7 @@ from covey.cli.export import export
 from covey.cli.mcp import mcp
 from covey.cli.play import play
 from covey.cli.report import report
-from covey.cli.serve import serve
-from covey.cli.watch import watch
+from covey.cli.serve import serve, watch
 from covey.cli.weights import AsJson, Overrides, config_for, err, form_of, out, print_json, recipe_file, said_by_signals
 from covey.config.names import canonical_names
 from covey.config.old_names import gone_command

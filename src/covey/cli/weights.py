@@ -56,10 +56,7 @@ def recipe_file(recipe: Path) -> Path:
 
 
 def config_for(model: str, adapter: str | None, overrides: list[str] | None) -> GRPOConfig:
-    """Settings for looking at a model: a run's own with its weights (said which), a recipe's, or the defaults.
-
-    Raises `ConfigError`: the run has no weights yet, or they are gone or damaged.
-    """
+    """Settings to look at a model with: its run's, a recipe's, or defaults; `ConfigError`: weights lost or damaged."""
     from covey.observe.run_folder import RunFolder
     from covey.training.export import kept_weights
 
@@ -83,9 +80,7 @@ def config_for(model: str, adapter: str | None, overrides: list[str] | None) -> 
 
 
 def form_of(model: str) -> tuple[bool | None, str | None]:
-    """Whether a run's prompts were conversations, and the system message that all of them had; None = not known, as of
-    an agent's run or one without recorded completions.
-    """
+    """Whether a run's prompts were conversations, and the system message that all of them had; None = not known."""
     from covey.observe.run_folder import RunFolder
 
     folder = RunFolder.read(model) if RunFolder.is_run(model) else None

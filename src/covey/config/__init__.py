@@ -1,4 +1,4 @@
-"""All settings of a run: one file a section, put together in `whole.py`, read and explained by `text.py`.
+"""All settings of a run: a file for each section or two, put together in `whole.py`, read and explained by `text.py`.
 
     from covey.config import GRPOConfig
 

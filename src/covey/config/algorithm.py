@@ -190,10 +190,7 @@ class AlgorithmConfig(Section, frozen=True):
 
     @property
     def selection(self) -> DownSampling | None:
-        """Which completions of a group are trained on, None = all.
-
-        Raises `ConfigError`: a rule in a file cannot be found.
-        """
+        """Which completions of a group are trained on, None = all; `ConfigError`: a rule in a file cannot be found."""
         return find_down_sampling(self.down_sampling)
 
     @property

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from covey.config.algorithm import AdaptiveEntropy, AlgorithmConfig
-from covey.config.data import DataConfig
-from covey.config.distributed import DistributedConfig
+from covey.config.data import DataConfig, RewardConfig
 from covey.config.environment import EnvironmentConfig
-from covey.config.rewards import RewardConfig
 from covey.config.run import RunConfig
 from covey.config.sampling import ModelConfig, SamplingConfig, VLLMConfig
-from covey.config.server import ServerConfig
+from covey.config.server import DistributedConfig, ServerConfig
 from covey.config.training import EvaluationConfig, OptimConfig, PhaseConfig, ScheduleConfig
 
 class Settings(TypedDict, total=False):

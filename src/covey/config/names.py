@@ -14,14 +14,12 @@ from typing import Any
 
 from covey.config import old_names
 from covey.config.algorithm import AlgorithmConfig
-from covey.config.data import DataConfig
-from covey.config.distributed import DistributedConfig
+from covey.config.data import DataConfig, RewardConfig
 from covey.config.environment import EnvironmentConfig
-from covey.config.rewards import RewardConfig
 from covey.config.run import RunConfig
 from covey.config.sampling import ModelConfig, SamplingConfig, VLLMConfig
 from covey.config.section import Section
-from covey.config.server import ServerConfig
+from covey.config.server import DistributedConfig, ServerConfig
 from covey.config.training import EvaluationConfig, OptimConfig, ScheduleConfig
 from covey.errors import ConfigError
 

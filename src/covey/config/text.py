@@ -51,9 +51,7 @@ class FieldHelp:
 
 
 def explain(filter: str = "") -> list[FieldHelp]:
-    """The settings, in the order of the sections: those that have `filter` in their name, in their meaning or in
-    another name that means them.
-    """
+    """The settings by section: those with `filter` in their name, meaning, or another name that means them."""
     lines = []
     for section, model in SECTIONS.items():
         defaults = model()
@@ -239,10 +237,7 @@ def _requirement(path: str, field: FieldInfo, value: Any) -> str:
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
-    """`["algorithm.beta=0.02", "run.report_to=wandb"]` -> path -> value; of equal paths the last one holds.
-
-    Raises `ConfigError`: an override without `=`, or with an unknown name.
-    """
+    """`["algorithm.beta=0.02"]` -> path -> value, the last of equal paths; `ConfigError`: no `=`, or unknown names."""
     settings: dict[str, Any] = {}
     problems = []
     for override in overrides:

@@ -22,16 +22,14 @@ from pydantic import ValidationError
 from covey.algorithms.down_sampling import read_down_sampling
 from covey.algorithms.estimators import ADVANTAGE_ESTIMATORS, small_step
 from covey.config.algorithm import AlgorithmConfig
-from covey.config.data import DataConfig
-from covey.config.distributed import DistributedConfig
+from covey.config.data import DataConfig, RewardConfig
 from covey.config.effects import vllm_problems, without_effect
 from covey.config.environment import EnvironmentConfig
 from covey.config.names import FIELDS, HINTS, MEANS, SECTIONS, canonical_names
-from covey.config.rewards import RewardConfig
 from covey.config.run import RunConfig
 from covey.config.sampling import ModelConfig, SamplingConfig, VLLMConfig
 from covey.config.section import Section, shown
-from covey.config.server import ServerConfig
+from covey.config.server import DistributedConfig, ServerConfig
 from covey.config.text import explain_error, is_unset, parse_overrides, unusable
 from covey.config.training import EvaluationConfig, OptimConfig, ScheduleConfig
 from covey.errors import ConfigError

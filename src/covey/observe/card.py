@@ -99,11 +99,7 @@ def model_card(
 
 
 def write_card(folder: str | Path, text: str, run: RunFolder | None) -> None:
-    """Write README.md into a folder, with the run's learning curve beside it.
-
-    Raises:
-        RunFolderError: it cannot be written.
-    """
+    """Write README.md into a folder, with the run's learning curve beside it; `RunFolderError` if it cannot."""
     with explained(folder):
         write_atomically(Path(folder) / "README.md", text)
         if run is not None and run.curve_path.exists():

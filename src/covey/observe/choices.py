@@ -52,11 +52,7 @@ class Answered:
 
 
 def choice_report(rows: Sequence[Row], answered: Answered, baseline: Answered | None = None) -> Json:
-    """All statistics as plain values: see `docs/use.md` for what each means. Both answered the same questions.
-
-    Raises:
-        ValueError: not one answer for each question.
-    """
+    """All statistics as plain values, explained in `docs/use.md`; `ValueError`: not one answer for each question."""
     for other in (answered, baseline):
         if other is not None and len(other.chosen) != len(rows):
             raise ValueError(f"{len(other.chosen)} answers of {other.model} to {len(rows)} questions")
@@ -297,11 +293,7 @@ chance: places to look at, not findings.</p>
 
 
 def write_choice_report(folder: Path, report: Mapping[str, Any], title: str) -> tuple[Path, Path]:
-    """Write `report.json` and `report.html` into a folder, which is made if missing.
-
-    Raises:
-        RunFolderError: it cannot be written.
-    """
+    """Write `report.json` and `report.html` into a folder, made if missing; `RunFolderError` if it cannot."""
     folder.mkdir(parents=True, exist_ok=True)
     as_json, as_html = folder / "report.json", folder / "report.html"
     write_atomically(as_json, json.dumps(plain(report), indent=1, allow_nan=False) + "\n")

@@ -56,9 +56,7 @@ def differing(tables: Sequence[Mapping[str, Any]], without: Sequence[str]) -> di
 
 
 def group_seeds(runs: Sequence[ComparedRun]) -> dict[str, list[Records]]:
-    """Runs that differ in their seed only, under one label each, as `draw_comparison` takes them. ConfigError where a
-    run is alone with its settings, or two of a group have one seed.
-    """
+    """Label -> runs that differ only in their seed; `ConfigError`: one has no sibling, or two have the same seed."""
 
     def differing(one: ComparedRun, other: ComparedRun) -> dict[str, list[Any]]:
         found = differing_settings([one, other])
@@ -173,9 +171,7 @@ def chosen_steps(spec: str, there: list[int], option: str) -> list[int]:
 
 
 def answers_of(rows: Sequence[Mapping[str, Any]], *, rewards: bool = False) -> Json:
-    """The rows of an evaluation by question, as plain values for `Answers`; `rewards`, also where it is known what is
-    right.
-    """
+    """The rows of an evaluation by question, as plain values for `Answers`; `rewards` in place of right or wrong."""
     judged = not rewards and any(isinstance(row.get("correct"), bool) for row in rows)
     scores: dict[str, list[float]] = {}
     asked: dict[str, Any] = {}

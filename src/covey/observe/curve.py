@@ -92,11 +92,7 @@ def draw_learning_curve(records: Records, path: str | Path, *, title: str = "") 
 
 
 def draw_run(folder: RunFolder | str | Path) -> Path:
-    """Draw a run folder's `learning_curve.png` from its `metrics.jsonl` and return its path.
-
-    Raises:
-        RunFolderError: there is no run, or the file cannot be read or written.
-    """
+    """Draw a run's `learning_curve.png` and return its path; `RunFolderError`: no run, or not readable or writable."""
     run = folder if isinstance(folder, RunFolder) else RunFolder.read(folder)
     return draw_learning_curve(run.read_metrics(), run.curve_path, title=run.path.name)
 

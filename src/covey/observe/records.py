@@ -61,11 +61,7 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, is_record: Callable[[Record], bool] = lambda record: True) -> None:
-        """Open for appending. `is_record` says of a line whether it is one of this file's.
-
-        Raises:
-            RunFolderError: the file cannot be written.
-        """
+        """Open for appending; `is_record`: whether a line is this file's. `RunFolderError`: it cannot be written."""
         self.path = path
         self._is_record = is_record
         self._open()
@@ -81,8 +77,7 @@ class JsonLines:
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one line; it is with the operating system when this returns (see `sync` for the disk).
 
-        Raises:
-            RunFolderError: full disk, ...; the file ends with the line before.
+        Raises `RunFolderError`: full disk, ...; the file ends with the line before.
         """
         line = json.dumps(plain(record), allow_nan=False).encode() + b"\n"
         with explained(self.path):

@@ -228,11 +228,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, needed_bytes: int = DEFAULT_FREE_BYTES) -> RunFolder:
-        """Open an existing run to write on: take the lock, clear what a kill left behind.
-
-        Raises:
-            RunFolderError: there is no run, it cannot be written, or another process is writing it.
-        """
+        """Open a run to write on: lock it, clear up after a kill; `RunFolderError`: no run, not writable, or in use."""
         folder = cls._existing(path)
         _probe(folder, needed_bytes)
         with contextlib.ExitStack() as undo:
@@ -247,11 +243,7 @@ class RunFolder:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> RunFolder:
-        """Open an existing run to look at; it may be running. No lock is taken and nothing is changed.
-
-        Raises:
-            RunFolderError: there is no run.
-        """
+        """Open a run to look at, even while it runs: no lock, no change; `RunFolderError`: there is no run."""
         return cls(cls._existing(path), writable=False)
 
     @classmethod
@@ -286,11 +278,7 @@ class RunFolder:
         return self.versions().get("needs_python") is True
 
     def whole_config(self) -> Path:
-        """`config.toml`, which is there and was not cut: a setting that is lost would take its default without a word.
-
-        Raises:
-            RunFolderError: it is not.
-        """
+        """`config.toml`, uncut: a lost setting would take its default silently; `RunFolderError` if gone or cut."""
         fix = "restore it from a backup, or write it anew with `covey config RECIPE` and what was overridden"
         if not self.config_path.exists():
             if not any(self.checkpoints.glob("step_*")) and not self.read_metrics():
@@ -337,9 +325,7 @@ class RunFolder:
         files.write_atomically(self.path / "schema.json", json.dumps(schema, indent=2, ensure_ascii=False) + "\n")
 
     def change_config(self, toml: str, step: int) -> None:
-        """Let `config.toml` have the settings with which a run is gone on with after a step. Others that it had are
-        kept in `config_until_000012.toml`.
-        """
+        """Write the settings of a resume after `step`; others that it had are kept in `config_until_000012.toml`."""
         with files.explained(self.config_path, "read"):
             former = self.config_path.read_bytes()
         if former != toml.encode():

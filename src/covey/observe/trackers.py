@@ -58,9 +58,7 @@ class Sender:
             raise TimeoutError(f"{self._calls.maxsize} calls wait for {self._name}, which takes none") from None
 
     def close(self) -> None:
-        """Wait until all calls were made, and raise what one raised; TimeoutError where they were not, within the
-        patience: the thread ends with the process.
-        """
+        """Wait until all calls were made; raise what one raised, or `TimeoutError` if patience ends first."""
         if self._thread is not None:
             try:
                 self._calls.put(None, timeout=self._patience)
@@ -87,9 +85,7 @@ class Sender:
 
 
 def is_due(chance: int) -> bool:
-    """Whether the n-th chance is taken: all of the first 50, every second of the next 100, every fourth of the next
-    200, and so on, so that a run of a million steps sends some 700 tables.
-    """
+    """Whether the n-th chance is taken: the first 50, every 2nd of the next 100, every 4th of 200, and so on."""
     return chance % (1 << int(math.log2((chance - 1) / _DENSE + 1))) == 0
 
 

@@ -90,20 +90,14 @@ class CodeReward:
 
     @property
     def harness(self) -> TestHarness:
-        """What runs the programs; started when it is first needed.
-
-        Raises `RewardError`: the host does not offer the minimum of protections.
-        """
+        """What runs the programs, started when first needed; `RewardError`: the host has too few protections."""
         with self._lock:
             if self._harness is None:
                 self._harness = self._start()
             return self._harness
 
     def __call__(self, completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
-        """Score as a reward function does.
-
-        Raises `RewardError`: the column is absent, or a row's tests are none; `sample` names it.
-        """
+        """Score as a reward function does; `RewardError` names the `sample`: no column, or its tests are none."""
         results = self.results(completions, **columns)
         say(columns, self.__name__, results)
         return [None if result is None else self.score(result) for result in results]

@@ -63,10 +63,7 @@ class MathReward:
         self._told = False
 
     def __call__(self, completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
-        """Score as a reward function does.
-
-        Raises `RewardError`: the column is absent, or a reference holds no answer; `sample` names it.
-        """
+        """Score as a reward function does; `RewardError` names the `sample`: no column, or no answer in a reference."""
         references = self._read(column_of(columns, self._column, "answers are compared with", function="math"))
         texts = [completion_text(completion)[-_MAX_TEXT:] for completion in completions]
         pairs = zip(references, texts, strict=True)

@@ -165,10 +165,7 @@ class ParallelVerifier(Verifier):
         self.timeouts = 0
 
     def batch_verify(self, pairs: list[tuple[str, str]]) -> Sequence[float | None]:
-        """Score (prompt, completion) pairs, in order.
-
-        Raises `RewardError`: the verifier raised, or its process ended; `sample` is the index of the pair.
-        """
+        """Score (prompt, completion) pairs in order; `RewardError`: the verifier raised or died at pair `sample`."""
         scores: list[float | None] = []
         for index, found in enumerate(self._pool.map(pairs)):
             if isinstance(found, ItemTimeout):

@@ -128,10 +128,7 @@ def found_word(answer: Any) -> str:
 
 
 def column_of(columns: Mapping[str, Any], name: str, use: str, advice: str = "", *, function: str) -> Any:
-    """The values of a dataset column that a reward needs.
-
-    Raises `RewardError`: it is absent; `use` and `advice` say what needs it and what to do.
-    """
+    """A dataset column that a reward needs; `RewardError` if absent, with what needs it (`use`) and `advice`."""
     if name not in columns:
         absent = f"which is absent (present: {', '.join(sorted(columns)) or 'none'}){advice}"
         raise RewardError(f"{use} the dataset column {name!r}, {absent}", function=function)

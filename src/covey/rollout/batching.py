@@ -21,8 +21,8 @@ from covey.types import Batch, BoolArray, Group, IntArray, Trajectory
 
 if TYPE_CHECKING:
     from covey.config.algorithm import AlgorithmConfig
+    from covey.config.data import RewardConfig
     from covey.config.environment import EnvironmentConfig
-    from covey.config.rewards import RewardConfig
 
 
 class Score(Protocol):

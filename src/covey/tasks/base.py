@@ -115,10 +115,7 @@ def hold_out(rows: Sequence[Row], number: int) -> list[Row]:
 def without_held_out(
     rows: Sequence[Row], held_out: Sequence[Row], *, path: Any, eval_path: Any, num_eval: int | None
 ) -> list[Row]:
-    """The rows whose problem is not held out.
-
-    Raises `DataError`: nothing is left, or a question stands in the training file and in a held-out file of its own.
-    """
+    """The rows whose problem is not held out; `DataError`: none is left, or a question is in both files."""
     where = path if isinstance(path, str | Path) else "dataset"
     asked = {question_key(row["question"]): row for row in reversed(held_out)}
     if eval_path is not None:

@@ -387,10 +387,7 @@ def _tokenize(content: str | list[Message], index: int, tokenizer: Any, kwargs: 
 
 
 def _left_out(content: list[Message], index: int, tokenizer: Any, kwargs: dict[str, Any]) -> set[str]:
-    """Roles of messages that the template does not render from their first word to the last.
-
-    Raises `DataError`: the user is one of them.
-    """
+    """Roles of messages that the template does not render whole; `DataError` if the user is one of them."""
     # marks are looked for, since templates may escape a text, break its lines or put it in capitals
     told = [m | {"content": f"begun{n}. {m['content']} done{n}."} for n, m in enumerate(content)]
     told = [m if m["role"] in ("user", "system") else old for m, old in zip(told, content, strict=True)]

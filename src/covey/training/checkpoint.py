@@ -77,8 +77,7 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder/step_000010/` so that it appears whole or not at all; one of the same step is replaced.
 
-    Raises:
-        RunFolderError: full disk, no permission, ...; earlier checkpoints are untouched.
+    Raises `RunFolderError`: full disk, no permission, ...; earlier checkpoints are untouched.
     """
     final = Path(folder) / checkpoint_name(step)
     size = sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
@@ -275,10 +274,7 @@ def _from_json(value: dict[str, Any]) -> Any:
 
 
 def find_checkpoint(folder: RunFolder, config: GRPOConfig, notes: list[str]) -> Path | None:
-    """The newest whole checkpoint; None for a run that was stopped before its first one, which begins again.
-
-    What is worth a sentence is added to `notes`.
-    """
+    """The newest whole checkpoint, None before the first one; what is worth a sentence is added to `notes`."""
     broken: dict[Path, str] = {}
     newest = latest_checkpoint(folder.checkpoints, broken)
     forged = next((path for path, problem in broken.items() if problem == NAMES_NOTHING), None)

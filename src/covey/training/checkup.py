@@ -277,9 +277,7 @@ class Recipe:
         )
 
     def phases(self, room: float, **changed: int) -> dict[str, dict[str, float]]:
-        """Parts by what is going on, on a device of `room` bytes, see `covey.pytorch.footprint.phases`; `changed` as
-        `choices` takes it.
-        """
+        """Parts by activity on a device of `room` bytes, as `footprint.phases` has them; `changed` as in `choices`."""
         chosen = self.choices(**changed)
         found = phases(self.shape, chosen)
         found["held"]["CUDA and its libraries"] = CONTEXT_BYTES

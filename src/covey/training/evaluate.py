@@ -139,9 +139,7 @@ def _mean(values: np.ndarray) -> float:
 
 
 def judged_completions(rollout: Rollout) -> BoolArray:
-    """`[N]` in the order of the groups: False for an episode that its environment's failure ended, since that says
-    nothing of the policy, else True.
-    """
+    """`[N]` in the order of the groups: False for episodes that their environment's failure ended, else True."""
     judged = [[t.ended != "failed" for t in g.trajectories] or [True] * len(g.rewards) for g in rollout.groups]
     return np.concatenate([np.array(group, np.bool_) for group in judged])
 
@@ -153,9 +151,7 @@ def counted_completions(rollout: Rollout) -> BoolArray:
 
 
 def correct_completions(rollout: Rollout, is_correct: IsCorrect | None) -> BoolArray | None:
-    """`[N]` which completions are right, or which trajectories succeeded, in the order of the groups; None where
-    nothing says so.
-    """
+    """`[N]` which completions are right or trajectories succeeded, in the groups' order; None = nothing says so."""
     if any(group.trajectories for group in rollout.groups):
         return np.array([t.success for group in rollout.groups for t in group.trajectories], dtype=np.bool_)
     if is_correct is None:
@@ -229,10 +225,7 @@ def _std(values: np.ndarray, correction: int) -> float:
 
 
 def count_answers(rollout: Rollout, correct: BoolArray | None) -> Answers:
-    """Right and all completions of each question of a step, or episodes of agents; empty if nothing says what is right.
-
-    What is not judged counts as little as a question that was not asked.
-    """
+    """Right and all judged completions, or episodes, of each question; empty if nothing says what is right."""
     if correct is None:
         return {}
     answers: Answers = {}

@@ -45,10 +45,7 @@ class Weights:
 
 
 def kept_weights(folder: RunFolder, config: GRPOConfig, *, best: bool = False, instead: str = "") -> Weights:
-    """The policy that a run has left: its final one, before its end the best one; with `best` that in any case.
-
-    `instead` is what to do where there is none yet.
-    """
+    """A run's final policy, before its end or with `best` the best one; `instead` is what to do where there is none."""
     run = folder.path
     again = f"`covey resume {shlex.quote(str(run))}` writes a finished run's adapter anew"
     if folder.last_state() == "finished" and not best and not folder.adapter.is_dir():

@@ -251,10 +251,7 @@ def start_ranks(config: GRPOConfig, arguments: Sequence[str], say: Callable[[str
 def _launcher(
     config: GRPOConfig, arguments: Sequence[str], say: Callable[[str], None]
 ) -> Iterator[Callable[[int, Mapping[str, str]], int]]:
-    """What starts all ranks once, given the attempt from 0 and the environment.
-
-    It returns rank 0's exit status, or another one than 0 if any rank has died.
-    """
+    """What starts all ranks, given attempt and environment; returns rank 0's status, or not 0 if any rank died."""
     cluster = _cluster(config, arguments, say)
     if cluster is not None:
         with closing(cluster):

@@ -44,9 +44,7 @@ class Sampled:
 
     @property
     def accuracy(self) -> float | None:
-        """Share of right completions among those judged, those of discarded groups included and what groups were grown
-        by not; None where unknown.
-        """
+        """Share of right completions among those judged, of discarded groups too, added ones not; None = unknown."""
         if self.correct is None:
             return None
         whole = self.rollout.whole
@@ -82,9 +80,7 @@ class Source(Protocol):
 
 
 class Samples:
-    """The samples of a run, step by step: each step's groups are sampled when they are asked for, from the weights that
-    are then trained. All methods are called by the training loop's thread.
-    """
+    """Each step's groups, sampled when asked for from the weights then trained; for the training loop's thread."""
 
     def __init__(self, source: Source, progress: Progress) -> None:
         self._source, self._progress = source, progress
@@ -117,10 +113,7 @@ class Samples:
 
 
 class PrefetchedSamples(Samples):
-    """Groups are sampled in a thread, at most `source.steps_ahead()` steps before they are trained on.
-
-    `_begun` holds what was handed to the thread and not yet trained on, the oldest first.
-    """
+    """Samples in a thread, up to `steps_ahead()` steps ahead; `_begun`: those not yet trained on, oldest first."""
 
     def __init__(self, source: Source, max_staleness: int, *, drop: bool) -> None:
         super().__init__(source, self._check)

@@ -154,9 +154,7 @@ class Recorder:
         draw_run(folder)
 
     def _take_best(self, folder: RunFolder) -> str:
-        """With `load_best_model_at_end`, the weights of the best evaluation. Returns whose weights the policy has
-        now.
-        """
+        """With `load_best_model_at_end`, take the best evaluation's weights. Returns whose weights the policy has."""
         run, state = self._run, self._run.state
         last, best = f"step {state.global_step}, the last one", state.best_step
         if not run.args.evaluation.load_best_model_at_end:
@@ -219,9 +217,7 @@ class Recorder:
     def step(
         self, sampled: Sampled, done: Update, phase: ResolvedPhase, seconds: float, ledger: Ledger | None
     ) -> dict[str, Any]:
-        """A step is done, and counted: its metrics, which are returned, its completions, what each token of its update
-        got, what it was trained on, and a diagnosis in words if something is wrong.
-        """
+        """Record a finished step: metrics, which are returned, completions, ledger, batch, and diagnoses."""
         run, state, rollout, folder = self._run, self._run.state, sampled.rollout, self._folder
         assert folder is not None
         number, config = state.global_step, run.args

@@ -53,9 +53,7 @@ _PROGRAMS = ("covey", "torch", "numpy", "platform", "machine", "threads")
 
 @dataclass(slots=True)
 class Check:
-    """One thing that was compared: how many values, how many of them are not equal bit for bit, the largest difference,
-    and what is further apart than the tolerance.
-    """
+    """One comparison: values, those not equal bit for bit, the largest difference, and those beyond the tolerance."""
 
     name: str
     tolerance: float

@@ -61,11 +61,7 @@ def learning_rate_schedule(
 
 
 def resolve_warmup_steps(warmup_steps: float, total_steps: int | None) -> int:
-    """Number of warm-up steps: `warmup_steps` from 1 on, else `ceil(total_steps * warmup_steps)`.
-
-    Raises:
-        ConfigError: a share of an unknown number of steps.
-    """
+    """Warm-up steps: `warmup_steps`, below 1 `ceil(total_steps * warmup_steps)`; `ConfigError`: no total to share."""
     if warmup_steps == 0 or warmup_steps >= 1:
         return int(warmup_steps)
     if total_steps is None:

@@ -22,9 +22,8 @@ from covey.adapters import CONFIG_FILE
 from covey.algorithms import Estimator
 from covey.backend import Backend
 from covey.config.algorithm import AlgorithmConfig
-from covey.config.data import DataConfig
+from covey.config.data import NO_TIMEOUT, DataConfig
 from covey.config.effects import correction_mode, uses_reference
-from covey.config.rewards import NO_TIMEOUT
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError, DataError, naming
 from covey.functions import load_function
@@ -414,9 +413,7 @@ def correctness(config: GRPOConfig, scorer: Scorer, by_task: IsCorrect | None) -
 
 
 def _try_correctness(scorer: Scorer, by: Any, rows: Sequence[Mapping[str, Any]], data: DataConfig) -> None:
-    """Raise `RewardError`, before a model is loaded, where what should say 1 or 0 gives partial credit: a few rows are
-    judged with their own texts, and those of one another, as completions.
-    """
+    """Judge texts of a few rows before a model is loaded: `RewardError` for partial credit where 1 or 0 is due."""
     if by is None:
         return
     column, few, ids = data.prompt_column, rows[:3], np.zeros(1, np.int64)
@@ -435,9 +432,7 @@ def _try_correctness(scorer: Scorer, by: Any, rows: Sequence[Mapping[str, Any]],
 
 
 def best_metric(config: GRPOConfig, rewards: Sequence[str], *, knows_correct: bool, evaluates: bool) -> str:
-    """The metric that says which evaluation is the best: `metric_for_best_model`; the mean reward in place of the
-    default, accuracy, where nothing says what is right.
-    """
+    """The metric that chooses the best evaluation; the reward in place of accuracy if nothing says what is right."""
     wanted, settings = config.evaluation.metric_for_best_model, config.evaluation
     if not evaluates:
         for name in ("load_best_model_at_end", "early_stopping_patience"):
@@ -470,10 +465,7 @@ def require_measured(wanted: str, metrics: Sequence[str]) -> None:
 
 
 def require_memory(config: GRPOConfig) -> None:
-    """Refuse sizes that no memory holds: a run that the system kills says nothing.
-
-    What a step, an evaluation and the environments hold at the least is compared with the machine's memory.
-    """
+    """Refuse sizes for which the machine's memory is too small: a run that the system kills says nothing."""
     sampling, evaluation = config.sampling, config.evaluation
     group = config.largest_group
     grown = "max_generations" if group == sampling.max_generations else "num_generations"
@@ -514,9 +506,7 @@ def default_backend() -> Backend:
 
 
 def may_wait(config: GRPOConfig) -> bool:
-    """Whether the sampler and the learner of `default_backend` may be made when they are first asked for: nothing is
-    found then that making the policy has not found.
-    """
+    """Whether sampler and learner can be made later, which finds no mistake that making the policy has not found."""
     chosen, sampling = config.distributed, config.sampling
     elsewhere = config.server.upload_adapters_to_server or chosen.samplers is not None
     usual = (sampling.engine, sampling.sampler_dtype, config.model.quantization) == ("covey", "model", "none")

@@ -60,9 +60,7 @@ def step_batch(
 
 
 def episode_credit(groups: Sequence[Group], args: GRPOConfig) -> NDArray[np.float32] | None:
-    """`[N, T]` what of agents' advantages is the whole episode's; None where the estimator does not tell, or there are
-    no agents.
-    """
+    """`[N, T]` the whole episode's part of agents' advantages; None without agents, or if the estimator has none."""
     part, selection = args.algorithm.estimator.episode_part, args.algorithm.selection
     if part is None or not any(group.trajectories for group in groups):
         return None

@@ -252,10 +252,7 @@ class Ledger:
 def make_ledger(
     run: RunConfig, step: int, batch: Batch, objective: Objective, to_text: Callable[[Sequence[int]], str]
 ) -> Ledger | None:
-    """What notes the tokens of a step's update, of those groups that `run` asks for; None = nothing is noted.
-
-    Groups are chosen at random among those that have a gradient, in the same way whenever the step is repeated.
-    """
+    """What notes an update's tokens, of groups that `run` asks for, chosen alike when repeated; None = nothing."""
     usual, _, every = run.ledger.partition(",all:")
     if usual == "all" or (every and step % int(every) == 0):
         return Ledger(to_text)
@@ -368,9 +365,7 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredStep:
-    """A step that was read: groups with tokens, log-probabilities and rewards, whose prompts have no text; and whether
-    each of the N episodes held an answer, as the task said when it was sampled.
-    """
+    """A step that was read: groups whose prompts have no text; of each of the N episodes, whether it held an answer."""
 
     facts: StepFacts
     groups: tuple[Group, ...]

@@ -315,9 +315,7 @@ def _means(passes: list[dict[str, float]]) -> dict[str, float]:
 def _mismatch_metrics(
     batch: Batch, logp: NDArray[np.float32], scored: BoolArray, algorithm: AlgorithmConfig
 ) -> dict[str, float]:
-    """Sampler against trainer: the first pass runs before any optimiser step, under the weights that sampled unless
-    the batch is stale.
-    """
+    """Sampler against trainer, by the first pass, which runs under the sampling weights unless the batch is stale."""
     signed = (logp - batch.old_logprobs)[scored]
     if signed.size == 0:
         return {}

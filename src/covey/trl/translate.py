@@ -14,8 +14,8 @@ from transformers.trainer_utils import IntervalStrategy
 
 import covey
 from covey.algorithms import LOSSES
+from covey.config.data import NO_TIMEOUT
 from covey.config.names import FIELDS, SECTIONS
-from covey.config.rewards import NO_TIMEOUT
 from covey.errors import ConfigError
 from covey.trl.arguments import MEANINGS, GRPOConfig, check, vllm_is_installed
 

@@ -222,9 +222,7 @@ class KVCache:
 
 
 def lay_out_for_queue(cache: KVCache, waiting: Iterable[Row], max_rows: int) -> list[Row]:
-    """The most rows for which any stretch of the queue fits, prompts and all, even if prompts share nothing; a
-    `GenerationError` where not even one does.
-    """
+    """The most rows for which any stretch of the queue fits with nothing shared; `GenerationError` if not one does."""
     order: dict[bytes, int] = {}
     numbered = [(row, order.setdefault(row.prompt_ids.tobytes(), len(order))) for row in waiting]
     ranked = sorted(numbered, key=lambda one: (-_capacity(one[0]), one[1]))
@@ -244,9 +242,7 @@ def lay_out_for_queue(cache: KVCache, waiting: Iterable[Row], max_rows: int) -> 
 
 
 def lay_out_for_conversations(cache: KVCache, rows: int, turn_tokens: int, longest: int) -> None:
-    """Slots for `rows` turns, fewer where half of the `longest` conversation would not fit beside each; a
-    `GenerationError` where not even one conversation fits.
-    """
+    """Slots for `rows` turns, fewer if half of `longest` does not fit beside each; `GenerationError` if none fits."""
     slot_tokens, capacity = max(1, turn_tokens - 1), cache.capacity
     if slot_tokens + longest > capacity:
         raise _too_small(cache, longest - 1, 0, slot_tokens + longest, "conversation")
@@ -255,9 +251,7 @@ def lay_out_for_conversations(cache: KVCache, rows: int, turn_tokens: int, longe
 
 
 def lay_out_for_clients(cache: KVCache, rows: int, own_tokens: int) -> None:
-    """`rows` completions of `own_tokens` in three fifths of the cache at most, since the rest is for what came before
-    them; a `GenerationError` where not even one fits.
-    """
+    """`rows` completions of `own_tokens` in 3/5 of the cache, the rest for earlier ones; `GenerationError` if none."""
     slot_tokens, capacity = max(1, own_tokens - 1), cache.capacity
     rows = min(rows, 3 * capacity // 5 // slot_tokens)
     if rows < 1:

@@ -57,9 +57,7 @@ class FastRunner:
         self._head_version: tuple[object, ...] = ()
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy, merge and fuse the weights. Frozen embeddings are shared with the policy; a frozen head too, or
-        it is kept in the layout that multiplies fastest.
-        """
+        """Copy, merge and fuse the weights; frozen embeddings are shared, a frozen head too or laid out for speed."""
         for layer in self._layers:
             layer.load(weights)
         take = _WeightReader(weights, self._dtype, self._device)
@@ -222,9 +220,7 @@ class Linear:
         self._apply: Callable[[Tensor], Tensor] = _not_loaded
 
     def load(self, take: _WeightReader, modules: Sequence[str], scale: Tensor | None = None) -> None:
-        """Copy the modules' weights `[out_i, in]`, one below the other, into the memory of the last ones where the
-        layout allows it; `scale` `[in]` are factors on the inputs.
-        """
+        """Copy weights `[out_i, in]` below one another, over the last ones if they fit; `scale` `[in]` is on inputs."""
         weights, bias = [take(f"{module}.weight") for module in modules], take.biases(modules)
         outputs, inputs = sum(len(w) for w in weights), weights[0].shape[1]
         if self._layouts and outputs >= _WIDE * inputs and can_pack():

@@ -82,9 +82,7 @@ class EffectiveWeights(Mapping[str, Tensor]):
         return _parameter(merged.get_base_layer(), leaf)
 
     def factored(self, name: str) -> tuple[Tensor, Factors | None]:
-        """The weight `name` and the adapter that is to be added to it; None where nothing is, or it is more than one
-        plain LoRA and so in the weight.
-        """
+        """The weight `name`, and the adapter to add: None without one, or if it is no plain LoRA and in the weight."""
         module, leaf = self._owners[name]
         adapters = _unmerged_adapters(module) if type(module) in (LoraLinear, LeanLoraLinear) else []
         layer: Any = module

@@ -57,9 +57,7 @@ _MEMORY = ("out of memory", "no available memory", "free memory", "kv cache", "r
 
 
 class VLLMEngine:
-    """Samples with vLLM from the weights that are published; a `covey.rollout.learning.Sampler`. `ConfigError` where it
-    is not installed, refuses the settings, or has too little memory.
-    """
+    """A `Sampler` with vLLM; `ConfigError` if it is not installed, refuses the settings, or has too little memory."""
 
     runner = "vllm"
 
@@ -131,9 +129,7 @@ class VLLMEngine:
         return self._version
 
     def publish(self, weights: Weights) -> None:
-        """Take an adapter, or all weights where there is none, as their version, and forget what was computed before.
-        `ModelError` where vLLM then holds other numbers.
-        """
+        """Take an adapter or all weights, and forget what was computed; `ModelError` if vLLM then holds others."""
         self._version = NO_VERSION
         if self._asleep:
             self._llm.wake_up()

@@ -125,9 +125,7 @@ _GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """The function between the MLP's matrices, of the gate `[M, f]`; `backward(grad, gate, grad_input=out)` leads from
-    the gradient of its value to that of the gate.
-    """
+    """The MLP's function of the gate `[M, f]`; `backward(grad, gate, grad_input=out)` leads to the gate's gradient."""
 
     forward: Callable[[Tensor], Tensor]
     backward: Callable[..., Tensor]

@@ -219,9 +219,7 @@ def attach_lora(
 
 
 def require_rank(model: nn.Module, r: int) -> None:
-    """Refuse an adapter larger than what it adapts, or than memory with gradients and AdamW's two moments in float32:
-    `ModelError`.
-    """
+    """`ModelError` for an adapter larger than what it adapts, or than memory with gradients and AdamW's moments."""
     sizes = [(m.in_features, m.out_features) for m in model.modules() if isinstance(m, nn.Linear)]
     needed = 16 * r * sum(map(sum, sizes))
     if needed > total_memory() and not next(model.parameters()).is_meta:
@@ -237,9 +235,7 @@ def require_rank(model: nn.Module, r: int) -> None:
 
 
 def attach_adapter(model: nn.Module, path: str | Path) -> PeftModel:
-    """Put a saved PEFT adapter on a model, trainable. One that cannot be read, or is for other shapes, changes nothing:
-    `ModelError`.
-    """
+    """Put a saved PEFT adapter on a model, trainable; `ModelError`, and no change, if it is damaged or does not fit."""
     config, adapter = _read(path)
     problem = _misfit(model, adapter)
     if problem:
@@ -254,9 +250,7 @@ def attach_adapter(model: nn.Module, path: str | Path) -> PeftModel:
 
 
 def load_adapter(model: PeftModel, path: str | Path) -> None:
-    """Replace the attached adapter's weights by saved ones. Others than its own in modules, shapes or scaling change
-    nothing: `ModelError`.
-    """
+    """Replace the adapter's weights by saved ones; `ModelError`, and no change, for other modules, shapes, scaling."""
     config, adapter = _read(path)
     own = model.peft_config[model.active_adapter]
     for field in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
@@ -267,17 +261,13 @@ def load_adapter(model: PeftModel, path: str | Path) -> None:
 
 
 def save_adapter(model: PeftModel, path: str | Path, state: dict[str, Tensor] | None = None) -> None:
-    """Write the adapter into a folder as PEFT does. `state` has its tensors by the model's names where the model does
-    not hold them whole.
-    """
+    """Write the adapter as PEFT does; `state` has its tensors by the model's names where the model has only parts."""
     # "auto" would ask the hub whether the vocabulary was resized.
     model.save_pretrained(str(path), save_embedding_layers=False, state_dict=state)
 
 
 def adapter_of(model: nn.Module, state: dict[str, Tensor] | None = None) -> Adapter:
-    """The adapter of a PEFT model as its files hold it, arrays of the CPU in place; `state` as of `save_adapter`.
-    `AdapterError` where there is none.
-    """
+    """A PEFT model's adapter as in its files, arrays on the CPU; `state` as of `save_adapter`. `AdapterError`: none."""
     if not isinstance(model, PeftModel):
         raise AdapterError("the model has no LoRA adapter to upload; set model.use_peft to true")
     found = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
@@ -286,9 +276,7 @@ def adapter_of(model: nn.Module, state: dict[str, Tensor] | None = None) -> Adap
 
 
 def write_adapter(model: nn.Module) -> tuple[bytes, dict[str, Any]]:
-    """A model's adapter as the two parts of an upload: safetensors, and PEFT's config. `AdapterError` where there is
-    none.
-    """
+    """A model's adapter as an upload's two parts, safetensors and PEFT's config; `AdapterError` where there is none."""
     adapter = adapter_of(model)
     return adapter.to_bytes(), dict(adapter.config)
 

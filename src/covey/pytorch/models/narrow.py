@@ -39,9 +39,7 @@ _KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: NarrowLinear, nn.Em
 
 
 def narrow(model: nn.Module) -> nn.Module:
-    """Make a model in bfloat16 one that computes so; its weights are frozen. Matrices that other modules hold become
-    float32 like everything else.
-    """
+    """Make a model with frozen weights compute in bfloat16; other modules' matrices become float32 like the rest."""
     mine, others = set[int](), set[int]()
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

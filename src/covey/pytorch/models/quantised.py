@@ -158,9 +158,7 @@ def require_package(kind: str) -> None:
 
 @torch.no_grad()
 def quantise(model: Any, kind: str, device: torch.device, source: str) -> None:
-    """Quantise a transformers model's linear layers in place, one after the other, and move it to a device.
-    `ModelError` where there are none, or they are quantised already.
-    """
+    """Quantise a model's linear layers in place and move it to a device; `ModelError`: none, or quantised already."""
     if any(quantised_layers(model)):
         raise ModelError(f"model.quantization={kind!r}: {source} is quantised already; set model.quantization to none")
     names = quantisable_layers(model)

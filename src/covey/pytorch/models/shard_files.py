@@ -28,9 +28,7 @@ Groups = Mapping[str, Mapping[str, Tensor]]
 
 
 def write_shards(folder: str | Path, groups: Groups) -> None:
-    """Write tensors, sharded ones and others; all processes call this, and raise `RunFolderError` if one could not
-    write, `RuntimeError` if one is gone.
-    """
+    """Called by all processes to write tensors; `RunFolderError` if one cannot, `RuntimeError` if one is gone."""
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         save(_flat(groups), storage_writer=writer)
@@ -39,9 +37,7 @@ def write_shards(folder: str | Path, groups: Groups) -> None:
 
 
 def read_shards(folder: str | Path, groups: Groups) -> None:
-    """Fill tensors, sharded in whatever way, in place; all processes call this, each reads its parts, and raise
-    `CheckpointError` if one could not, `RuntimeError` if one is gone.
-    """
+    """Called by all to fill tensors in place; `CheckpointError` if one cannot read, `RuntimeError` if one is gone."""
     try:
         load(_flat(groups), storage_reader=HuggingFaceStorageReader(str(folder)))
     except CheckpointException as error:

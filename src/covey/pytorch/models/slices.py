@@ -51,9 +51,7 @@ class ModelFiles:
 
     @classmethod
     def find(cls, source: str, *, dtype: torch.dtype) -> ModelFiles:
-        """Look at a model's configuration and its files' headers alone; `NotSlicedError` where it can only be loaded
-        whole, `ModelError` where there is none.
-        """
+        """Read config and file headers alone; `NotSlicedError` if it must be loaded whole, `ModelError` if none."""
         folder, gguf_file = locate(source)
         if gguf_file is not None:
             raise NotSlicedError("it is a GGUF file, which is read as a whole")
@@ -115,9 +113,7 @@ class ModelFiles:
             raise NotSlicedError(f"it cannot be built with fewer layers ({error})") from error
 
     def read(self, name: str, part: tuple[slice, ...] = ()) -> Tensor:
-        """A copy of a part of a parameter, in the host's memory; the file is closed again, and its pages given back.
-        `ModelError` where it cannot be read.
-        """
+        """A copy of a part of a parameter in host memory, its file closed again; `ModelError` if unreadable."""
         file, held = self.places[name]
         try:
             with safe_open(file, framework="pt") as opened:
