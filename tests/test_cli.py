@@ -114,8 +114,7 @@ def test_what_a_run_advises_works_and_asks_as_in_training(
     rows = [[*begin, {"role": "user", "content": word}] if conversation else f"say {word}: " for word in ("one", "two")]
     data.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
     settings = ("schedule.max_steps=1", "eval_steps=0", f"data.dataset={data}", "data.eval_dataset=none")
-    printed = covey.done("train", recipe_folder, f"run.output_dir={run}", *settings)
-    done = run_advice(covey, printed)
+    done = run_advice(covey, covey.done("train", recipe_folder, f"run.output_dir={run}", *settings))
     assert (list(done), "log-probability" in done["try it"]) == (["try it", "use it elsewhere"], True)
     assert asked == [[*begin, {"role": "user", "content": "your prompt"}] if conversation else "your prompt"]
     assert (run / "export" / "model.safetensors").is_file()
@@ -135,8 +134,7 @@ def test_a_run_on_a_table_keeps_the_schema_and_is_asked_as_in_training(
     task = get_task("json", path=str(table))
     assert json.loads((run / "schema.json").read_text()) == task.schema()
     assert {"rewards/fields/mean", "fields/name"} <= RunFolder.read(run).read_metrics()[-1].keys()
-    done = run_advice(covey, printed)
-    assert "log-probability" in done["try it"]
+    assert "log-probability" in run_advice(covey, printed)["try it"]
     assert asked == [task.ask(task.eval_rows()[0]["question"][:80])]
     rows = covey.done("eval", run, "--show", "1", "--num", "1")
     assert ("row: answer='{" in rows, "question=" in rows) == (True, False)
@@ -533,11 +531,7 @@ def test_output_that_takes_no_more_is_no_traceback(run: Path) -> None:
             2,
             "covey: standard output: the disk is full; free some space\n",
         ),
-        (
-            f"{shell} report --json {folder} >&-",
-            2,
-            "covey: --json: standard output is closed; open it\n",
-        ),
+        (f"{shell} report --json {folder} >&-", 2, "covey: --json: standard output is closed; open it\n"),
         (f"set -o pipefail; {shell} config --explain | head -1", 141, ""),
     ):
         done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=120, text=True)

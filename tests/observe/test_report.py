@@ -233,8 +233,7 @@ def test_real_runs(trained: list[Path], covey: Command, tmp_path: Path) -> None:
     alone = json.loads(file.read_text())
     assert ([entry["step"] for entry in alone["held_out"]], "settings" in alone) == ([0, 4], False)
     again = Path(shutil.copytree(trained[0], tmp_path / "again"))
-    config = (again / "config.toml").read_text()
-    (again / "config.toml").write_text(config.replace("seed = 42", "seed = 43"))
+    (again / "config.toml").write_text((again / "config.toml").read_text().replace("seed = 42", "seed = 43"))
     share = last[0]["eval/accuracy"]
     assert f"\neval/accuracy of a + again at step 4: mean {share:.3g}" in covey.done(
         "report", trained[0], again, "--seeds", "-o", file

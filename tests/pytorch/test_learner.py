@@ -368,8 +368,7 @@ def gradients_of(learner: Learner) -> Found:
 
 
 def lanes_of(learner: Learner, **options: Any) -> int:
-    batch = make_batch()
-    packs, lanes = learner._packs(batch.episodes, np.arange(12), **options)
+    packs, lanes = learner._packs(make_batch().episodes, np.arange(12), **options)
     assert sum(len(pack.rows) for pack in packs) == 12
     assert lanes == 1 or lanes * max(pack.num_tokens for pack in packs) <= learner.tokens_per_micro_batch
     return lanes
