@@ -38,14 +38,11 @@ def reference_loss(sequences: Sequence[Completed], **options: Any) -> tuple[Tens
     narrow = loss_type.startswith("gspo")
     low = get("epsilon", 3e-4 if narrow else {"luspo": 2e-3, "gmpo": 0.4}.get(loss_type, 0.2))
     high = get("epsilon_high", 4e-4 if narrow else {"dapo": 0.28, "luspo": 2.5e-3}.get(loss_type, low))
-    level = get("level") or {"gspo": "sequence", "luspo": "sequence", "gspo_token": "gspo_token"}.get(
-        loss_type, "token"
-    )
+    levels = {"gspo": "sequence", "luspo": "sequence", "gspo_token": "gspo_token"}
+    level = get("level") or levels.get(loss_type, "token")
     kept = [not s.dropped and not _drifted(s, options) for s in sequences]
-
     everything = [float(h) for s in sequences if not s.dropped for h in s.entropy.detach()]
     edge = np.quantile(everything, 1 - get("quantile", 1.0)) if everything else 0.0
-
     tokens = sum(len(s.logp) for s, keep in zip(sequences, kept, strict=True) if keep)
     total = torch.zeros((), dtype=torch.float64)
     policy = 0.0
@@ -55,7 +52,11 @@ def reference_loss(sequences: Sequence[Completed], **options: Any) -> tuple[Tens
     apart = 1 / sum(len(s.logp) for s in sequences) if loss_type == "reinforce_kept" else None
     actings = []
     for s in sequences:
-        stale = get("off_policy") is not None and s.advantage < 0 and _mean(s.old - s.logp.detach()) > get("off_policy")
+        stale = (
+            get("off_policy") is not None
+            and s.advantage < 0
+            and float((s.old - s.logp.detach()).mean()) > get("off_policy")
+        )
         actings.append([not stale and float(h.detach()) >= edge for h in s.entropy])
     chosen = _selected(loss_type, sequences, kept, actings, low, high, options)
     for s, keep, acts, selected in zip(sequences, kept, actings, chosen, strict=True):
@@ -118,10 +119,6 @@ def reference_loss(sequences: Sequence[Completed], **options: Any) -> tuple[Tens
     return total, {"loss": float(total.detach()), "policy_loss": policy, "mask_ratio": left / len(sequences), **sums}
 
 
-def _mean(values: Tensor) -> float:
-    return float(values.sum()) / len(values)
-
-
 def _drifted(s: Completed, options: dict[str, Any]) -> bool:
     if options.get("drift") is None:
         return False
@@ -131,9 +128,7 @@ def _drifted(s: Completed, options: dict[str, Any]) -> bool:
     return drift >= options["drift"]
 
 
-def _surrogate(
-    loss_type: str, w: Tensor, logp: Tensor, a: float, low: float, high: float, options: dict[str, Any]
-) -> Tensor:
+def _surrogate(loss_type: str, w: Tensor, logp: Tensor, a: float, low: float, high: float, options: Any) -> Tensor:
     if loss_type.startswith("reinforce"):
         return -a * logp
     if loss_type == "cispo":

@@ -106,16 +106,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("conversation", [True, False])
-def test_what_a_run_advises_works_and_asks_as_in_training(
-    covey: Command, recipe_folder: Path, tmp_path: Path, asked: list[Any], conversation: bool
+def test_what_a_run_advises(
+    covey: Command, recipe_folder: Path, tmp_path: Path, asked: Any, conversation: bool
 ) -> None:
     run, data = tmp_path / "the run", tmp_path / "rows.jsonl"
     begin: list[Any] = [{"role": "system", "content": "Be brief."}]
     rows = [[*begin, {"role": "user", "content": word}] if conversation else f"say {word}: " for word in ("one", "two")]
     data.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
     settings = ("schedule.max_steps=1", "eval_steps=0", f"data.dataset={data}", "data.eval_dataset=none")
-    printed = covey.done("train", recipe_folder, f"run.output_dir={run}", *settings)
-    done = run_advice(covey, printed)
+    done = run_advice(covey, covey.done("train", recipe_folder, f"run.output_dir={run}", *settings))
     assert (list(done), "log-probability" in done["try it"]) == (["try it", "use it elsewhere"], True)
     assert asked == [[*begin, {"role": "user", "content": "your prompt"}] if conversation else "your prompt"]
     assert (run / "export" / "model.safetensors").is_file()
@@ -123,9 +122,8 @@ def test_what_a_run_advises_works_and_asks_as_in_training(
     assert asked[1] == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hello"}]
 
 
-def test_a_run_on_a_table_keeps_the_schema_and_is_asked_as_in_training(
-    covey: Command, recipe_folder: Path, tmp_path: Path, asked: list[Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_on_a_table(covey: Command, recipe_folder: Path, tmp_path: Path, asked: Any, caplog: Any) -> None:
+    """Its schema is kept, and it is asked as in training."""
     run, table = tmp_path / "the run", tmp_path / "rows.csv"
     table.write_text("text,name\n" + "".join(f"I'm {name} of {name * 80},{name}\n" for name in "ABCDEFGHIJ"))
     settings = ("schedule.max_steps=1", "eval_steps=0", f"data.dataset={table}", "data.eval_dataset=none")
@@ -135,8 +133,7 @@ def test_a_run_on_a_table_keeps_the_schema_and_is_asked_as_in_training(
     task = get_task("json:examples=0", path=str(table))
     assert json.loads((run / "schema.json").read_text()) == task.schema()
     assert {"eval/rewards/fields/mean", "eval/fields/name"} <= RunFolder.read(run).read_metrics()[-1].keys()
-    done = run_advice(covey, printed)
-    assert "log-probability" in done["try it"]
+    assert "log-probability" in run_advice(covey, printed)["try it"]
     assert asked == [task.ask(task.eval_rows()[0]["question"][:80])]
     rows = covey.done("eval", run, "--show", "1", "--num", "1")
     assert ("row: answer='{" in rows, "question=" in rows) == (True, False)
@@ -199,10 +196,7 @@ def test_config_prints_what_a_recipe_means_and_explains(covey: Command, recipe_f
             ("eval", "{model}", "--dataset", "missing.jsonl", "--baseline", "{model}"),
             "compares right answers, and nothing says here which are right; give --task",
         ),
-        (
-            ("eval", "{model}", "--dataset", "missing.jsonl"),
-            "no reward function to measure with: set rewards.functions",
-        ),
+        (("eval", "{model}", "--dataset", "gone.jsonl"), "no reward function to measure with: set rewards.functions"),
         (("eval", "{tmp}/none.toml"), "none.toml"),
         (("eval", "{model}", "--show", "-1"), "greater than or equal to 0"),
         (("sample", "{model}", "hi", "-n", "1000000000"), "-n 1000000000 x --max-tokens 128: needs at least"),
@@ -301,9 +295,7 @@ def test_what_is_not_there_is_not_replaced_by_the_bare_model(tmp_path: Path) -> 
             config_for(str(run.path), None, None)
 
 
-def test_a_run_is_gone_on_with_and_looked_at_from_another_folder(
-    recipe_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, covey: Command
-) -> None:
+def test_a_run_from_another_folder(recipe_folder: Path, tmp_path: Path, monkeypatch: Any, covey: Command) -> None:
     here, other = tmp_path / "here", tmp_path / "other"
     for folder in (here, other):
         folder.mkdir()
@@ -360,8 +352,7 @@ def test_a_run_is_judged_by_its_end(tmp_path: Path, covey: Command) -> None:
     assert "12 steps, the last one 12\nno problems found" in shows(covey, 0, run_of(tmp_path / "well", [{}] * 12))
     ill = run_of(tmp_path / "ill", [{}] * 10 + [{"kl": 0.9}] * 10)
     shown = shows(covey, 1, ill)
-    assert "kl_high, since step 11" in shown
-    assert "the KL from the reference is 0.90 nats" in shown
+    assert all(words in shown for words in ("kl_high, since step 11", "the KL from the reference is 0.90 nats"))
     assert "Raise algorithm.beta" in shown
     better = run_of(tmp_path / "better", [{"kl": 0.9}] * 10 + [{"kl": 0.01}] * 20)
     assert "earlier: kl_high, steps 5 to 14" in shows(covey, 0, better)
@@ -526,18 +517,11 @@ def test_an_ascii_console_shows_a_question_mark(run: Path) -> None:
 
 def test_output_that_takes_no_more_is_no_traceback(run: Path) -> None:
     shell, folder = f"{sys.executable} -m covey", shlex.quote(str(run))
+    full = "covey: standard output: the disk is full; free some space\n"
     for command, found, said in (
-        (f"{shell} report {folder} > /dev/full", 2, "covey: standard output: the disk is full; free some space\n"),
-        (
-            f"{shell} report --json {folder} > /dev/full",
-            2,
-            "covey: standard output: the disk is full; free some space\n",
-        ),
-        (
-            f"{shell} report --json {folder} >&-",
-            2,
-            "covey: --json: standard output is closed; open it\n",
-        ),
+        (f"{shell} report {folder} > /dev/full", 2, full),
+        (f"{shell} report --json {folder} > /dev/full", 2, full),
+        (f"{shell} report --json {folder} >&-", 2, "covey: --json: standard output is closed; open it\n"),
         (f"set -o pipefail; {shell} config --explain | head -1", 141, ""),
     ):
         done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=120, text=True)

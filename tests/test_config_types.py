@@ -1,7 +1,4 @@
-"""Settings as an editor and a type checker see them: `src/covey/config/flat.pyi` is written from the sections.
-
-COVEY_WRITE_DOCS=1 pytest tests/test_config_types.py      # writes it
-"""
+"""Settings as an editor and a type checker see them: COVEY_WRITE_DOCS=1 writes `src/covey/config/flat.pyi`."""
 
 import inspect
 import json

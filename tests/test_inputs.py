@@ -92,11 +92,9 @@ def test_what_a_trainer_is_asked_later(settings: dict[str, Any]) -> None:
         make(settings | {"lora_target_modules": "("})
     trainer = make(settings)
     for resume, why in ((5, "a int is not a path"), ("a\0b", "NUL")):
-        with pytest.raises(ConfigError, match=f"resume_from_checkpoint=.*{why}"):
-            trainer.train(resume_from_checkpoint=resume)  # type: ignore[arg-type]
+        raises(ConfigError, f"resume_from_checkpoint=.*{why}", trainer.train, resume_from_checkpoint=resume)
     for folder, why in ((5, "a int is not a path"), ("a\0b", "NUL"), ("/proc/nothing", "cannot write")):
-        with pytest.raises(CoveyError, match=why):
-            trainer.save_model(folder)  # type: ignore[arg-type]
+        raises(CoveyError, why, trainer.save_model, folder)
 
 
 def test_values_that_nothing_takes() -> None:

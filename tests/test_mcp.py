@@ -65,18 +65,14 @@ def test_what_cannot_be_is_an_error_in_words_and_the_server_goes_on(recipe_folde
     async def story(tool: Assistant) -> None:
         for name, state in (("ended", "stopped"), ("killed", "not started here")):
             assert (await tool("follow", run=str(tmp_path / name)))["state"] == state
-        recipe = {"recipe": str(recipe_folder)}
+        recipe, here = {"recipe": str(recipe_folder)}, f"{os.getpid()} on {os.uname().nodename}"
+
+        def into(folder: Path) -> dict[str, Any]:
+            return recipe | {"settings": [f"run.output_dir={folder}"]}
+
         for name, arguments, words in (
-            (
-                "start",
-                recipe | {"settings": [f"run.output_dir={linked}"]},
-                "linked/mcp.log: cannot write: it is a link",
-            ),
-            (
-                "start",
-                recipe | {"settings": [f"run.output_dir={taken}"]},
-                "taken/mcp.log: cannot write: it is a folder",
-            ),
+            ("start", into(linked), "linked/mcp.log: cannot write: it is a link"),
+            ("start", into(taken), "taken/mcp.log: cannot write: it is a folder"),
             ("follow", {"run": "a\0b"}, "run='a\\x00b': holds a NUL"),
             ("plan", {"recipe": "a\0b"}, "recipe='a\\x00b': holds a NUL"),
             ("report", {"runs": ["a\0b"]}, "holds a NUL"),
@@ -89,13 +85,9 @@ def test_what_cannot_be_is_an_error_in_words_and_the_server_goes_on(recipe_folde
             ("follow", {"run": str(tmp_path)}, "holds no run"),
             ("stop", {"run": str(tmp_path)}, "did not start it"),
             ("stop", {"run": str(tmp_path / "ended")}, "no process writes it"),
-            (
-                "stop",
-                {"run": str(tmp_path / "held")},
-                f"process {os.getpid()} on {os.uname().nodename}; end it there: kill",
-            ),
+            ("stop", {"run": str(tmp_path / "held")}, f"process {here}; end it there: kill"),
             ("follow", {"run": str(tmp_path / "loop")}, "loop"),
-            ("start", recipe | {"settings": [f"run.output_dir={tmp_path}/loop"]}, "loop"),
+            ("start", into(tmp_path / "loop"), "loop"),
             ("start", recipe | {"settings": ["run.run_name=a\0b"]}, "holds a NUL"),
             ("doctor", {"run": "--help"}, "--help holds no run"),
         ):
@@ -106,9 +98,7 @@ def test_what_cannot_be_is_an_error_in_words_and_the_server_goes_on(recipe_folde
     assert precious.read_text() == "mine"
 
 
-def test_folders_of_two_runs_lie_side_by_side_and_a_run_outlives_its_server(
-    recipe_folder: Path, tmp_path: Path
-) -> None:
+def test_folders_of_two_runs_lie_side_by_side_and_a_run_outlives_a_server(recipe_folder: Path, tmp_path: Path) -> None:
     recipe, run = str(recipe_folder), tmp_path / "run"
 
     def settings(folder: Path) -> list[str]:

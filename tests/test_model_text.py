@@ -254,10 +254,7 @@ LONG = [*(name for name in TEXTS if name.startswith(f"{LEVELS[1]} x ")), "100,00
 """Of these, every fifth is in the fast set: they differ from those of the lower level in their length alone."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in LONG and LONG.index(name) % 5 else ()) for name in TEXTS],
-)
+@pytest.mark.parametrize("name", [slow(n) if n in LONG and LONG.index(n) % 5 else n for n in TEXTS])
 def test_every_reader_answers_every_text(name: str, readers: Mapping[str, Callable[[str], Any]]) -> None:
     for reader, read in readers.items():
         try:
@@ -326,7 +323,6 @@ UNITS = [
     "<parameter=a>", "</parameter>", "xA.", "```\n", "```python\n", "``` ", "~~~\n", "[[]],", '{"a":',
 ]
 # fmt: on
-SURROUNDINGS = (("", ""), ("A", " x"), ("```python\n", "a"), ("[", "1]"))
 SIZE = 2_000
 SLOW = ("a USMLE answer", "a number after =", "a final number", "an answer to the bundled task", "JSON")
 
@@ -335,7 +331,7 @@ SLOW = ("a USMLE answer", "a number after =", "a final number", "an answer to th
 def test_time_grows_no_faster_than_the_text(name: str) -> None:
     def seconds(unit: str, size: int) -> float:
         began = time.thread_time()
-        for before, after in SURROUNDINGS:
+        for before, after in (("", ""), ("A", " x"), ("```python\n", "a"), ("[", "1]")):
             READERS[name](before + unit * (size // len(unit)) + after)
         return time.thread_time() - began
 

@@ -1,7 +1,4 @@
-"""docs/reference.md: every setting, command and metric, from the code.
-
-COVEY_WRITE_DOCS=1 pytest tests/test_reference_page.py      # writes it anew
-"""
+"""docs/reference.md: every setting, command and metric, from the code; COVEY_WRITE_DOCS=1 writes it anew."""
 
 import html
 import os
@@ -50,12 +47,10 @@ def settings() -> Iterator[str]:
         yield table(head, (setting(line) for line in found))
         if section == "schedule":
             yield "Fields of an entry of `phases`:"
-            fields = PhaseConfig.model_fields.items()
-            yield table(("field", "meaning"), ((code(name), of_field(field)) for name, field in fields))
-
-
-def of_field(field: Any) -> str:
-    return plain(f"{field.description} Type: {type_text(field)}.")
+            told = (
+                (code(n), plain(f"{f.description} Type: {type_text(f)}.")) for n, f in PhaseConfig.model_fields.items()
+            )
+            yield table(("field", "meaning"), told)
 
 
 def setting(line: FieldHelp) -> Iterator[str]:
@@ -109,9 +104,8 @@ def value_of(option: Any) -> str:
     kind = (get_args(annotation) or [annotation])[0]
     if get_origin(annotation) is Literal:
         return " " + "|".join(get_args(annotation))
-    return (
-        f" {option.metavar}" if option.metavar else {bool: "", int: " N", float: " X", Path: " PATH"}.get(kind, " TEXT")
-    )
+    kinds = {bool: "", int: " N", float: " X", Path: " PATH"}
+    return f" {option.metavar}" if option.metavar else kinds.get(kind, " TEXT")
 
 
 def metrics() -> Iterator[str]:

@@ -47,9 +47,8 @@ def page(file: str) -> str:
     """The text of a page in Markdown."""
     text = Path(file).read_text()
     names = re.findall(r"^::: covey\.(\S+)", text, re.MULTILINE)
-    return "\n\n".join(
-        [text, *(part for name in names for part in docstrings(load("covey", search_paths=SOURCE)[name]))]
-    )
+    package = load("covey", search_paths=SOURCE)
+    return "\n\n".join([text, *(part for name in names for part in docstrings(package[name]))])
 
 
 def length(sentence: str) -> int:

@@ -157,7 +157,6 @@ def test_every_view_shows_a_run(short_run: Path, model_folder: Path, visit: Any)
     page.sees("right in both")
     page.choose("show", "all")
     page.until("document.querySelectorAll('.group').length === 4")
-
     page.go("Tokens")
     page.choose("colour", "gradient")
     page.page.locator(".tokens span").first.hover()
@@ -171,7 +170,6 @@ def test_every_view_shows_a_run(short_run: Path, model_folder: Path, visit: Any)
     _is_coloured_by_what_is_reinforced(page)
     page.page.get_by_label("completion", exact=True).select_option(index=0)
     picture(page, "tokens")
-
     page.go("Questions", "text=over the run")
     page.choose("sort by", "weight")
     weights = [float(text) for text in page.page.locator("tbody td:nth-child(6)").all_inner_texts()]
@@ -181,7 +179,6 @@ def test_every_view_shows_a_run(short_run: Path, model_folder: Path, visit: Any)
     page.first("tbody button").click()
     page.first(".one")
     assert page.count(".group") == 1
-
     page.go("Machine", "text=Samplers and servers")
     assert page.page.locator("tr", has_text="sampler 1 (this process)").locator("td").nth(1).inner_text() == "25"
     picture(page, "machine")
@@ -455,10 +452,7 @@ def _walk_hostile(page: Visit) -> None:
         assert not page.overflows(), view
         assert not set("\x00\x07\x1b\u202e") & set(page.page.evaluate("document.querySelector('main').textContent"))
     page.go("Completions", ".one")
-    assert (
-        "<script>alert(1)</script><img src=x onerror=alert(2)>??[31m?gnp"
-        in page.page.locator(".one pre").first.inner_text()
-    )
+    assert "<script>alert(1)</script><img src=x onerror=alert(2)>??[31m?gnp" in page.first(".one pre").inner_text()
     page.go("Tokens")
     assert "<script>" in page.first(".tokens span").inner_text()
 
@@ -485,7 +479,6 @@ def test_a_file_to_send_needs_nobody(short_run: Path, agents_run: Path, visit: A
     page.go("Tokens", ".tokens span")
     assert page.asked[0] == path.as_uri()
     assert all(url.startswith(("data:", "blob:")) for url in page.asked[1:])
-
     hostile = tmp_path / "hostile.html"
     export_runs([WatchedRun(hostile_run(tmp_path / "hostile"))], hostile)
     _walk_hostile(visit(hostile.as_uri()))

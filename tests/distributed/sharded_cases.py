@@ -120,7 +120,6 @@ def compare(case: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
     watched = Watched(learner, lambda: leading._together("gradients"))
     metrics = run(watched, algorithm, range(3))
     saved = saved_by(learner, folder / case / "checkpoints")
-
     alone = build(settings | {"fused_layers": False}, algorithm)
     plain = Learner(alone, side_by_side=False, **options(case))
     watched_alone = Watched(plain, lambda: {n: p.grad.clone() for n, p in alone.named_trainable_parameters()})

@@ -196,9 +196,7 @@ def test_auto_shards_what_would_fill_the_memory(settings: dict[str, Any], monkey
     ):
         held = int(memory * local_world * needed / 0.8)
         monkeypatch.setattr(sharded_learner, "total_memory", lambda held=held: held)
-        ranks: Any = SimpleNamespace(
-            world=world, local_world=local_world, gather=lambda own, world=world: [own] * world
-        )
+        ranks: Any = SimpleNamespace(world=world, local_world=local_world, gather=lambda own, n=world: [own] * n)
         found = [parts(each, needed, cpu, ranks) for each in (config, sharded, replicated)]
         assert found == [over, over if over > 1 else local_world, 1], (world, local_world, memory)
         assert parts(sharded, needed, cpu, Ranks()) == 1

@@ -10,6 +10,7 @@ from worlds import answers, begun
 from covey.environments import EnvironmentPool, get_world
 from covey.environments.textworld import TextWorldEnvironment, _tidy
 from covey.errors import ConfigError
+from fakes import raises
 
 
 def test_tidy() -> None:
@@ -54,12 +55,10 @@ def test_mistakes() -> None:
     wrong: list[Any] = [({"rooms": 0}, "rooms=0"), ({"instructions": "none"}, "must be all or last")]
     wrong += [({"max_turns": turns}, f"max_turns={turns}") for turns in (0, -1)]
     for options, message in wrong:
-        with pytest.raises(ConfigError, match=message):
-            get_world("textworld", **options)
+        raises(ConfigError, message, get_world, "textworld", **options)
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for name in ("textworld", "alfworld"):
-        with pytest.raises(ConfigError, match=rf"pip install 'covey\[{name}\]'"):
-            get_world(name)
+        raises(ConfigError, rf"pip install 'covey\[{name}\]'", get_world, name)

@@ -1,4 +1,4 @@
-"""Run by test_sharding.py in a process of eight devices: `python sharding_checks.py EMPTY_FOLDER MESH...`."""
+"""Run by test_jax_trainer.py in a process of eight devices: `python sharding_checks.py EMPTY_FOLDER MESH...`."""
 
 import sys
 from pathlib import Path

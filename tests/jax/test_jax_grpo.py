@@ -50,7 +50,6 @@ def test_one_function_compiles_and_differentiates() -> None:
         assert float(loss) == pytest.approx(float(recorded_loss), rel=1e-10)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12), gradient, recorded)
         assert trainer.compute_loss(params, batch) == pytest.approx(float(loss), rel=1e-10)  # without jit, too
-
         recorded_loss_of = jax.jit(trainer.compute_loss)
         table, step = np.asarray(params["params"]["table"]), 1e-5
         for at in [(3, 2), (4, END), (2, 0), (6, 6)]:

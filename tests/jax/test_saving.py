@@ -218,9 +218,8 @@ def test_damaged_adapter_files_are_refused(adapter: Any, tmp_path: Path) -> None
     refused("damaged .adapter_weights is not a safetensors file")
     save_file({}, weights_file)
     refused("holds no LoRA tensors")
-    magnitude = f"{ROOT}0.self_attn.q_proj.lora_magnitude_vector"
     for name, value, message in [
-        (magnitude, np.ones(2, np.float32), "is not a LoRA tensor"),
+        (f"{ROOT}0.self_attn.q_proj.lora_magnitude_vector", np.ones(2, np.float32), "is not a LoRA tensor"),
         ("model.layers.0.self_attn.q_proj.weight", np.ones((2, 2), np.float32), "is not a LoRA tensor"),
         (f"{ROOT}0.self_attn.q_proj.lora_A.weight", np.ones((1, 2), np.int8), "must be a matrix of floats"),
     ]:

@@ -43,7 +43,6 @@ def codes(steps):
 ALL_ALIKE = {"reward_std": 0.0, "frac_reward_zero_std": 1.0}
 WORLD_BREAKS = {"agent/failed_ratio": 0.6, "mask/failed_episodes": 0.6, "mask/off_policy": 0.0, "mask_ratio": 0.4}
 OPENED = {"prompts/opened_tag": 1.0, "rewards/my_format/mean": 0.0, "rewards/right/mean": 0.0}
-NO_FORMAT = "rewards/my_format/mean was 0 in the last 10 steps"
 MISMATCH = {"sampling/sampling_logp_difference/mean": 0.2}
 CASES = [
     ("reward_never_nonzero", {"reward": 0.0, **ALL_ALIKE}, "last 10 steps", "completions/"),
@@ -68,7 +67,7 @@ CASES = [
     ("gradient_zero", {"grad_norm": 0.0}, "exactly 0", "mask/"),
     ("not_finite", {"grad_norm": float("nan")}, "10 of the last 10", "learning_rate"),
     ("not_finite", {"loss": None}, "loss was NaN", "bfloat16"),
-    ("tag_opened_by_prompt", OPENED, NO_FORMAT, "prompt_ends"),
+    ("tag_opened_by_prompt", OPENED, "rewards/my_format/mean was 0 in the last 10 steps", "prompt_ends"),
     ("learning_rate_zero", {"learning_rate": 0.0}, "last 10 steps", "max_steps"),
 ]
 REWARDS = {"groups_all_wrong": (0.02, 0.03), "groups_all_right": (0.95, 0.96)}
@@ -304,9 +303,8 @@ def test_a_reward_of_zero_is_advised_a_solved_example_and_a_world_imitation():
     assert "few-shot" not in world.fix
 
 
-SEEN = sorted(
-    [*HEALTHY, *CONSTANT, "eval/most_frequent_text", "eval/accuracy/a", "eval/accuracy/b", "eval/num_completions/a"]
-)
+OF_KINDS = ("eval/most_frequent_text", "eval/accuracy/a", "eval/accuracy/b", "eval/num_completions/a")
+SEEN = sorted([*HEALTHY, *CONSTANT, *OF_KINDS])
 
 
 @settings(deadline=None)

@@ -117,9 +117,8 @@ def test_plain_console_prints_a_line_every_few_steps() -> None:
     for step in range(1, 6):
         progress.on_event("skipped", f"step {step}: nothing to train on")
     progress.on_run_end("finished")
-    assert text.getvalue().splitlines()[-3:-1] == [
-        *("skipped: step 6: nothing to train on", "skipped: 5 steps in all, see log.txt")
-    ]
+    skipped = ["skipped: step 6: nothing to train on", "skipped: 5 steps in all, see log.txt"]
+    assert text.getvalue().splitlines()[-3:-1] == skipped
     assert begun == "demo: 7 steps, from step 2"
     assert line.startswith("step 7/7  reward 0.500  held-out 0.300 (step 6)")
     assert said == "adapter: adapter/ holds the adapter of step 4, beside step_000002"
@@ -273,9 +272,7 @@ def no_network(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize("where", ["init", "log", "finish"])
-def test_a_tracker_that_fails_is_one_warning(
-    run: RunFolder, wandb: Mock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
-) -> None:
+def test_a_tracker_that_fails(run: RunFolder, wandb: Mock, monkeypatch: Any, caplog: Any, where: str) -> None:
     monkeypatch.setattr(wandb, where, no_network if where != "init" else lambda **_: sys.exit("no key"))
     with caplog.at_level(logging.WARNING, logger="covey.observe"):
         observers = make_observers("wandb", run, console=False)

@@ -26,16 +26,7 @@ from covey.cli import report
 from covey.config import GRPOConfig
 from covey.errors import ConfigError, DataError, RunFolderError
 from covey.observe import comparison, completions, curve, draw_comparison, draw_learning_curve, draw_run
-from covey.observe.comparison import (
-    Answer,
-    Answers,
-    ComparedRun,
-    accuracy_of,
-    group_seeds,
-    metric_values,
-    over_seeds,
-    pair,
-)
+from covey.observe.comparison import Answer, Answers, ComparedRun, accuracy_of, group_seeds, over_seeds, pair
 from covey.observe.completions import Wanted, grouped, messages, read_table
 from covey.observe.records import write_table
 from covey.observe.run_folder import RunFolder
@@ -150,10 +141,10 @@ def test_metrics_at_an_equal_step_worked_by_hand() -> None:
     short, long = ComparedRun("short", steps(4)), ComparedRun("long", steps(20))
     assert comparison.equal_step([short, long]) == 4
     # The 4 rewards of `short` are 1, 2, 3, 4; of `long` the last 10 are 11 to 20.
-    assert metric_values(short, "reward", 4) == {"final": 2.5, "best": 2.5, "best_step": 4, "equal": 2.5}
-    assert metric_values(long, "reward", 4) == {"final": 15.5, "best": 15.5, "best_step": 20, "equal": 2.5}
-    assert metric_values(long, "eval/accuracy", 5)["equal"] == 0.04
-    assert metric_values(short, "kl", 4) == {"final": None, "best": None, "best_step": None, "equal": None}
+    assert comparison.metric_values(short, "reward", 4) == {"final": 2.5, "best": 2.5, "best_step": 4, "equal": 2.5}
+    assert comparison.metric_values(long, "reward", 4) == {"final": 15.5, "best": 15.5, "best_step": 20, "equal": 2.5}
+    assert comparison.metric_values(long, "eval/accuracy", 5)["equal"] == 0.04
+    assert comparison.metric_values(short, "kl", 4) == {"final": None, "best": None, "best_step": None, "equal": None}
     assert comparison.equal_step([short, ComparedRun("new", [])]) is None
 
 
@@ -233,12 +224,10 @@ def test_real_runs(trained: list[Path], covey: Command, tmp_path: Path) -> None:
     alone = json.loads(file.read_text())
     assert ([entry["step"] for entry in alone["held_out"]], "settings" in alone) == ([0, 4], False)
     again = Path(shutil.copytree(trained[0], tmp_path / "again"))
-    config = (again / "config.toml").read_text()
-    (again / "config.toml").write_text(config.replace("seed = 42", "seed = 43"))
+    (again / "config.toml").write_text((again / "config.toml").read_text().replace("seed = 42", "seed = 43"))
     share = last[0]["eval/accuracy"]
-    assert f"\neval/accuracy of a + again at step 4: mean {share:.3g}" in covey.done(
-        "report", trained[0], again, "--seeds", "-o", file
-    )
+    said = covey.done("report", trained[0], again, "--seeds", "-o", file)
+    assert f"\neval/accuracy of a + again at step 4: mean {share:.3g}" in said
     (over, _) = json.loads(file.read_text())["seeds"]
     assert (over["runs"], over["smallest"], over["largest"]) == ("a + again", share, share)
 

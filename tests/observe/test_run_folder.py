@@ -316,11 +316,9 @@ def test_the_card_says_what_the_run_folder_says(tmp_path):
         assert sentence in card.text
     assert "lora_r" not in card.text  # all weights were trained
     assert "learning_curve.png" not in card.text  # there is none
-
     earlier = model_card(run, name="me/mine", base_model="me/base", step=2, kind="adapter")
     assert "| after | 2 | accuracy 62.5 % | 55.6 to 68.9 % | 200 |" in earlier
     assert ("90 %" in earlier, "AutoPeftModelForCausalLM" in earlier) == (False, True)
-
     local = model_card(run, name="mine", base_model=str(tmp_path), dataset_name="me/rows")
     assert str(tmp_path) not in local
     assert (ModelCard(local).data.base_model, ModelCard(local).data.datasets) == (None, ["me/rows"])

@@ -69,7 +69,6 @@ def test_a_real_run_is_told_as_it_was_recorded_and_its_ledger_adds_up(finished: 
     page, run = open_page(finished), RunFolder.read(finished)
     (about,) = page.ask("runs")
     assert (about["label"], about["max_steps"], about["versions"]["run_id"]) == ("a", 4, run.run_id)
-
     found, recorded = page.ask("0/metrics"), run.read_metrics()
     lines = [dict(zip(found["names"], row, strict=True)) for row in found["rows"]]
     assert [line["step"] for line in lines] == [line["step"] for line in recorded]
@@ -77,7 +76,6 @@ def test_a_real_run_is_told_as_it_was_recorded_and_its_ledger_adds_up(finished: 
     assert [line["reward"] for line in lines if line["reward"] is not None] == rewards
     assert found["end"] == run.metrics_path.stat().st_size
     assert page.ask("0/metrics", start=found["end"], mark=found["mark"])["rows"] == []
-
     assert page.ask("0/questions")["lines"] == [[line["step"], line["answers"]] for line in run.read_answers()]
     assert next(kind for _, kind, _ in page.ask("0/events")["lines"]) == "run"
     there = page.ask("0/tables")
@@ -85,7 +83,6 @@ def test_a_real_run_is_told_as_it_was_recorded_and_its_ledger_adds_up(finished: 
     samplers: dict[str, Any] = {"samplers": [], "samplers_step": None, "samplers_left": 0}
     assert there == {"step": [1, 2, 3, 4], "eval": [0, 4], "ledger": [2, 4], **samplers}
     assert page.ask("0/tables", mark=mark) == {"mark": mark}
-
     rows, told = run.read_completions(3), page.ask("0/completions", step=3)
     assert told["completions"] == 8
     flat = [row for group in told["groups"] for row in group["rows"]]
@@ -103,7 +100,6 @@ def test_a_real_run_is_told_as_it_was_recorded_and_its_ledger_adds_up(finished: 
     assert len(pairs["pairs"]) == sum(pairs["counts"].values()) == 4
     assert page.ask("describe", name="reward")["reward"][1].startswith("weighted sum of rewards")
     assert page.ask("0/doctor") == {"said": [], "more": False}  # too few steps for it to say anything
-
     # and its ledger, token by token, adds up
     completions = page.ask("0/ledger", step=4)["completions"]
     loss = next(line["loss"] for line in recorded if line["step"] == 4 and "loss" in line)
@@ -171,7 +167,6 @@ def test_it_follows_a_run_that_grows_and_one_that_resumes(tmp_path: Path, open_p
             file.write(b'ard": 0.75}\n')
         third = page.ask("0/metrics", start=second["end"], mark=second["mark"])
         assert third["rows"] == [[3, 0.75]]
-
         run.truncate_after(1)  # a resume repeats steps 2 and 3, and gets further than before
         for step in (2, 3, 4):
             run.append_metrics(step, {"reward": 1.0})
@@ -393,7 +388,6 @@ def test_all_steps_are_searched_the_newest_first(written: Any, open_page: Any, m
     for query, steps in queries:
         assert [hit["step"] for hit in page.ask("0/search", **query)["hits"]] == steps
     assert page.refuses("/api/0/search", 422, reward_from="nan")
-
     # without time to look on, each portion is one table; together they find the same
     monkeypatch.setattr(tables, "SEARCH_SECONDS", 0.0)
     watched, found_in, before = WatchedRun(run.path), [], None
@@ -433,7 +427,6 @@ def test_a_sent_file_is_whole(finished: Path, covey: Command, tmp_path: Path, mo
     told = [row["completion"] for group in found["0/completions kind=step step=4"]["groups"] for row in group["rows"]]
     assert told == [row["completion"] for row in RunFolder.read(finished).read_completions(4)]
     assert found["0/tables"]["ledger"] == [2, 4]
-
     monkeypatch.setattr(export, "MOST_BYTES", 30_000)
     left_out = export.export_runs([WatchedRun(finished, READER)], path)
     assert any("tables of completions" in sentence for sentence in left_out)

@@ -134,13 +134,12 @@ def test_company_does_not_matter(family: str) -> None:
     assert engine.last_stats.peak_batch > 10
     assert len({len(c.token_ids) for c in crowd}) > 3  # rows did leave at different times
     token = engine._cache.bytes_per_token
-    others = {
+    for name, found in {
         "waves": Engine(model, max_batch_size=2)(requests, settings, policy_version=0),
         "small cache": Engine(model, kv_cache_bytes=token * (48 + 32 + 2 * 13))(requests, settings, policy_version=0),
         "shuffled": engine(requests[::-1], settings, policy_version=0)[::-1],
         "alone": [engine([r], settings, policy_version=0)[0] for r in requests[::3]],
-    }
-    for name, found in others.items():
+    }.items():
         expected = crowd[::3] if name == "alone" else crowd
         assert texts(found) == texts(expected), name
         for a, b in zip(found, expected, strict=True):
@@ -274,8 +273,7 @@ def test_continuations_are_as_likely_as_the_plain_model_says(family: str) -> Non
     how: dict[str, Any] = {"policy_version": 0, "continuations": continuations}
     alone = Engine(model)(requests, settings, policy_version=0)
     for room in (1 << 30, 40_000):  # all at once, and a few at a time
-        engine = Engine(model, kv_cache_bytes=room)
-        found, logp = engine.sample_and_score(requests, settings, **how)
+        found, logp = Engine(model, kv_cache_bytes=room).sample_and_score(requests, settings, **how)
         assert texts(found) == texts(alone)
         assert all(one.support is not None for one in found)
         for row, request in enumerate(requests):
@@ -435,8 +433,7 @@ def reference_kept(logits: np.ndarray, s: SamplingSettings) -> tuple[np.ndarray,
         kept[order[s.top_k :]] = False
     if s.top_p < 1:
         ranked = p[order] * kept[order]
-        before = np.concatenate([[0.0], np.cumsum(ranked)[:-1]])
-        kept[order[before >= s.top_p * ranked.sum()]] = False
+        kept[order[np.concatenate([[0.0], np.cumsum(ranked)[:-1]]) >= s.top_p * ranked.sum()]] = False
     if s.min_p:
         kept &= p >= s.min_p * p.max()
     return kept, p

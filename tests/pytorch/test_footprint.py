@@ -83,9 +83,7 @@ def test_norms_of_outputs_are_kept_too() -> None:
 @pytest.mark.parametrize("tokens", [512, 16384])
 @pytest.mark.parametrize(("vocabulary", "width"), [(151936, 896), (128256, 4096)])
 @pytest.mark.parametrize(("dtype", "trained", "vectors"), HEADS)
-def test_the_head_on_cuda_keeps_to_its_chunk(
-    dtype: str, trained: bool, vectors: int, vocabulary: int, width: int, tokens: int
-) -> None:
+def test_chunks_on_cuda(dtype: str, trained: bool, vectors: int, vocabulary: int, width: int, tokens: int) -> None:
     """Run without data, on the device "meta", in chunks as on CUDA: `[S, V]` would be 8 GB for 16,384 tokens."""
     numbers = {"device": "meta", "dtype": getattr(torch, dtype)}
     weight = torch.empty(vocabulary, width, **numbers, requires_grad=trained)

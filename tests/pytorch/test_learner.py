@@ -34,6 +34,7 @@ from covey.pytorch.policy import Policy
 from covey.pytorch.reference import Reference
 from covey.rollout.learning import Correction, Gradients, rows_with_gradient
 from covey.types import Batch, Episode, Support
+from fakes import raises, slow
 
 Found = tuple[Gradients, dict[str, torch.Tensor]]
 SLOW = pytest.mark.slow
@@ -353,8 +354,7 @@ def test_results_come_in_order_from_at_most_two_at_a_time_and_an_error_when_noth
         ended.append(item)
         return item
 
-    with pytest.raises(MemoryError, match="no room"):
-        list(map_in_threads(work, range(50), 2))
+    raises(MemoryError, "no room", list, map_in_threads(work, range(50), 2))
     now = len(ended)
     time.sleep(0.1)
     assert now < 10
@@ -368,8 +368,7 @@ def gradients_of(learner: Learner) -> Found:
 
 
 def lanes_of(learner: Learner, **options: Any) -> int:
-    batch = make_batch()
-    packs, lanes = learner._packs(batch.episodes, np.arange(12), **options)
+    packs, lanes = learner._packs(make_batch().episodes, np.arange(12), **options)
     assert sum(len(pack.rows) for pack in packs) == 12
     assert lanes == 1 or lanes * max(pack.num_tokens for pack in packs) <= learner.tokens_per_micro_batch
     return lanes
@@ -526,9 +525,7 @@ def test_every_objective_is_that_of_one_sequence_at_a_time(objective: str, way: 
 
 @pytest.mark.parametrize("way", [pytest.param("whole", marks=SLOW), "walked"])
 @pytest.mark.parametrize("use_peft", [True, pytest.param(False, marks=SLOW)], ids=["lora", "full"])
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=SLOW if name in ("qwen2", "qwen3", "mistral") else ()) for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", [slow(n) if n in ("qwen2", "qwen3", "mistral") else n for n in FAMILIES])
 def test_every_family_with_windows_and_soft_caps(family: str, use_peft: bool, way: str) -> None:
     ways = (WAYS[way], {"prefix_sharing": False, "tokens_per_micro_batch": 1})
     learners = (learner_of(family, use_peft=use_peft, **each) for each in ways)

@@ -22,6 +22,7 @@ from covey.pytorch.models.quantised import dequantised, is_quantised, plain_line
 from covey.pytorch.policy import Policy
 from covey.pytorch.rounding import truth_and_own, unexplained
 from covey.rollout.packing import pack_episodes
+from fakes import raises
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("torchao")
@@ -206,8 +207,7 @@ def test_correction_is_on_where_a_server_has_a_base_of_its_own_and_what_cannot_b
     assert modes == ["off", "off", "token_truncate"]
     all_weights, vllm = {"use_peft": False}, {"engine": "vllm", "llm_arguments": {"enable_lora": True}}
     for options, words in ((all_weights, " with use_peft=False.*set model.use_peft to true"), (vllm, ".*enable_lora")):
-        with pytest.raises(ConfigError, match=f"quantization='nf4'{words}"):
-            GRPOConfig(quantization="nf4", **options)
+        raises(ConfigError, f"quantization='nf4'{words}", GRPOConfig, quantization="nf4", **options)
     for kind in ("nf4", "torchao_int8"):  # adapters that are more than LoRA, by the sampler
         config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", use_dora=True)
         with pytest.raises(ModelError, match="use plain LoRA"):
@@ -219,8 +219,7 @@ def test_correction_is_on_where_a_server_has_a_base_of_its_own_and_what_cannot_b
         (model, {"quantization": "int8"}, "is quantised already"),
         (model, {"dtype": "bfloat16"}, "leave model.device and model.dtype at auto"),
     ):
-        with pytest.raises(ModelError, match=words):
-            load_model(what, tiny_tokenizer(), **options)
+        raises(ModelError, words, load_model, what, tiny_tokenizer(), **options)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"bitsandbytes is not installed; run pip install 'covey\[quantization\]'"):
         load_model(model, tiny_tokenizer(), quantization="nf4")

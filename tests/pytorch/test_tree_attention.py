@@ -27,6 +27,7 @@ from covey.pytorch.attention.tree_flex import Case, Kernel, Lists, Mask, choose,
 from covey.pytorch.attention.tree_layout import ALONE, Rectangle, Rule, Run, TreeLayout, TreePath, similar_lengths
 from covey.rollout.packing import Branch, Pack, leave_of, pack_episodes
 from covey.rollout.walking import Piece, pieces_of, walk
+from fakes import raises
 
 SEEDS, WINDOWS = st.integers(0, 10**6), st.sampled_from([None, None, 1, 3, 20])
 FORESTS = {
@@ -103,8 +104,7 @@ def test_three_tokens_by_hand_and_what_is_planned() -> None:
     assert TreeLayout.of([Branch(0, 3, -1, 0), Branch(3, 9, 0, 2)]).across == []
     (run,) = TreeLayout.of([Branch(start, 40, -1, 0) for start in (0, 40, 80)]).own
     assert run.take(torch.arange(120)).shape == (3, 40)
-    with pytest.raises(ValueError, match="a trunk of 3 branches after 0 of 0 tokens"):
-        TreeLayout.of(branches, trunk=True)
+    raises(ValueError, "a trunk of 3 branches after 0 of 0 tokens", TreeLayout.of, branches, trunk=True)
     with pytest.raises(ValueError, match="5 tokens on a path of capacity 4"):
         TreePath(4).write(0, 3, torch.zeros(2, 1, 1), torch.zeros(2, 1, 1))
     # rows of similar length share a rectangle, and short ones are not worth their own
@@ -216,8 +216,7 @@ def test_the_model_stays_usable_without_a_pack_and_attention_that_is_not_served_
         if not more:
             for layer in model.train().base_model.layers:
                 layer.self_attn.attention_dropout = 0.1
-        with pytest.raises(tree_attention.UnsupportedAttentionError, match=words):
-            model.base_model(**given, **more)
+        raises(tree_attention.UnsupportedAttentionError, words, model.base_model, **given, **more)
 
 
 def forest(seed: int, *, past: int = 0, longest: int = 6, depth: int = 8, ordered: bool = False) -> list[Branch]:

@@ -62,15 +62,14 @@ def tiny_model(
     experts = {"num_experts_per_tok": 2, "output_router_logits": False}
     gpt2 = {"n_positions": max_position_embeddings, "n_embd": hidden_size, "n_layer": num_layers, "n_head": 4}
     kept = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings")
+    quarter = max_position_embeddings // 4
     configs: dict[str, Callable[[], PreTrainedConfig]] = {
         "llama": lambda: hf.LlamaConfig(**shared),
         "qwen2": lambda: hf.Qwen2Config(**shared),
         "qwen3": lambda: hf.Qwen3Config(**shared, **head_dim),
         "mistral": lambda: hf.MistralConfig(**shared, **head_dim, sliding_window=sliding_window),
         "phi3": lambda: hf.Phi3Config(**shared, rope_parameters=half_turned, sliding_window=sliding_window),
-        "phi3_long": lambda: hf.Phi3Config(
-            **shared, rope_parameters=long, original_max_position_embeddings=max_position_embeddings // 4
-        ),
+        "phi3_long": lambda: hf.Phi3Config(**shared, rope_parameters=long, original_max_position_embeddings=quarter),
         "granite": lambda: hf.GraniteConfig(**shared, **factors, attention_bias=True),
         "smollm3": lambda: hf.SmolLM3Config(**shared, no_rope_layers=[(i + 1) % 2 for i in range(num_layers)]),
         "olmo2": lambda: hf.Olmo2Config(**shared),

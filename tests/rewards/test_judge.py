@@ -94,9 +94,7 @@ def test_failures_that_may_pass_are_tried_again(endpoint: Endpoint, judge_of: Ju
 @pytest.mark.parametrize(
     ("status", "text"), [(400, ""), (401, ""), (404, ""), (200, ""), (200, "no mark"), (200, "Score: many")]
 )
-def test_other_failures_are_not_and_a_reply_without_a_score_is_no_score(
-    endpoint: Endpoint, judge_of: Judges, status: int, text: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_there_is_no_score(endpoint: Endpoint, judge_of: Judges, status: int, text: str, caplog: Any) -> None:
     endpoint.answer = lambda n, q: (status, text if status == 200 else "no such model", {})
     with caplog.at_level(logging.WARNING):
         assert judge_of()(["p"], ["c"]) == [None]

@@ -127,11 +127,9 @@ def test_what_is_no_reference_is_refused_with_its_value_and_column(value: Any) -
     with pytest.raises(RewardError, match=r"right=.*correct it, or use None") as caught:
         reward.check_rows(rows)
     assert (caught.value.sample, repr(value)[:80] in str(caught.value)) == (1, True)
-    with pytest.raises(RewardError, match="right="):
-        numeric_match("right").check_rows(rows)  # type: ignore[attr-defined]
+    raises(RewardError, "right=", numeric_match("right").check_rows, rows)
     if not isinstance(value, bool):
-        with pytest.raises(RewardError, match="right="):
-            exact_match("right").check_rows(rows)  # type: ignore[attr-defined]
+        raises(RewardError, "right=", exact_match("right").check_rows, rows)
 
 
 def test_which_part_of_a_text_is_the_reference() -> None:

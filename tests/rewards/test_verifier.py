@@ -16,6 +16,7 @@ import covey.rewards
 from covey.errors import RewardError
 from covey.rewards import SupportsBatchVerify, Verifier, exact_match, reward_name, verifier_from_reward
 from covey.rewards.parallel import ParallelVerifier, WorkerPool
+from fakes import raises
 
 
 class Longer(Verifier):
@@ -31,8 +32,7 @@ class Batched(Verifier):
 def test_one_pair_at_a_time_or_all_at_once() -> None:
     assert (Longer().batch_verify([("ab", "abc"), ("abc", "a")]), Batched().verify("a", "b")) == ([1.0, -2.0], 0.0)
     assert isinstance(Longer(), SupportsBatchVerify)
-    with pytest.raises(NotImplementedError, match="neither verify nor batch_verify"):
-        Verifier().verify("a", "b")
+    raises(NotImplementedError, "neither verify nor batch_verify", Verifier().verify, "a", "b")
     # and it is a reward function
     prompts = ["ab", [{"role": "system", "content": "long text"}, {"role": "user", "content": "ab"}]]
     completions = ["abc", [{"role": "assistant", "content": "abcd"}]]
@@ -111,5 +111,4 @@ def test_what_cannot_be_found_in_another_process() -> None:
     def local() -> None: ...
 
     local.__module__ = "__main__"
-    with pytest.raises(RewardError, match="move it to a module"):
-        WorkerPool(local, workers=1, time_limit=1)
+    raises(RewardError, "move it to a module", WorkerPool, local, workers=1, time_limit=1)

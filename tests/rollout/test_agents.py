@@ -23,7 +23,7 @@ from covey.rollout.agents import NO_ACTION, Player, same_action_ratio
 from covey.rollout.batching import agent_advantages, segment_of_token, trajectory_rewards
 from covey.rollout.conversation import ConversationTemplate
 from covey.types import Completion, Episode, Group, IntArray, Prompt, Request, SamplingSettings, Trajectory, Turn
-from fakes import fake_prompt
+from fakes import fake_prompt, raises
 
 TOKENIZER = tiny_tokenizer()
 END = TOKENIZER.eos_token_id
@@ -131,9 +131,7 @@ class FakeGenerator:
 
 def read_go_take(text: str) -> str:
     last = text.replace("\n> ", "<|im_start|>user\n").rsplit("<|im_start|>user\n", 1)[1]
-    if "You see a key" in last:
-        return "take key"
-    return "go garden" if "The note says" in last else "read note"
+    return "take key" if "You see a key" in last else "go garden" if "The note says" in last else "read note"
 
 
 def make_player(pool: FakePool, **settings: Any) -> Player:
@@ -147,9 +145,7 @@ def prompts_of(tasks: Sequence[int]) -> dict[str, Any]:
     return {"tasks": prompts, "streams": [(3, 0, i) for i in tasks]}
 
 
-def play(
-    generator: Any, pool: Any, tasks: Sequence[int] = (0,), samples: int = 2, **settings: Any
-) -> tuple[Any, Player]:
+def play(generator: Any, pool: Any, tasks: Sequence[int] = (0,), samples: int = 2, **settings: Any) -> Any:
     player = pool if isinstance(pool, Player) else make_player(pool, **settings)
     given = {"sampling": SamplingSettings(max_tokens=20), "num_generations": samples, "policy_version": 5}
     return player.play(**prompts_of(tasks), generator=generator, **given), player  # type: ignore[arg-type]
@@ -466,5 +462,4 @@ def test_a_turn_that_was_cut_off_is_ended_by_us_and_templates_that_rewrite_the_p
         plain, special = ([t for t in tell(text).tolist() if t in TOKENIZER.all_special_ids] for text in ("x", hostile))
         assert plain == special
     for template in (THOUGHTLESS, "{{ messages | length }}", template_of("{{ m.content * 2 }}")):
-        with pytest.raises(ConfigError, match="history_length=2"):
-            ConversationTemplate(tokenizer_with(template), [END])
+        raises(ConfigError, "history_length=2", ConversationTemplate, tokenizer_with(template), [END])

@@ -310,8 +310,7 @@ def test_small_forks_of_a_long_run_are_run_together(budget: int) -> None:
     """A conversation of 20 tokens with a way out of 2 tokens at every fifth: the run, then all ways out at once."""
     run = list(range(100, 121))
     forks = [episode([*run[:n], 1, 2], [3]) for n in (5, 10, 15)]
-    pack = one_pack(episode(run[:20], run[20:]), *forks, budget=budget)
-    (trunk,) = pieces_of(pack, 24)
+    (trunk,) = pieces_of(one_pack(episode(run[:20], run[20:]), *forks, budget=budget), 24)
     (together,) = trunk.followers
     assert len(trunk.token_ids) == 20
     assert together.branches == (Branch(0, 2, -1, 15), Branch(2, 2, -1, 10), Branch(4, 2, -1, 5))

@@ -18,7 +18,7 @@ import torch
 from covey.errors import ConfigError, RewardError
 from covey.rewards import Verifier, numeric_match
 from covey.rollout.scoring import Scorer
-from fakes import fake_episode, fake_prompt
+from fakes import fake_episode, fake_prompt, raises
 
 TESTS = Path(__file__).parents[1]
 NAN, INF = float("nan"), float("inf")
@@ -73,8 +73,7 @@ def test_weighted_sum_by_hand_and_no_score_at_all_is_nan_and_warned_about_once(c
     scorer.score(prompts, [fake_episode(""), fake_episode("")])
     np.testing.assert_array_equal(rewards, [1.0, np.nan])
     (message,) = caplog.messages
-    assert "sample 1 (row row-b)" in message
-    assert "1 of 2" in message
+    assert all(words in message for words in ("sample 1 (row row-b)", "1 of 2"))
 
 
 def test_functions_get_strings_or_messages_and_without_kwargs_only_what_they_name() -> None:
@@ -339,8 +338,7 @@ def test_an_async_function_that_blocks_its_loop_ends_in_an_error_and_the_next_ca
         return [0.0 for _ in completions]
 
     scorer = Scorer(blocks, timeout=0.1)
-    with pytest.raises(RewardError, match="'blocks' did not return within"):
-        scorer.score([fake_prompt()], [fake_episode("block")])
+    raises(RewardError, "'blocks' did not return within", scorer.score, [fake_prompt()], [fake_episode("block")])
     assert scorer.score([fake_prompt()], [fake_episode("a")])[0].tolist() == [0.0]
     blocked.set()
     scorer.close()
@@ -350,7 +348,7 @@ HUNG = """
 import time
 from covey.errors import RewardError
 from covey.rollout.scoring import Scorer
-from fakes import fake_episode, fake_prompt
+from fakes import fake_episode, fake_prompt, raises
 def hangs(completions):
     time.sleep(60)
 try:
@@ -377,8 +375,7 @@ def test_a_process_with_a_hung_reward_can_exit() -> None:
     ],
 )
 def test_settings_that_cannot_work(functions: Any, settings: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Scorer(functions, **settings)
+    raises(ConfigError, message, Scorer, functions, **settings)
 
 
 def test_functions_can_log_any_number() -> None:

@@ -53,7 +53,7 @@ def as_mlx(weights: bytes, rank: int, scale: float) -> tuple[bytes, dict[str, An
 class RunningServer:
     def __init__(
         self, settings: Any = None, limits: Any = None, graceful: int = 2, tokenizer: Any = None, **options: Any
-    ) -> None:
+    ):
         self.tokenizer = tokenizer or tiny_tokenizer()
         self.model = tiny_model("llama", len(self.tokenizer))
         self.engine = Engine(self.model, self.tokenizer, kv_cache_bytes=8 << 20)

@@ -133,6 +133,9 @@ def test_sources_that_are_none() -> None:
         raises(DataError, message, load_rows, source)
 
 
+SEMICOLONS = "a.csv: its columns are separated by ';'; save it with commas"
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for name, content, message in (
         ("a.jsonl", b"", "a.jsonl: no rows"),
@@ -149,13 +152,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}' * 100, mtime=0)[:-20], "cannot be read"),
         ("a.csv", b"prompt,answer\n1,2,3\n", "line 2: not as many fields"),
         ("a.csv", b"prompt,answer\n1\n", "line 2: not as many fields"),
-        ("a.csv", b"prompt;answer\nHello, you;1\n", "a.csv: its columns are separated by ';'; save it with commas"),
+        ("a.csv", b"prompt;answer\nHello, you;1\n", SEMICOLONS),
         ("a.csv", b"prompt\tanswer\n1\t2\n", r"separated by '.t'"),
-        (
-            "a.csv",
-            b'\xef\xbb\xbf"prompt";"n"\n"Count 1:";"1"\n',
-            "a.csv: its columns are separated by ';'; save it with commas",
-        ),
+        ("a.csv", b'\xef\xbb\xbf"prompt";"n"\n"Count 1:";"1"\n', SEMICOLONS),
         ("a.csv", b'prompt,answer\n1,2\n"1,2\n3,4\n', "line 2: a quote in the row after this one is never closed"),
         ("a.parquet", b"this is no parquet", "not a readable parquet file"),
         ("a.txt", b"text", "no known format"),
@@ -307,8 +306,7 @@ def test_without_shuffling_rows_come_in_order_for_ever() -> None:
     order = DataOrder(3, seed=0, shuffle=False)
     assert (order.take(0, 7), order.take(5, 2), order.take(4, 0)) == ([0, 1, 2, 0, 1, 2, 0], [2, 0], [])
     raises(DataError, "n=0", DataOrder, 0, seed=0)
-    with pytest.raises(ValueError, match="position=-1"):
-        DataOrder(1, seed=0).take(-1, 1)
+    raises(ValueError, "position=-1", DataOrder(1, seed=0).take, -1, 1)
 
 
 @given(st.integers(1, 30), st.integers(-(2**70), 2**70), st.integers(0, 1_000), st.integers(0, 70))

@@ -51,10 +51,8 @@ def test_types_come_from_all_values(cells: list[Any], wanted: str, values: list[
 
 
 def test_the_user_may_set_a_type() -> None:
-    rows = [
-        {"text": letter, "price": price, "n": n}
-        for letter, price, n in zip("abc", ("1.50", "02", "3"), "123", strict=True)
-    ]
+    cells = (("a", "1.50", "1"), ("b", "02", "2"), ("c", "3", "3"))
+    rows = [{"text": letter, "price": price, "n": n} for letter, price, n in cells]
     task = get_task("json:fields=price:number n:string,examples=0", path=rows, eval_path=rows)
     assert json.loads(task.eval_rows()[0]["answer"]) == {"price": 1.5, "n": "1"}
     raises(DataError, "n='x' is no number", Fields([*rows, {"text": "d", "n": "x"}], fields="n:number").train_rows, 0)
@@ -97,10 +95,8 @@ def test_prompts_and_the_split(tmp_path: Path) -> None:
 
 
 def test_equal_texts_and_families_stay_on_one_side() -> None:
-    for rows in (
-        MAILS * 2,
-        [row | {"family": row["mail"][3:5], "mail": f"{n} {row['mail']}"} for n, row in enumerate(MAILS)],
-    ):
+    families = [row | {"family": row["mail"][3:5], "mail": f"{n} {row['mail']}"} for n, row in enumerate(MAILS)]
+    for rows in (MAILS * 2, families):
         task = Fields(rows, text="mail", num_eval=10)
         name = "family" if "family" in rows[0] else "question"
         sides = [{row[name] for row in part} for part in (task.train_rows(0), task.eval_rows())]

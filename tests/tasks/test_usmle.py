@@ -102,8 +102,7 @@ def test_contamination_is_an_error(tmp_path: Path) -> None:
     train = write(tmp_path / "train.jsonl", [question(i) for i in range(4)])
     held_out = write(tmp_path / "eval.jsonl", [question(9), question(2, question="case 2:  WHAT is it?")])
     words = r"train.jsonl: line 3 is the question of .*eval.jsonl: line 2 \(1 are in both\)"
-    with pytest.raises(DataError, match=words):
-        get_task("usmle", path=train, eval_path=held_out).train_rows(0)
+    raises(DataError, words, get_task("usmle", path=train, eval_path=held_out).train_rows, 0)
 
 
 def test_a_line_that_is_wrong_is_named(tmp_path: Path) -> None:

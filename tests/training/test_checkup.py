@@ -46,12 +46,8 @@ def test_samples_that_fail_and_run_on_are_no_trouble_where_greedy_answers_are_ri
     plan = measure(trainer)
     assert 1 <= plan.untrained["eval/num_completions"] <= 8
     babble = {"reward": 0.01, "reward_std": 0.03, "frac_reward_zero_std": 0.88, "completions/clipped_ratio": 0.84}
-    for reward_of_one, cut, said in (
-        (0.5, 0.1, []),
-        (0.05, 0.1, ["groups_all_wrong"]),
-        (0.5, 0.6, ["completions_truncated"]),
-    ):
-        untrained = {"eval/reward": reward_of_one, "eval/completions/clipped_ratio": cut}
+    for right, cut, said in ((0.5, 0.1, []), (0.05, 0.1, ["groups_all_wrong"]), (0.5, 0.6, ["completions_truncated"])):
+        untrained = {"eval/reward": right, "eval/completions/clipped_ratio": cut}
         assert [one.code for one in checkup(trainer, replace(plan, metrics=babble, untrained=untrained))] == said
 
 

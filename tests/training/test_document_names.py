@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import tiny_model, tiny_tokenizer
-from training_runs import ROWS, Settings, letters, slow, steps_of
+from training_runs import ROWS, Settings, letters, steps_of
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.config.names import FIELDS, OPTIONS, SYNONYMS
@@ -17,6 +17,7 @@ from covey.errors import ConfigError, DataError, ModelError
 from covey.metric_names import METRICS
 from covey.training.schedule import Elapsed
 from covey.training.setup import algorithm_in, phase_plan
+from fakes import raises, slow
 
 TOKENS = torch.tensor([[5, 6, 7, 8]])
 RECIPES = Path(__file__).parents[2] / "recipes" / "usmle"
@@ -97,8 +98,7 @@ def test_what_is_given_wrongly_is_named(settings: Settings, other: Path) -> None
         (3, {}, ConfigError, "ref_model=int: no model"),
         (small, {}, ModelError, r"ref_model=LlamaForCausalLM: .*give a model of its form"),
     ):
-        with pytest.raises(error, match=why):
-            make(settings, model, **changes)
+        raises(error, why, make, settings, model, **changes)
 
 
 @pytest.mark.parametrize("use_peft", [True, False])

@@ -37,9 +37,7 @@ def blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return found
 
 
-def test_rewards_of_the_page_score_as_it_says_and_its_verifier_in_processes(
-    blocks: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rewards_of_the_page_and_its_verifier_in_processes(blocks: dict[str, str], monkeypatch: Any) -> None:
     chats = [[{"role": "assistant", "content": text}] for text in ("it is 41", "none", "so 42")]
     correct, close = (load_function(f"my_rewards.py:{name}") for name in ("correct", "close"))
     assert correct(completions=chats, answer=["42"] * 3) == [0.0, 0.0, 1.0]

@@ -23,7 +23,7 @@ from covey.pytorch.models.loading import load_model
 from covey.pytorch.models.lora import attach_adapter
 from covey.pytorch.models.saving import load_merged, write_gguf
 from fake_hub import TOKEN, fake_hub
-from fakes import SMALL
+from fakes import SMALL, raises
 
 IDS = torch.tensor([[5, 9, 20, 33, 1, 2, 70, 41]])
 QUICK = SMALL | {"max_steps": 4, "save_steps": 2, "eval_steps": 2}
@@ -93,8 +93,7 @@ def refused(covey: Command, tmp_path: Path) -> Callable[..., None]:
 def test_the_merged_model_is_the_policy(covey: Command, export: Any, run: Path, base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     printed = covey.done("export", run, out)
-    assert f"wrote {out}" in printed
-    assert "weights:" in printed
+    assert all(words in printed for words in (f"wrote {out}", "weights:"))
     wanted = trained(base, run)
     assert torch.allclose(logits(out), wanted, atol=1e-4)
     assert (wanted - logits(base)).abs().max() > 0.01
@@ -177,8 +176,7 @@ def test_an_adapter_that_cannot_be_merged_is_refused(base: Path, tmp_path: Path)
     for parameter in (value for name, value in model.named_parameters() if "lora_B" in name):
         torch.nn.init.normal_(parameter)
     model.save_pretrained(tmp_path, save_embedding_layers=False)
-    with pytest.raises(ModelError, match="Export the adapter alone"):
-        load_merged(str(base), tmp_path)
+    raises(ModelError, "Export the adapter alone", load_merged, str(base), tmp_path)
 
 
 def test_what_does_not_fit_is_not_there_or_is_in_the_way(refused: Any, run: Path, tmp_path: Path, covey: Any) -> None:
@@ -209,9 +207,7 @@ def test_an_export_is_uploaded(covey: Command, run: Path, tmp_path: Path, monkey
     assert b'from_pretrained("me/tiny")' in files["README.md"]
 
 
-def test_without_rights_or_a_hub_nothing_is_begun(
-    refused: Any, run: Path, gguf_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_rights_or_a_hub(refused: Any, run: Path, gguf_run: Path, tmp_path: Path, monkeypatch: Any) -> None:
     with fake_hub(monkeypatch) as hub:
         refused("log in with `hf auth login`", run, "out", *UPLOAD)
         monkeypatch.setenv("HF_TOKEN", "hf_may_read")

@@ -50,17 +50,14 @@ def test_a_trainer_in_a_cell(settings: Settings) -> None:
     raises(ConfigError, "num_generations=-1: must be at least 1", trainer.generate, "a", -1)
 
 
-def test_a_reward_that_leaves_the_folder_and_fails_with_advice(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_reward_that_leaves_the_folder(settings: Settings, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     def wanders(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
         os.chdir("/")
         return [len(text) / (1 - trainer_state.global_step) for text in completions]
 
     monkeypatch.chdir(tmp_path)
     args = GRPOConfig(**settings | {"output_dir": "mine", "progress": False})
-    with pytest.raises(RewardError, match="ZeroDivisionError"):
-        GRPOTrainer(args=args, reward_funcs=wanders, train_dataset=ROWS).train()
+    raises(RewardError, "ZeroDivisionError", GRPOTrainer(args=args, reward_funcs=wanders, train_dataset=ROWS).train)
     assert Path.cwd() == tmp_path
     assert RunFolder.read("mine").last_state() == "failed"
     assert "Nothing is lost: continue with `trainer.train" in caplog.text

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from training_runs import HOUSE, ROWS, Settings, few_vowels, rewarding, same_weights, slow, steps_of
+from training_runs import HOUSE, ROWS, Settings, few_vowels, rewarding, same_weights, steps_of
 from typer.testing import CliRunner
 
 from command import Command
@@ -30,7 +30,7 @@ from covey.files import publishing
 from covey.observe.run_folder import FolderLock, RunFolder
 from covey.training.launch import RanksBackend
 from covey.training.replay import Report, replay
-from fakes import SMALL, raises
+from fakes import SMALL, raises, slow
 
 # Sleeps where it is told to, so that the kill lands in the phase that is tested.
 DRIVER = """

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import training_runs
 from test_kill_and_resume import VOLATILE, killed, numbers, run
-from training_runs import HOUSE, Settings, StopAt, failing_at, letters, rewarding, same_weights, slow, steps_of
+from training_runs import HOUSE, Settings, StopAt, failing_at, letters, rewarding, same_weights, steps_of
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError, RewardError
@@ -27,7 +27,7 @@ from covey.training.prefetch import PrefetchedSamples, Sampled, staleness_metric
 from covey.training.schedule import Elapsed, PhasePlan, TrainerState
 from covey.training.update import update
 from covey.types import Completion, Episode, Group, Prompt
-from fakes import raises
+from fakes import raises, slow
 
 THREAD = "covey-sampling"
 QUIET: Settings = {"eval_steps": 0, "eval_on_start": False}

@@ -16,7 +16,7 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from test_kill_and_resume import numbers
 from tiny_models import tiny_model, tiny_tokenizer
-from training_runs import ROWS, Settings, StopAt, build, failing_at, letters, same_weights, slow, steps_of, trained
+from training_runs import ROWS, Settings, StopAt, build, failing_at, letters, same_weights, steps_of, trained
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError, DataError, ModelError, RewardError, RunFolderError
@@ -26,7 +26,7 @@ from covey.observe.run_folder import RunFolder
 from covey.pytorch.backend import BACKEND
 from covey.training import recorder
 from covey.training.setup import load_data, require_measured
-from fakes import raises
+from fakes import raises, slow
 
 GMPO_FILE = Path(__file__).parents[2] / "recipes" / "gmpo" / "gmpo.py"
 GMPO = f"{GMPO_FILE}:gmpo"
@@ -232,9 +232,8 @@ def test_early_stop_and_best_model(settings: Settings) -> None:
 def test_the_page_s_callback_stops_at_a_target(settings: Settings) -> None:
     page = (Path(__file__).parents[2] / "docs" / "configure.md").read_text()
     found: dict[str, Any] = {}
-    exec(
-        next(code for code in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "StopAtTarget" in code), found
-    )
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    exec(next(code for code in blocks if "StopAtTarget" in code), found)
     left = iter((0.0, 0.0, 1.0))
 
     def right(prompts: list[str], **columns: Any) -> list[float]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from learner_cases import make_batch, make_learner
-from training_runs import Settings, distinct, slow, steps_of, trained
+from training_runs import Settings, distinct, steps_of, trained
 
 from covey.config.algorithm import AlgorithmConfig
 from covey.observe.completions import read_table
@@ -18,6 +18,7 @@ from covey.training.schedule import TrainerState
 from covey.training.tables import Ledger, token_columns
 from covey.training.update import Pass, Update, update
 from covey.types import Batch
+from fakes import slow
 from loss_reference import Completed, reference_loss
 
 CORRECTED = {"importance_sampling_correction": "token_truncate:2"}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from test_kill_and_resume import killed, numbers
-from training_runs import Settings, always, build, letters, same_weights, slow, steps_of, trained
+from training_runs import Settings, always, build, letters, same_weights, steps_of, trained
 
 from command import Command
 from covey import GRPOConfig, GRPOTrainer
@@ -20,6 +20,7 @@ from covey.recipes.house.house import House
 from covey.tasks import get_task
 from covey.training import setup
 from covey.training.questions import QuestionHistory
+from fakes import raises, slow
 
 MAZE = '''
 from covey.environments import Environment, Observation, World
@@ -104,8 +105,7 @@ def test_a_class_a_function_or_an_object_and_what_is_wrong_is_named(folder: Path
         "maze.py:": r"names no environment: write FILE\.py:",
         "nowhere.py:Maze": r"nowhere\.py: no such file",
     }.items():
-        with pytest.raises(ConfigError, match=reason):
-            get_world(f"{folder}/{name}")
+        raises(ConfigError, reason, get_world, f"{folder}/{name}")
 
 
 def test_a_recipe_finds_it_beside_itself_or_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,8 +315,7 @@ def test_what_does_not_fit_is_said_early(settings: Settings, elsewhere: Path, mo
         ({"adv_estimator": "own.py:own", "adv_parameters": {"b": 1}}, "it takes a"),
         ({"adv_estimator": "gone.py:own"}, "gone.py: no such file"),
     ):
-        with pytest.raises(ConfigError, match=message):
-            build(settings, **changes)
+        raises(ConfigError, message, build, settings, **changes)
     with pytest.raises(ConfigError, match=r"data\.task='arithmetic'.*come from its world"):
         GRPOTrainer(args=GRPOConfig(**settings, task="arithmetic"), world=House(rooms=2, num_train=6, num_eval=2))
 

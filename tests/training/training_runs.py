@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from covey import GRPOConfig, GRPOTrainer
@@ -17,10 +16,6 @@ Settings = dict[str, Any]
 ROWS = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four", "five")]
 HOUSE: Settings = {"world": "house:rooms=2,num_train=6,num_eval=3", "action_format": "choice"}
 HOUSE |= {"max_conversation_tokens": 600, "max_completion_length": 16}
-
-
-def slow(*values: Any, **options: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow, **options)
 
 
 def rewarding(name: str, score: Callable[[str], float | None]) -> Any:

@@ -14,6 +14,7 @@ from trl_runs import ROWS, trained
 from command import Command
 from covey.errors import HubError
 from fake_hub import TOKEN, fake_hub
+from fakes import raises
 
 LORA: dict[str, Any] = {"peft_config": LoraConfig(target_modules=["q_proj"]), "learning_rate": 0.01, "max_steps": 1}
 
@@ -70,13 +71,8 @@ def test_a_card_before_and_without_a_run(make: Any, tmp_path: Path) -> None:
 
 
 def test_a_card_tells_of_the_adapter_of_problems_and_of_optimiser_steps(make: Any, tmp_path: Path) -> None:
-    options = {
-        "num_generations_eval": 4,
-        "eval_strategy": "steps",
-        "eval_steps": 4,
-        "num_iterations": 2,
-        "max_steps": 4,
-    }
+    options = {"eval_strategy": "steps", "num_iterations": 2}
+    options |= dict.fromkeys(("num_generations_eval", "eval_steps", "max_steps"), 4)
     lora = LoraConfig(r=4, lora_alpha=6, target_modules=["v_proj", "q_proj"])
     trainer = trained(make(held_out=ROWS[:3], peft_config=lora, per_device_eval_batch_size=4, **options))
     trainer.create_model_card()
@@ -92,8 +88,7 @@ def test_a_card_tells_of_the_adapter_of_problems_and_of_optimiser_steps(make: An
 def test_missing_rights_are_one_clear_error(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_hub(monkeypatch) as hub:
         for token, message in ((None, "log in with"), ("hf_read", "this token may only read")):
-            with pytest.raises(HubError, match=message):
-                make(out=tmp_path / "a", push_to_hub=True, hub_token=token)
+            raises(HubError, message, make, out=tmp_path / "a", push_to_hub=True, hub_token=token)
         trainer = make(out=tmp_path / "b", max_steps=1, push_to_hub=True, hub_token=TOKEN)
 
         class Revoke(TrainerCallback):
@@ -101,8 +96,7 @@ def test_missing_rights_are_one_clear_error(make: Any, tmp_path: Path, monkeypat
                 args.hub_token = "hf_read"
 
         trainer.add_callback(Revoke)
-        with pytest.raises(HubError, match="nothing is lost"):
-            trainer.train()
+        raises(HubError, "nothing is lost", trainer.train)
         assert AutoModelForCausalLM.from_pretrained(tmp_path / "b").config.model_type == "llama"
         trainer.push_to_hub(token=TOKEN)
     assert "model.safetensors" in hub.files["me/b", "main"]

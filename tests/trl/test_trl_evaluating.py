@@ -10,6 +10,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from trl_runs import ROWS, Seen, Stream, trained, unique_letters
 
 from covey.errors import ConfigError, DataError
+from fakes import raises
 
 HELD_OUT = [{"prompt": text} for text in ["Sparse is", "Readability", "Complex"]]
 EVERY_STEP: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3}
@@ -57,9 +58,7 @@ class TestEvaluations:
         assert (trainer.state.best_model_checkpoint, kept.is_dir()) == (str(kept), True)
 
     @pytest.mark.parametrize(("limit", "kept"), [(1, {2, 4}), (2, {2, 4}), (3, {2, 3, 4})])
-    def test_evaluations_come_before_checkpoints_and_the_best_counts(
-        self, make: Any, tmp_path: Path, limit: int, kept: set[int]
-    ) -> None:
+    def test_evaluations_come_before_checkpoints(self, make: Any, tmp_path: Path, limit: int, kept: set[int]) -> None:
         """As in TRL: also in `trainer_state.json`; and of step 0, which nothing was learned in, there is none."""
         told: list[tuple[str, int, Any]] = []
 
@@ -74,13 +73,9 @@ class TestEvaluations:
         score = Seen(lambda completions, **_: [next(left) if len(completions) == 9 else 0.0] * len(completions))
         options = {"max_steps": 4, "eval_on_start": True, "save_total_limit": limit, "callbacks": [Watching()]}
         trainer = trained(make(score, held_out=HELD_OUT, **(BEST | options)))
-        assert told[:5] == [
-            ("evaluate", 0, None),
-            ("evaluate", 1, 0),
-            ("save", 1, 1),
-            ("evaluate", 2, 1),
-            ("save", 2, 2),
-        ]
+        begun, *after = told[:5]
+        assert (begun, after[::2]) == (("evaluate", 0, None), [("evaluate", 1, 0), ("evaluate", 2, 1)])
+        assert after[1::2] == [("save", 1, 1), ("save", 2, 2)]
         assert {int(path.name[11:]) for path in tmp_path.glob("checkpoint-*")} == kept
         state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
         assert (state["log_history"][-1]["step"], state["log_history"][-1]["eval_reward"]) == (2, 1.0)
@@ -120,14 +115,12 @@ class TestEvaluations:
 
     def test_the_best_are_saved_only_where_a_metric_that_is_measured_says_which(self, make: Any) -> None:
         said = "save_strategy='best' and metric_for_best_model=None: nothing says which"
-        with pytest.raises(ConfigError, match=said):
-            make(held_out=HELD_OUT, save_strategy="best", **EVERY_STEP)
+        raises(ConfigError, said, make, held_out=HELD_OUT, save_strategy="best", **EVERY_STEP)
         trainer = make(held_out=HELD_OUT, save_strategy="best", metric_for_best_model="loss", **EVERY_STEP)
         assert trainer.args.metric_for_best_model == "eval_reward"
         said = r"metric_for_best_model=.*(no evaluation has it|there is no such reward)"
         for metric in ("accuracy", "eval_f1", "eval_rewards/other/mean"):
-            with pytest.raises(ConfigError, match=said):
-                make(held_out=HELD_OUT, metric_for_best_model=metric, **EVERY_STEP)
+            raises(ConfigError, said, make, held_out=HELD_OUT, metric_for_best_model=metric, **EVERY_STEP)
 
     def test_several_sets_at_the_start_and_with_the_best_at_the_end(self, make: Any, tmp_path: Path) -> None:
         told: list[set[str]] = []

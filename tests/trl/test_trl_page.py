@@ -1,7 +1,4 @@
-"""docs/coming-from-trl.md: what becomes of each of TRL's fields, from `covey.trl.arguments`.
-
-COVEY_WRITE_DOCS=1 pytest tests/trl/test_trl_page.py      # writes the lists anew
-"""
+"""docs/coming-from-trl.md: what becomes of TRL fields (`covey.trl.arguments`); COVEY_WRITE_DOCS=1 writes its lists."""
 
 import os
 import textwrap

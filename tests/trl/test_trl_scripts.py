@@ -91,12 +91,10 @@ def test_a_table_of_completions_on_the_screen_and_at_trackers(monkeypatch: pytes
     chat = '[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]'
     show(table | {"prompt": [chat] * 3}, 1, chats := Console(width=100, record=True, file=io.StringIO()))
     shown = [cell.strip() for cell in re.findall(r"│ ([^│]+)│", chats.export_text())]
-    assert [word for word in shown if word in ("SYSTEM", "Be brief.", "USER", "Why?")] == [
-        *("SYSTEM", "Be brief.", "USER", "Why?")
-    ]
+    words = ["SYSTEM", "Be brief.", "USER", "Why?"]
+    assert [word for word in shown if word in words] == words
     text = console.export_text()
     assert ("Step 7" in text, sum(f"c{at}" in text for at in range(3))) == (True, 2)
-
     sent: list[Any] = []
     wandb: Any = types.ModuleType("wandb")
     wandb.run, wandb.log = object(), sent.append

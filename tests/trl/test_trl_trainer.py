@@ -232,9 +232,8 @@ class TestFolders:
             make(out=tmp_path / "b", callbacks=[Stop], **options).train()
         resumed = make(out=tmp_path / "b", **options)
         resumed.train(resume_from_checkpoint=True)
-        assert [(r["step"], r.get("loss")) for r in resumed.state.log_history] == [
-            (r["step"], r.get("loss")) for r in whole
-        ]
+        again = resumed.state.log_history
+        assert [(r["step"], r.get("loss")) for r in again] == [(r["step"], r.get("loss")) for r in whole]
 
     @pytest.mark.parametrize("strategy", ["steps", "no", "before a step"])
     def test_what_a_stopped_run_says_of_resuming_holds(self, strategy: str, make: Any, tmp_path: Path) -> None:
@@ -253,11 +252,8 @@ class TestFolders:
 
         raises(RuntimeError, "the judge is away", make(fragile, **options).train)
         said = (tmp_path / "covey" / "log.txt").read_text()
-        early, later = (
-            "No step was finished: start the run again",
-            "continue with `trainer.train(resume_from_checkpoint=True)`",
-        )
-        assert (early if strategy == "before a step" else f"Nothing is lost: {later}") in said
+        early, later = "No step was finished: start the run again", "`trainer.train(resume_from_checkpoint=True)`"
+        assert (early if strategy == "before a step" else f"Nothing is lost: continue with {later}") in said
         assert make(**options).train(resume_from_checkpoint=True).global_step == 3
         first = json.loads((tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()[0])
         assert first["step"] == (strategy != "before a step")
