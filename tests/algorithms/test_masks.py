@@ -16,8 +16,8 @@ from covey import GRPOConfig
 from covey import algorithms as alg
 from covey.algorithms.down_sampling import DOWN_SAMPLING, find_down_sampling
 from covey.config.algorithm import AlgorithmConfig
+from covey.config.data import RewardConfig
 from covey.config.environment import EnvironmentConfig
-from covey.config.rewards import RewardConfig
 from covey.errors import ConfigError
 from covey.rollout.batching import make_batch
 from covey.training.step import episode_credit
