@@ -186,7 +186,7 @@ def test_what_cannot_work_is_said_early(playing: Settings) -> None:
         (playing | {"world": "mouse"}, {}, "no such environment; did you mean 'house'"),
         (playing | {"world": None}, {"world": world}, "cannot be sent"),
     ):
-        raises(ConfigError, words, GRPOTrainer, args=GRPOConfig(**settings), **given)
+        raises(ConfigError, words, lambda s=settings, g=given: GRPOTrainer(args=GRPOConfig(**s), **g))
 
 
 class Broken(Unimportable):

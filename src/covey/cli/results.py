@@ -63,12 +63,18 @@ def kind_shares(metrics: Mapping[str, float]) -> list[tuple[str, dict[str, float
 
 
 def print_kinds(out: Console, result: Evaluation) -> None:
-    """Accuracy by kind of question, or success by type of task; nothing where there is a single one."""
+    """Accuracy by kind of question, or success by type of task, and by field; nothing where there is a single one."""
     shares = kind_shares(result.metrics)
     if shares:
         table = Table("kind", "answers", "right (95 %)")
         for name, share in shares:
             table.add_row(visible(name, 40), f"{share['total']:.0f}", percent(share))
+        print_table(out, table)
+    fields = [(name, value) for name, value in result.metrics.items() if name.startswith("eval/fields/")]
+    if fields:
+        table = Table("field", "right")
+        for name, value in fields:
+            table.add_row(visible(name.removeprefix("eval/fields/"), 40), f"{100 * value:.1f} %")
         print_table(out, table)
 
 
