@@ -64,6 +64,7 @@ class PyTorchBackend:
             reference_ema_decay=algorithm.reference_ema_decay,
             needs_reference=uses_reference(config),
             offload=config.optim.offload,
+            narrows=config.distributed.learner_kind != "sharded",  # whose slices have one type
         )
 
     def make_sampler(self, config: GRPOConfig, policy: Any, **how: Any) -> engine.Engine | vllm_engine.VLLMEngine:

@@ -100,6 +100,7 @@ class Policy:
         reference_from_current: bool | None = None,
         needs_reference: bool = True,
         offload: bool = False,
+        narrows: bool = True,
         **how: Any,
     ) -> Policy:
         """Load a model, attach what is to be trained, and make a policy of it. The names are the config's.
@@ -114,6 +115,7 @@ class Policy:
             reference_...           those of `Reference`, as `needs_reference`; `reference_from_current` None = where
                                     the model comes with an adapter
             offload                 keep moments and reference of a GPU's policy in the host's memory
+            narrows                 bfloat16 on a CPU is that of frozen matrices alone (`covey.pytorch.models.narrow`)
             how                     of `PackedModel`: prefix_sharing, fused_layers, gradient_checkpointing, autocast
 
         Raises `ModelError`: see `load_model`, `attach_lora`, `attach_adapter` and `PackedModel`.
@@ -126,7 +128,7 @@ class Policy:
             )
         held_as: dict[str, Any] = {"device": device, "quantization": quantization}
         dtype = trained_dtype(dtype, all_weights=not use_peft and adapter is None)
-        held_as |= {"trust_remote_code": trust_remote_code, "frozen": not trains_all}
+        held_as |= {"trust_remote_code": trust_remote_code, "frozen": narrows and not trains_all}
         loaded = load_model(model, tokenizer, dtype=dtype, **held_as)
         lora: dict[str, Any] = {"lora_r": lora_r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
         lora |= {"lora_target_modules": lora_target_modules, "lora_config": lora_config, "seed": seed}
