@@ -76,6 +76,12 @@ def test_masters_under_autocast_and_adapters_of_a_narrow_base_are_float32(dtype:
     assert {each.loss_scale is not None for each in (learner, other)} == {dtype == "float16"}
 
 
+def test_autocast_of_a_frozen_base_on_a_cpu_holds_it_in_bfloat16(model_folder: Path) -> None:
+    policy = BACKEND.make_policy(GRPOConfig(model=str(model_folder), autocast="bfloat16", device="cpu"))
+    assert {p.dtype for p in policy.model.parameters() if not p.requires_grad and p.dim() > 1} == {torch.bfloat16}
+    assert policy.fused_obstacle is None
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("how", [{}, {"fused_layers": False}, {"prefix_sharing": False}], ids=str)
 def test_log_probabilities_and_entropies_are_float32(dtype: str, how: dict[str, Any]) -> None:
