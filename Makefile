@@ -2,8 +2,7 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-# Modules are compiled when they are first imported: most of torch never is.
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 SOURCES := pyproject.toml constraints.txt
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
