@@ -1,11 +1,12 @@
 """GSM8K: reading references, splitting, scoring; on problems written for this test."""
 
 import json
+import re
 from pathlib import Path
 
 from covey.errors import ConfigError, DataError
 from covey.tasks import GSM8K
-from covey.tasks.gsm8k import is_correct_answer, reference_answer
+from covey.tasks.gsm8k import EXAMPLES, is_correct_answer, reference_answer
 from fakes import raises
 
 ASKED = "Ann has {n} jars of {n} beads. How many beads?"
@@ -48,6 +49,22 @@ def test_rows_and_split(tmp_path: Path) -> None:
     task = GSM8K(path=PROBLEMS, num_train=5, num_eval=10)
     assert len(task.train_rows(0)) == 5
     assert task.train_rows(0) == task.train_rows(0) != task.train_rows(1)
+
+
+def test_worked_problems_and_the_strict_reading() -> None:
+    task = GSM8K(path=PROBLEMS, num_eval=10, examples=2, strict=True)
+    for row in (task.train_rows(0)[0], task.eval_rows()[0]):
+        *shown, asked = row["prompt"]
+        assert [turn["role"] for turn in shown] == ["user", "assistant"] * 2
+        assert asked == {"role": "user", "content": row["question"]}
+    for _, solution in EXAMPLES:  # every sum is right, and the last one is the answer
+        sums = re.findall(r"([0-9.][0-9. */+-]*) = ([0-9.]+) ", solution)
+        assert float(solution.split()[-1]) == float(sums[-1][1])
+        assert all(eval(left) == float(right) for left, right in sums)
+    texts = {"so #### $1,080.": 1.0, "#### 72\n#### 1080": 1.0, "1080": 0.0, r"\boxed{1080}": 0.0, "#### 1081 or 1080": 0.0}
+    assert task.reward_funcs[0](completions=[*texts], answer=["1080"] * len(texts)) == [*texts.values()]
+    assert [task.is_correct(text, {"answer": "1080"}) for text in texts] == [True, True, True, True, False]
+    raises(ConfigError, "examples=5: from 0 to 4", GSM8K, examples=5)
 
 
 def test_the_same_question_twice_stays_on_one_side() -> None:

@@ -181,13 +181,14 @@ def final_number(text: str, markers: Iterable[Marker] = ("####", "boxed", "answe
     """
     tail = text[-MAX_TAIL:]
     for marker in markers:
-        number = _after_marker(tail, marker)
+        number = after_marker(tail, marker)
         if number is not None or (marker == "boxed" and boxes(tail)):
             return number
     return last_number(text)
 
 
-def _after_marker(tail: str, marker: Marker) -> Fraction | None:
+def after_marker(tail: str, marker: Marker) -> Fraction | None:
+    """The number after the last `marker`; None: no marker, or no number after it."""
     if marker == "boxed":
         content = boxed_content(tail)
         if content is None:

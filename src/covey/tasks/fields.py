@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from covey.errors import ConfigError, DataError
 from covey.rewards.extract import completion_text, read_json
-from covey.tasks.base import FileTask, as_prompt, problems_of
+from covey.tasks.base import FileTask, as_prompt, problems_of, question_hash
 from covey.tasks.dataset import Row, load_rows
 
 log = logging.getLogger(__name__)
@@ -100,6 +100,11 @@ class Fields(FileTask):
         """True for a JSON object with exactly these keys."""
         return bool(right_fields(text, row["answer"]))
 
+    def eval_rows(self) -> list[Row]:
+        """The held-out rows: in the order of their own file, else those of a family apart from each other."""
+        rows = super().eval_rows()
+        return rows if self.eval_path is not None else sorted(rows, key=lambda row: question_hash(row["question"]))
+
     def ask(self, text: str) -> list[dict[str, str]]:
         """The prompt for a text: instruction, examples, the text."""
         label, keys = self._columns[0].replace("_", " "), [f'"{name}"' for name in self._columns[1]]
@@ -126,6 +131,8 @@ class Fields(FileTask):
         named = list(zip(problems_of(rows), rows, strict=True))
         shown = {problem for problem, row in named if row["question"] in self._shown}
         rows = [row for problem, row in named if problem not in shown]
+        if len(named) - len(rows) > len(shown):
+            log.info("left out: %d rows that are alike to the examples", len(named) - len(rows))
         if split == "train" and len(rows) < 2:
             left = f"examples={self.examples}: {len(rows)} of {len(named)} rows are left; lower it, or give more rows"
             raise DataError(f"data.task='json': {left}")

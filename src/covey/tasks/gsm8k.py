@@ -2,15 +2,38 @@ r"""GSM8K: grade-school word problems (Cobbe et al. 2021, arXiv 2110.14168), ans
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from covey.errors import ConfigError, DataError
-from covey.rewards.extract import final_number, parse_number
+from covey.rewards.extract import after_marker, completion_text, final_number, parse_number
 from covey.rewards.text import numeric_match
 from covey.rewards.verifier import RewardFunction
 from covey.tasks.base import FileTask, as_prompt
 from covey.tasks.dataset import Row, load_rows
+
+
+EXAMPLES = (
+    (
+        "A baker makes 24 rolls in the morning and a third as many in the afternoon. How many rolls does he make?",
+        "In the afternoon he makes 24 / 3 = 8 rolls.\nAltogether he makes 24 + 8 = 32 rolls.\n#### 32",
+    ),
+    (
+        "Lena has $90. She buys 3 books for $14 each and 2 pens for $4 each. How much money does she have left?",
+        "The books cost 3 * 14 = 42 dollars.\nThe pens cost 2 * 4 = 8 dollars.\n"
+        "She has 90 - 42 - 8 = 40 dollars left.\n#### 40",
+    ),
+    (
+        "A bus drives 45 miles an hour for 4 hours, and then 30 miles more. How many miles does it drive?",
+        "In 4 hours it drives 45 * 4 = 180 miles.\nAltogether it drives 180 + 30 = 210 miles.\n#### 210",
+    ),
+    (
+        "Of 60 eggs a tenth is broken. The others are sold in boxes of 6 for $2.50 a box. How many dollars do they bring?",
+        "There are 60 / 10 = 6 broken eggs.\nThat leaves 60 - 6 = 54 eggs.\n"
+        "They fill 54 / 6 = 9 boxes.\nThe boxes bring 9 * 2.50 = 22.50 dollars.\n#### 22.50",
+    ),
+)
+"""Worked problems, made for this file: none of them is in the benchmark."""
 
 
 def reference_answer(solution: str) -> str | None:
@@ -30,6 +53,12 @@ def is_correct_answer(text: str, answer: str) -> bool:
     return expected is not None and final_number(text) == expected
 
 
+def marked_number(completions: Sequence[Any], answer: Sequence[str], **columns: Any) -> list[float]:
+    """Reward 1.0 where the number after the last `####` is the answer, else 0.0; GSM8K's strict reading."""
+    found = [after_marker(completion_text(completion), "####") for completion in completions]
+    return [float(x is not None and x == parse_number(a)) for x, a in zip(found, answer, strict=True)]
+
+
 class GSM8K(FileTask):
     """Word problems: `{"prompt": [...], "answer": "72", "question": "...", "uid": ...}`.
 
@@ -40,6 +69,9 @@ class GSM8K(FileTask):
         num_train: number of training problems, drawn with the seed; None = all.
         num_eval: number of held-out problems; with `eval_path`, the most to use.
         system_prompt: put before each problem; None = none.
+        examples: number of worked problems (0 to 4, of `EXAMPLES`) that are turns of the conversation before each
+            problem. They show a model how long an answer is and where the number stands.
+        strict: reward the number after `####` only; `eval/accuracy` reads as before.
 
     Raises `ConfigError`: a number out of range.
     """
@@ -53,12 +85,19 @@ class GSM8K(FileTask):
         num_train: int | None = None,
         num_eval: int = 200,
         system_prompt: str | None = "Solve the problem step by step. End with #### and the final number.",
+        examples: int = 0,
+        strict: bool = False,
     ) -> None:
         if num_eval < 1 or (num_train is not None and num_train < 1):
             raise ConfigError(f"num_train={num_train}, num_eval={num_eval}: both must be 1 or more")
+        if not 0 <= examples <= len(EXAMPLES):
+            raise ConfigError(f"examples={examples}: from 0 to {len(EXAMPLES)}")
         self.path, self.eval_path, self.num_train, self.num_eval = path, eval_path, num_train, num_eval
         self.system_prompt = system_prompt
-        self._reward = numeric_match("answer")
+        self._reward = marked_number if strict else numeric_match("answer")
+        roles = ("user", "assistant")
+        texts = [text for example in EXAMPLES[:examples] for text in example]
+        self._shown = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
 
     @property
     def reward_funcs(self) -> list[RewardFunction]:
@@ -87,5 +126,5 @@ class GSM8K(FileTask):
                     "number; correct or remove the row"
                 )
             uid = f"gsm8k-{split}-{index}"
-            problems.append({"prompt": as_prompt(question), "answer": answer, "question": question, "uid": uid})
+            problems.append({"prompt": [*self._shown, *as_prompt(question)], "answer": answer, "question": question, "uid": uid})
         return problems
