@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from workloads import GPU_WORKLOADS, WORKLOADS, Workload, prompts
+from workloads import ALL_WORKLOADS, WORKLOADS, Workload, prompts
 
 HERE = Path(__file__).parent
 ALLOCATORS = {
@@ -230,7 +230,7 @@ def main() -> None:
     allocator = args.allocator
     with tempfile.TemporaryDirectory() as folder:
         for name in args.workloads or WORKLOADS:
-            workload = (WORKLOADS | GPU_WORKLOADS)[name]
+            workload = ALL_WORKLOADS[name]
             say(f"{name}: {workload.title}")
             texts = prompts(workload, tokenizer, workload.num_prompts * (args.steps + 4))
             (Path(folder) / f"{name}.json").write_text(json.dumps(texts))

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from workloads import GPU_WORKLOADS, MODEL_SETTINGS, WORKLOADS, Reward, Workload
+from workloads import ALL_WORKLOADS, MODEL_SETTINGS, Reward, Workload
 
 _PARTS = ("sampling", "update")
 
@@ -219,7 +219,7 @@ def main() -> None:
     """Read the command line and train."""
     parser = argparse.ArgumentParser()
     parser.add_argument("library", choices=("covey", "covey-vllm", "trl", "trl-vllm"))
-    parser.add_argument("workload", choices=sorted(WORKLOADS | GPU_WORKLOADS))
+    parser.add_argument("workload", choices=sorted(ALL_WORKLOADS))
     parser.add_argument("--model", required=True, help="folder of the model, in transformers' format")
     parser.add_argument("--prompts", required=True, help="JSON list of prompts")
     parser.add_argument("--folder", required=True, help="for what the trainer writes")
@@ -232,7 +232,7 @@ def main() -> None:
     args = parser.parse_args()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the libraries print must not get between the reports
-    workload = (WORKLOADS | GPU_WORKLOADS)[args.workload]
+    workload = ALL_WORKLOADS[args.workload]
     texts = json.loads(Path(args.prompts).read_text())
     rows = [{"prompt": text} for text in texts]
     (run_trl if args.library.startswith("trl") else run_covey)(args, workload, rows, Reward(workload.tied, texts), out)

@@ -71,6 +71,28 @@ WORKLOADS = {
     )
 }
 
+HALF_BILLION_WORKLOADS = {
+    w.name: w
+    for w in (
+        Workload(
+            "half_billion",
+            "Qwen2.5-Coder-0.5B, 4 x 8 completions of up to 64 tokens",
+            num_prompts=4,
+            max_completion_length=64,
+            target_time=0.25,
+            target_memory=0.45,
+        ),
+        Workload(
+            "half_billion_long",
+            "Qwen2.5-Coder-0.5B, 8 x 8 completions of up to 256 tokens",
+            max_completion_length=256,
+            target_time=0.2,
+            target_memory=0.45,
+        ),
+    )
+}
+"""For `--model` with Qwen2.5-Coder-0.5B; `compare.py` runs them if it is asked for them."""
+
 _GPU = {"tokens_per_micro_batch": 16384, "kv_cache_gb": 16.0, "max_batch_size": 128}
 GPU_WORKLOADS = {
     w.name: w
@@ -109,6 +131,8 @@ GPU_WORKLOADS = {
     )
 }
 """Of `gpu.py`; `compare.py` runs none of them unless it is asked for them."""
+
+ALL_WORKLOADS = WORKLOADS | HALF_BILLION_WORKLOADS | GPU_WORKLOADS
 
 _NAMES = ("Ana", "Ben", "Chloe", "David", "Elena", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Karim", "Lena")
 _THINGS = ("apples", "books", "coins", "stamps", "pencils", "marbles", "cards", "shells", "buttons", "stickers")
