@@ -71,7 +71,7 @@ class GSM8K(FileTask):
         system_prompt: put before each problem; None = none.
         examples: number of worked problems (0 to 4, of `EXAMPLES`) that are turns of the conversation before each
             problem. They show a model how long an answer is and where the number stands.
-        strict: reward the number after `####` only; `eval/accuracy` reads as before.
+        strict: add a second reward for the number after `####` alone, GSM8K's own reading; accuracy stays the first.
 
     Raises `ConfigError`: a number out of range.
     """
@@ -94,15 +94,15 @@ class GSM8K(FileTask):
             raise ConfigError(f"examples={examples}: from 0 to {len(EXAMPLES)}")
         self.path, self.eval_path, self.num_train, self.num_eval = path, eval_path, num_train, num_eval
         self.system_prompt = system_prompt
-        self._reward = marked_number if strict else numeric_match("answer")
+        self._rewards = [numeric_match("answer"), *[marked_number] * strict]
         roles = ("user", "assistant")
         texts = [text for example in EXAMPLES[:examples] for text in example]
         self._shown = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
 
     @property
     def reward_funcs(self) -> list[RewardFunction]:
-        """Reward 1.0 for the exact number, else 0.0."""
-        return [self._reward]
+        """Reward 1.0 for the exact number, else 0.0; with `strict`, 1.0 more where it stands after `####`."""
+        return list(self._rewards)
 
     def is_correct(self, text: str, row: Mapping[str, Any]) -> bool:
         """True if the final number is the answer."""
