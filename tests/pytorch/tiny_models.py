@@ -1,4 +1,4 @@
-"""Tiny models with random weights, one of each family, and tiny tokenizers; weights so large that all see the prefix."""
+"""Tiny models with random weights, one of each family, and tokenizers; weights so large that all see the prefix."""
 
 import string
 import warnings
