@@ -157,7 +157,7 @@ def limits(args: argparse.Namespace) -> None:
 
 
 def matrix_rate(seconds: float = 1.0, dtype: str = "float32") -> float:
-    """Operations per second of the best of a few products, in float32 by `torch.mm` or in bfloat16 on packed weights."""
+    """Operations per second of the best of a few products: float32 by `torch.mm`, or bfloat16 on packed weights."""
     import torch
 
     from covey.pytorch.models.narrow import packed
