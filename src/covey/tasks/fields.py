@@ -138,7 +138,7 @@ class Fields(FileTask):
         shown = {problem for problem, row in named if row["question"] in self._shown}
         rows = [row for problem, row in named if problem not in shown]
         if len(named) - len(rows) > len(shown):
-            log.info("left out: %d rows that are alike to the examples", len(named) - len(rows))
+            log.info("left out: %d rows of the same problems as the examples", len(named) - len(rows))
         if split == "train" and len(rows) < 2:
             left = f"examples={self.examples}: {len(rows)} of {len(named)} rows are left; lower it, or give more rows"
             raise DataError(f"data.task='json': {left}")
