@@ -12,7 +12,6 @@ from covey.rewards.verifier import RewardFunction
 from covey.tasks.base import FileTask, as_prompt
 from covey.tasks.dataset import Row, load_rows
 
-
 EXAMPLES = (
     (
         "A baker makes 24 rolls in the morning and a third as many in the afternoon. How many rolls does he make?",
@@ -126,5 +125,6 @@ class GSM8K(FileTask):
                     "number; correct or remove the row"
                 )
             uid = f"gsm8k-{split}-{index}"
-            problems.append({"prompt": [*self._shown, *as_prompt(question)], "answer": answer, "question": question, "uid": uid})
+            prompt = [*self._shown, *as_prompt(question)]
+            problems.append({"prompt": prompt, "answer": answer, "question": question, "uid": uid})
         return problems
