@@ -27,9 +27,9 @@ EXAMPLES = (
         "In 4 hours it drives 45 * 4 = 180 miles.\nAltogether it drives 180 + 30 = 210 miles.\n#### 210",
     ),
     (
-        "Of 60 eggs a tenth is broken. The others are sold in boxes of 6 for $2.50 a box. How many dollars do they bring?",
+        "Of 60 eggs a tenth is broken. The others are sold by the 6, for $2.50. How many dollars do they bring?",
         "There are 60 / 10 = 6 broken eggs.\nThat leaves 60 - 6 = 54 eggs.\n"
-        "They fill 54 / 6 = 9 boxes.\nThe boxes bring 9 * 2.50 = 22.50 dollars.\n#### 22.50",
+        "That is 54 / 6 = 9 times 6 eggs.\nThey bring 9 * 2.50 = 22.50 dollars.\n#### 22.50",
     ),
 )
 """Worked problems, made for this file: none of them is in the benchmark."""
