@@ -93,7 +93,7 @@ class GSM8K(FileTask):
             raise ConfigError(f"examples={examples}: from 0 to {len(EXAMPLES)}")
         self.path, self.eval_path, self.num_train, self.num_eval = path, eval_path, num_train, num_eval
         self.system_prompt = system_prompt
-        self._rewards = [numeric_match("answer"), *[marked_number] * strict]
+        self._rewards: list[RewardFunction] = [numeric_match("answer"), *([marked_number] if strict else [])]
         roles = ("user", "assistant")
         texts = [text for example in EXAMPLES[:examples] for text in example]
         self._shown = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
