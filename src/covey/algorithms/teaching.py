@@ -8,8 +8,8 @@
 
 `g` alone as the advantage has the gradient of KL(p||q) on the policy's own samples ("on-policy distillation"). The part
 is added after the group's statistics and is not normalised: it is in nats, and 0 means that the teacher agrees.
-Sources: MiniLLM arXiv 2306.08543 (discount 1), MOPD 2601.02780 (sum), RLSD 2604.03128 (reweigh), SDAR 2605.15155 (gate),
-IW-OPD 2606.22600 (position).
+Sources, of arXiv: MiniLLM 2306.08543 (discount 1), MOPD 2601.02780 (sum), RLSD 2604.03128 (reweigh), SDAR 2605.15155
+(gate), IW-OPD 2606.22600 (position).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def gap(teacher: NDArray[Any], old: NDArray[Any], *, skip: int = 0, clip: float 
     `teacher` and `old` are `[N, T]` log-probabilities under the teacher (NaN where there is none) and of the sampler.
     `clip` bounds the size of a gap.
     """
-    found = np.asarray(teacher, np.float64) - old
+    found: Floats = np.asarray(teacher, np.float64) - old
     found[:, :skip] = np.nan
-    return found if clip is None else np.clip(found, -clip, clip)
+    return found if clip is None else found.clip(-clip, clip)
 
 
 def to_go(gaps: Floats, discount: float) -> Floats:
@@ -58,7 +58,7 @@ def earlier_more(gaps: Floats, slope: float) -> Floats:
     size = np.nan_to_num(np.abs(gaps))
     before, whole = np.cumsum(size, axis=1) - size, size.sum(axis=1, keepdims=True)
     share = np.divide(before, whole, out=np.zeros_like(before), where=whole > 0)
-    return gaps * (1 + slope * (1 - share))
+    return np.asarray(gaps * (1 + slope * (1 - share)))
 
 
 def prepared(gaps: Floats, *, use: Use, discount: float = 0.0, position_slope: float = 0.5) -> Floats:
@@ -116,7 +116,7 @@ def teacher_metrics(batch: Batch, groups: Sequence[Group]) -> dict[str, float]:
         return {}
     gaps = gap(batch.teacher.logprobs, batch.old_logprobs)
     there = np.isfinite(gaps)
-    rows, g = there.any(axis=1), gaps[there]
+    rows, g = np.logical_or.reduce(there, axis=1), gaps[there]
     found = {"teacher/rows": float(rows.mean()), "teacher/too_long": float(batch.teacher.too_long)}
     found["time/teacher"] = batch.teacher.seconds
     tied = np.array([group.is_tied for group in groups])[batch.group]

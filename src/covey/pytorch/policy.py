@@ -149,7 +149,7 @@ class Policy:
         rule |= {"ema_decay": reference_ema_decay, "from_current": reference_from_current, "needed": needs_reference}
         policy = cls(held, Reference(trained, host=host, **rule), host)
         if teacher is not None:
-            moves = "ema" if teacher["weights"] == "ema" else "none"
+            moves: ReferenceUpdate = "ema" if teacher["weights"] == "ema" else "none"
             how = {"every": teacher["update_steps"], "ema_decay": teacher["ema_decay"]}
             policy.teacher = Reference(trained, update=moves, host=host, **how)
             if teacher["weights"] not in ("ema", "base"):

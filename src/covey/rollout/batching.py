@@ -95,7 +95,9 @@ def make_batch(
     if teacher is not None and how_taught is not None:
         found = teacher(groups, batch)
         batch = replace(batch, teacher=found)
-        gaps = gap(found.logprobs, batch.old_logprobs, skip=how_taught.skip_tokens, clip=how_taught.clip)
+        # the ratio of the loss starts from the same: with a correction from the trainer's own
+        old = batch.old_logprobs if algorithm.correction is None or score is None else score(batch)
+        gaps = gap(found.logprobs, old, skip=how_taught.skip_tokens, clip=how_taught.clip)
         shape = {"discount": how_taught.discount, "position_slope": how_taught.position_slope}
         tokens["gaps"] = prepared(gaps, use=how_taught.use, **shape)
     if any(group.trajectories for group in groups):

@@ -293,8 +293,7 @@ class Scorer:
         return results
 
     def feedback(self, count: int) -> tuple[str | None, ...]:
-        """What rewards said in words of the last `count` completions that were scored; empty where none said anything.
-        """
+        """What rewards said in words of the last `count` completions; empty where none said anything."""
         said = [values[-count:] for name, values in self._extras.items() if name.startswith(VERDICT)]
         each = zip(*(values for values in said if len(values) == count), strict=True)
         return tuple("\n".join(str(word) for word in words if word) or None for words in each)

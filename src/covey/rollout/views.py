@@ -3,8 +3,8 @@
     row     prompt                            answer    sampled ids are the policy's, id for id
     view    prompt with privileged context    answer    so that column t of `[N, T]` is the same token in both
 
-The prompt is the row's own conversation with its last user message rewritten. Contexts: a column of the dataset, another
-completion of the group that succeeded, or what reward functions said of this completion (SDPO arXiv 2601.20802,
+The prompt is the row's own conversation with its last user message rewritten. Contexts: a column of the dataset,
+another completion of the group that succeeded, or what reward functions said of this completion (SDPO arXiv 2601.20802,
 OPSD 2601.18734, SDFT 2601.19897).
 """
 
@@ -71,7 +71,11 @@ class Views:
         if last is None:
             return [{"role": "user", "content": self._filled("", context)}, *content]
         asked = content[last]
-        return [*content[:last], asked | {"content": self._filled(str(asked["content"]), context)}, *content[last + 1 :]]
+        return [
+            *content[:last],
+            asked | {"content": self._filled(str(asked["content"]), context)},
+            *content[last + 1 :],
+        ]
 
     def _filled(self, prompt: str, context: str) -> str:
         values = {"prompt": prompt, "context": context}

@@ -206,9 +206,9 @@ class Ledger:
 
     Columns: `row` (of the batch, as in the table of completions), `group`, `pass` (optimiser step of the update),
     `position` (among the sampled tokens), `token_id`, `token`, `advantage`, `masked_by`, `sampler_logp`, `logp` (of the
-    trainer, before the step), `ratio`, `clipped` (0 or 1), `entropy`, `kl` and `teacher_logp` in nats where known, `weight`, `loss`
-    (the contribution) and `gradient` (d loss / d logp, in which the entropy bonus and a KL over the vocabulary have no
-    part: they act on all logits).
+    trainer, before the step), `ratio`, `clipped` (0 or 1), `entropy`, `kl` and `teacher_logp` in nats where known,
+    `weight`, `loss` (the contribution) and `gradient` (d loss / d logp, in which the entropy bonus and a KL over the
+    vocabulary have no part: they act on all logits).
     """
 
     def __init__(self, to_text: Callable[[Sequence[int]], str], groups: Sequence[int] | None = None) -> None:
@@ -382,9 +382,7 @@ class StoredStep:
         return lambda prompt, text: said[prompt.uid, text]
 
 
-def pack_step(
-    facts: StepFacts, groups: Sequence[Group], has_answer: HasAnswer, teacher: Taught | None = None
-) -> bytes:
+def pack_step(facts: StepFacts, groups: Sequence[Group], has_answer: HasAnswer, teacher: Taught | None = None) -> bytes:
     """A step as the content of its file, with what a teacher said of it."""
     import pyarrow as pa
     import pyarrow.parquet as pq
