@@ -2,6 +2,7 @@
 
     python benchmarks/scaling.py            # about ten minutes on two cores
     python benchmarks/scaling.py --quick    # three points an axis
+    python benchmarks/scaling.py --limits --model FOLDER --dtype bfloat16   # one point, beside the machine's limits
 
 Each axis is varied alone around 8 prompts of 64 tokens, 8 completions of 48 tokens each; completions have exactly the
 length asked for, so that the work is known. Each point runs in a process of its own, so that its peak memory is its
@@ -48,7 +49,7 @@ AXES: dict[str, tuple[str, list[int]]] = {
 }
 
 
-def measure(point: Point, model: str, steps: int) -> dict[str, Any]:
+def measure(point: Point, model: str, steps: int, dtype: str) -> dict[str, Any]:
     """Run steps at one point, in this process."""
     import torch
 
@@ -60,7 +61,7 @@ def measure(point: Point, model: str, steps: int) -> dict[str, Any]:
     from covey.rollout.packing import pack_episodes
     from covey.types import Batch, Episode, Prompt, Request, SamplingSettings
 
-    policy = Policy.load(model, needs_reference=False)
+    policy = Policy.load(model, dtype=dtype, needs_reference=False)
     engine = Engine(policy.model, policy.tokenizer)
     learner = Learner(policy, learning_rate=1e-5)
     objective = make_objective("dapo")
@@ -105,6 +106,8 @@ def measure(point: Point, model: str, steps: int) -> dict[str, Any]:
         "rate": {name: work[name] / median[name] for name in work},
         "tokens_per_second": point.prompts * point.group * point.completion_tokens / sum(median.values()),
         "threads": torch.get_num_threads(),
+        "update_tokens": sum(pack.num_tokens for pack in packs),
+        "weight_bytes": sum(p.nbytes for p in policy.model.parameters() if not p.requires_grad),
     }
 
 
@@ -125,13 +128,50 @@ def operations(point: Point, config: Any, packs: list[int]) -> dict[str, float]:
     }
 
 
-def matrix_rate(seconds: float = 1.0) -> float:
-    """Operations per second of the best of a few float32 products."""
+def memory_rate() -> float:
+    """Bytes per second of reading 1 GiB once, the best of five."""
     import torch
+
+    held, best = torch.ones(1 << 28), 0.0
+    for _ in range(5):
+        began = time.perf_counter()
+        held.max()
+        best = max(best, held.nbytes / (time.perf_counter() - began))
+    return best
+
+
+def limits(args: argparse.Namespace) -> None:
+    """Print sampling and training of one point beside what the machine multiplies and reads at most."""
+    point = Point(completion_tokens=128)
+    rate, memory = matrix_rate(dtype=args.dtype), memory_rate()
+    found = run_point(point, args)
+    rows = point.prompts * point.group
+    counts = {"sampling": rows * point.completion_tokens, "update": found["update_tokens"]}
+    print(f"products {rate / 1e9:.0f} GFLOP/s, memory {memory / 1e9:.1f} GB/s, {found['threads']} threads")
+    print("| phase | tokens a second | share of the product rate | share of the memory rate |\n|---|---|---|---|")
+    for name, count in counts.items():
+        seconds = found["seconds"][name]
+        read = found["weight_bytes"] * point.completion_tokens / seconds / memory  # once for each decode step
+        shares = [f"{found['rate'][name] / rate:.2f}", f"{read:.2f}" if name == "sampling" else ""]
+        print(f"| {name} | {count / seconds:.0f} | {' | '.join(shares)} |")
+
+
+def matrix_rate(seconds: float = 1.0, dtype: str = "float32") -> float:
+    """Operations per second of the best of a few products: float32 by `torch.mm`, or bfloat16 on packed weights."""
+    import torch
+
+    from covey.pytorch.models.narrow import packed
 
     best = 0.0
     for m, k, n in ((1024, 576, 3072), (1024, 1536, 576), (2048, 2048, 2048)):
         a, b = torch.randn(m, k), torch.randn(k, n)
+        if dtype == "bfloat16":
+            weight, began = packed([b.T.contiguous()]), time.perf_counter()
+            while time.perf_counter() < began + seconds:
+                start = time.perf_counter()
+                weight.multiply(a)
+                best = max(best, 2 * m * k * n / (time.perf_counter() - start))
+            continue
         torch.mm(a, b)
         until = time.perf_counter() + seconds
         while time.perf_counter() < until:
@@ -144,7 +184,7 @@ def matrix_rate(seconds: float = 1.0) -> float:
 def run_point(point: Point, args: argparse.Namespace) -> dict[str, Any]:
     """Measure a point in a process of its own."""
     command = [sys.executable, __file__, "--model", str(args.model), "--steps", str(args.steps)]
-    command += ["--point", json.dumps(asdict(point))]
+    command += ["--dtype", args.dtype, "--point", json.dumps(asdict(point))]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     found: dict[str, Any] = json.loads(output.splitlines()[-1])
     print(
@@ -202,13 +242,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=HERE / ".cache/model", help="made by export_model.py")
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of frozen weights")
+    parser.add_argument("--limits", action="store_true", help="one point beside the machine's limits")
     parser.add_argument("--quick", action="store_true", help="three points an axis")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--draw", action="store_true", help="draw results/scaling.json again, measure nothing")
     parser.add_argument("--point", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.point:
-        print(json.dumps(measure(Point(**json.loads(args.point)), str(args.model), args.steps)))
+        print(json.dumps(measure(Point(**json.loads(args.point)), str(args.model), args.steps, args.dtype)))
+        return
+    if args.limits:
+        limits(args)
         return
     if args.draw:
         draw(json.loads((args.out / "scaling.json").read_text()), args.out)

@@ -1,8 +1,4 @@
-"""Several updates with many settings, on all ranks together and on one.
-
-Run by torchrun, as `rank_cases.py FOLDER KIND:CASE ...`: cases one after the other, those of shards and slices too.
-Rank 0 writes what came out of each.
-"""
+"""Run by torchrun, as `rank_cases.py FOLDER KIND:CASE ...`: updates on all ranks and on one; rank 0 writes results."""
 
 import json
 import os

@@ -1,8 +1,4 @@
-"""These tests compile many tiny functions and run each a few times: compiling fast matters, running fast does not.
-
-What one test or one run has compiled the next one need not: programs are kept in pytest's cache folder, each worker's
-in one of its own, since a program is written in place.
-"""
+"""Compiling fast matters here, running fast does not: what one worker has compiled is kept in pytest's cache folder."""
 
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
-"""The learner: gradients whatever the split, their sum in fixed point, the step, and moments in the host's memory.
-
-There is no device here: "the host" is other memory of the same CPU, and the copies are counted. Steps as trees are as
-one sequence at a time, however they are packed: in float64, but for norms and rotations in the models' own code.
+"""The learner: gradients whatever the split, their sum in fixed point, the step, and moments in the host's memory (here
+other memory of the same CPU, and the copies are counted). Steps as trees are as one sequence at a time, in float64.
 """
 
 import threading

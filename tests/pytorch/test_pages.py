@@ -1,5 +1,4 @@
-"""The two tables of docs/scale.md: what the formulas say of models of seven sizes, and what the code does with a tiny
-model of each family.
+"""The two tables of docs/scale.md: formulas for seven sizes, code with a tiny model of each family.
 
 COVEY_WRITE_DOCS=1 pytest tests/pytorch/test_pages.py      # writes them
 """

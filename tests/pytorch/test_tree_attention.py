@@ -1,7 +1,5 @@
-"""Attention over packed trees against dense attention with a mask from `leave`, in float64.
-
-By `flex_attention` on a CPU too: backwards run in float64 in what PyTorch has for tracing, because compiled code
-refuses them here; the forward is compiled for this processor. The kernel of a GPU is probed where it runs.
+"""Attention over packed trees against dense attention with a mask from `leave`, in float64; `flex_attention` on a CPU:
+its forward is compiled, its backward runs in what PyTorch has for tracing. A GPU's kernel is probed where it runs.
 """
 
 import logging

@@ -1,8 +1,4 @@
-"""Tiny models with random weights, one for each family that the PyTorch room must serve, and tiny tokenizers.
-
-Weights are larger than the usual initialisation, so that what is computed depends visibly on the prefix: a test that
-compares two paths would notice one that ignores it.
-"""
+"""Tiny models with random weights, one of each family, and tokenizers; weights so large that all see the prefix."""
 
 import string
 import warnings

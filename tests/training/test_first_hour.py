@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,9 @@ def test_a_share_of_the_rows_is_held_out(settings: Settings, tmp_path: Path) -> 
         GRPOTrainer(args=GRPOConfig(**settings), reward_funcs=letters, eval_dataset=ROWS)
 
 
-def test_a_run_with_a_share_held_out_is_measured_on_it(settings: Settings, tmp_path: Path, covey: Command) -> None:
+def test_a_run_with_a_share_held_out_is_measured_on_it(
+    settings: Settings, tmp_path: Path, covey: Command, caplog: Any
+) -> None:
     named = in_a_file(tmp_path)
     rewards = {"reward_funcs": f"{named}partial", "correctness": f"{named}right"}
     file = tmp_path / "rows.jsonl"
@@ -98,6 +101,11 @@ def test_a_run_with_a_share_held_out_is_measured_on_it(settings: Settings, tmp_p
         said = covey.done("eval", settings["output_dir"], *more).splitlines()
         (line,) = (line for line in said if "num_comp" in line)
         assert str(count) in line.split()
+    table = tmp_path / "mails.csv"
+    table.write_text("mail,name,urgent\n" + "".join(f"Bye {n},n{n},{'yes' if n % 3 else 'no'}\n" for n in range(10)))
+    fields = covey.done("eval", settings["model"], "--task", "json:examples=0", "--dataset", table)
+    assert re.search(r"field.*right.*name.*0\.0 %.*urgent.*0\.0 %", fields, re.DOTALL)
+    assert "held-out rows by urgent: true 1, false 1" in caplog.text
 
 
 def right(completions: list[str], answer: list[str], **columns: Any) -> list[float]:

@@ -12,7 +12,7 @@ import os
 import sys
 import tomllib
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -216,6 +216,7 @@ def evaluate(
     if alone and not config.rewards.functions:
         raise ConfigError("no reward function to measure with: set rewards.functions=FILE.py:NAME, or give --task")
     from covey.training import setup
+    from covey.training.evaluate import with_logged
     from covey.training.multiple_choice import ChoiceTask
 
     measured = setup.load_task(config)
@@ -229,6 +230,8 @@ def evaluate(
         raise ConfigError(f"{given}: only multiple-choice tasks such as usmle have these; leave it out")
     trainer = _trainer(config)
     result = trainer.evaluation()
+    logged = with_logged(result.metrics, trainer.data.scorer.take_logged().metrics, "eval/")
+    result = replace(result, metrics=logged)
     before = None if other is None else _trainer(other).evaluation()
     if as_json:
 

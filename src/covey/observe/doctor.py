@@ -114,7 +114,8 @@ completions_truncated: {share:.0%} of the completions were cut off{at} {last}
 completions_short: completions have {length:.1f} tokens on average {last}: nearly empty
 -> Check the prompt and the chat template in completions/ of the run folder, and that no reward favours short answers
 no_answer: no answer was found in {share:.0%} of the completions {last}, more than {limit:.0%}
--> Read in completions/ of the run folder what is written instead. Ask for the format more clearly, or reward it
+-> Read in completions/ of the run folder what is written instead. In the first steps it is usual. If it stays, ask for
+   the format more clearly, or reward it
 tag_opened_by_prompt: {name} was 0 in the last {total} steps. The chat template already opens a tag such as <think> in
    the prompt, so completions hold only its end
 -> Let the reward function accept this; its argument prompt_ends has the end of each prompt

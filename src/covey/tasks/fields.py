@@ -103,6 +103,12 @@ class Fields(FileTask):
     def eval_rows(self) -> list[Row]:
         """The held-out rows: in the order of their own file, else those of a family apart from each other."""
         rows = super().eval_rows()
+        for name, kind in self._columns[1].items():
+            held = Counter(json.loads(row["answer"])[name] for row in rows)
+            classes = kind.get("enum") or [True, False] * ("boolean" in kind["type"])
+            if classes:
+                counts = ", ".join(f"{json.dumps(each, ensure_ascii=False)} {held[each]}" for each in classes)
+                log.info("held-out rows by %s: %s", name, counts)
         return rows if self.eval_path is not None else sorted(rows, key=lambda row: question_hash(row["question"]))
 
     def ask(self, text: str) -> list[dict[str, str]]:
@@ -205,6 +211,7 @@ class Fields(FileTask):
             chosen.append(max(left, key=new.__getitem__))
             left.remove(chosen[-1])
             seen |= values[chosen[-1]]
+        chosen.sort(key=lambda text: sum(value is None for _, value in values[text]))  # what stands last is copied most
         return {text: answers[text] for text in chosen}
 
 

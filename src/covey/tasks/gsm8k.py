@@ -22,15 +22,6 @@ EXAMPLES = (
         "The books cost 3 * 14 = 42 dollars.\nThe pens cost 2 * 4 = 8 dollars.\n"
         "She has 90 - 42 - 8 = 40 dollars left.\n#### 40",
     ),
-    (
-        "A bus drives 45 miles an hour for 4 hours, and then 30 miles more. How many miles does it drive?",
-        "In 4 hours it drives 45 * 4 = 180 miles.\nAltogether it drives 180 + 30 = 210 miles.\n#### 210",
-    ),
-    (
-        "Of 60 eggs a tenth is broken. The others are sold by the 6, for $2.50. How many dollars do they bring?",
-        "There are 60 / 10 = 6 broken eggs.\nThat leaves 60 - 6 = 54 eggs.\n"
-        "That is 54 / 6 = 9 times 6 eggs.\nThey bring 9 * 2.50 = 22.50 dollars.\n#### 22.50",
-    ),
 )
 """Worked problems, made for this file: none of them is in the benchmark."""
 
@@ -68,7 +59,7 @@ class GSM8K(FileTask):
         num_train: number of training problems, drawn with the seed; None = all.
         num_eval: number of held-out problems; with `eval_path`, the most to use.
         system_prompt: put before each problem; None = none.
-        examples: number of worked problems (0 to 4, of `EXAMPLES`) that are turns of the conversation before each
+        examples: number of worked problems (0 to 2, of `EXAMPLES`) that are turns of the conversation before each
             problem. They show a model how long an answer is and where the number stands.
         strict: add a second reward for the number after `####` alone, GSM8K's own reading; accuracy stays the first.
 

@@ -13,16 +13,7 @@ from covey.observe.choices import Answered
 from covey.training.evaluate import EVALUATION_STREAM
 from covey.training.setup import sampling_settings
 from covey.training.trainer import GRPOTrainer
-from covey.types import (
-    Batch,
-    Completion,
-    Episode,
-    IntArray,
-    Progress,
-    Prompt,
-    Request,
-    SamplingSettings,
-)
+from covey.types import Batch, Completion, Episode, IntArray, Progress, Prompt, Request, SamplingSettings
 
 _QUESTIONS_AT_ONCE = 32
 

@@ -225,7 +225,8 @@ def lay_out_for_queue(cache: KVCache, waiting: Iterable[Row], max_rows: int) -> 
     """The most rows for which any stretch of the queue fits with nothing shared; `GenerationError` if not one does."""
     order: dict[bytes, int] = {}
     numbered = [(row, order.setdefault(row.prompt_ids.tobytes(), len(order))) for row in waiting]
-    ranked = sorted(numbered, key=lambda one: (-_capacity(one[0]), one[1]))
+    # by length: what follows a common beginning then has its blocks by size, and neighbours of one size are one tensor
+    ranked = sorted(numbered, key=lambda one: (-len(one[0].prompt_ids), one[1]))
     in_turn, prompts = [row for row, _ in ranked], [prompt for _, prompt in ranked]
     slot_tokens = max(1, max(row.limit for row in in_turn) - 1)  # the last token is never fed back
 
