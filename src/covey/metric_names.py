@@ -115,6 +115,15 @@ agent/waiting_share | fraction | share of the playing time in which every episod
     nothing could be sampled
 tools/call_frequency | calls | tool calls of a completion, mean; only with tools, in covey.trl
 tools/failure_frequency | fraction | tool calls that raised, named no tool or could not be read
+teacher/kl | nats | minus the mean of the teacher's log-probability minus the sampler's, over tokens with a teacher: an
+    estimate of KL(policy, teacher) that may be below 0; only with algorithm.teacher, as all of teacher/
+teacher/k3 | nats | the same KL by the estimator k3, never below 0
+teacher/disagreement | fraction | tokens that the teacher finds less likely than the sampler
+teacher/rows | fraction | completions with a teacher
+teacher/tied_rows | fraction | of the completions in groups with equal rewards, those with a teacher
+teacher/agrees_with_reward | fraction | of two completions of a group with different rewards: how often the teacher
+    prefers the better one (mean over its tokens); 0.5 = no relation
+teacher/too_long | completions | without a teacher, because what it would read is longer than the model takes
 samplers/reissued_units | units | batches of samples requested again because a sampler failed, since the step before;
     only with distributed.samplers or several servers, as all of samplers/
 samplers/restarts | samplers | samplers replaced since the step before
@@ -132,6 +141,7 @@ time/scoring | seconds | part of step_time: reward functions (with schedule.max_
 time/waiting_for_samples | seconds | part of step_time: waiting for this step's samples, and for those that must finish
     before new weights can be sent; only with schedule.max_staleness above 0
 time/reference | seconds | part of step_time: log-probabilities under the reference
+time/teacher | seconds | part of step_time: log-probabilities under the teacher; only with algorithm.teacher
 time/publish | seconds | part of step_time: sending the new weights to the sampler
 time/update | seconds | part of step_time: forward pass, backward pass and optimiser
 memory/peak_gb | GB (10^9 bytes) | largest resident memory of the process so far

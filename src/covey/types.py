@@ -199,6 +199,8 @@ class Group:
     """The agents' trajectories, in the order of `episodes`. Empty for single answers."""
     greedy_reward: float = float("nan")
     """Reward of the prompt's greedy completion; NaN if there is none or it cannot be scored."""
+    feedback: tuple[str | None, ...] = ()
+    """What reward functions said of each completion in words, where a teacher reads it."""
     added: int = 0
     """How many of the last of the G were added by `sampling.max_generations`. They are trained on, but left out of
     accuracy and reward metrics, since they were only added where rewards were equal."""
@@ -216,6 +218,7 @@ class Group:
             rewards=self.rewards[:count],
             reward_parts={name: values[:count] for name, values in self.reward_parts.items()},
             trajectories=played,
+            feedback=self.feedback[:count],
             added=0,
         )
 
@@ -227,6 +230,7 @@ class Group:
             rewards=np.concatenate([self.rewards, more.rewards]),
             reward_parts={n: np.concatenate([v, more.reward_parts[n]]) for n, v in self.reward_parts.items()},
             trajectories=self.trajectories + more.trajectories,
+            feedback=self.feedback + more.feedback,
             added=self.added + len(more.rewards),
         )
 
@@ -235,6 +239,22 @@ class Group:
         """True if fewer than two completions are scored, or all rewards are equal."""
         scored = self.rewards[np.isfinite(self.rewards)]
         return len(scored) < 2 or bool(equal_rewards(scored.min(), scored.max()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Taught:
+    """What a teacher says of the tokens of a step."""
+
+    logprobs: NDArray[np.float32]
+    """`[N, T]` log-probabilities under the teacher; NaN where there is none."""
+    too_long: int = 0
+    """Rows without one because what it would read is longer than the model takes."""
+    seconds: float = 0.0
+    """Time that it took."""
+
+
+Teacher = Callable[[Sequence[Group], "Batch"], Taught]
+"""Scores the rows of a batch, which are the episodes of the groups in order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -253,6 +273,8 @@ class Batch:
     """`[N, T]` float32, recorded by the sampler; 0 beyond the row's end."""
     excluded: Mapping[str, BoolArray] = field(default_factory=dict)
     """Reason -> `[N, T]`, True on the tokens that this mask excluded."""
+    teacher: Taught | None = None
+    """What a teacher says of the tokens; None without one."""
     group_relative: bool = True
     """True if advantages are differences within a group; they are then 0 if all its rewards are equal."""
 

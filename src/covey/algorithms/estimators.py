@@ -64,6 +64,7 @@ class Estimator:
         group_relative: An advantage is a difference within the group, so a group needs two completions and one whose
             rewards are all equal has advantages of 0. True unless the function says otherwise.
         needs_reference: The run loads the reference policy and scores every token under it.
+        needs_teacher: The run scores every token under a teacher before it computes advantages.
         needs_sum_pi_squared: The run scores every token under the policy before it computes advantages, twice.
         greedy_baseline: The run samples and scores one greedy completion for each prompt.
         needs_turns: It compares the turns of agents, so it works in a world only.
@@ -78,6 +79,7 @@ class Estimator:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     group_relative: bool = True
     needs_reference: bool = False
+    needs_teacher: bool = False
     needs_sum_pi_squared: bool = False
     greedy_baseline: bool = False
     needs_turns: bool = False
@@ -170,7 +172,7 @@ def small_step(conversing: bool = False) -> Outcomes:
         tokens = np.repeat(np.arange(8).reshape(4, 2), 2, axis=1)
         turns = Turns(of, groups[of], rewards[of], earned, list("abababab"), tokens)
     known: dict[str, Any] = {"parts": rewards[None], "weights": np.ones(1), "mask": logp < 0, "logprobs": logp}
-    known |= {"reference": 2 * logp, "sum_pi_squared": np.exp(logp), "greedy": rewards, "turns": turns}
+    known |= {"reference": 2 * logp, "gaps": -logp, "sum_pi_squared": np.exp(logp), "greedy": rewards, "turns": turns}
     return Outcomes(rewards, groups, **known)
 
 

@@ -60,6 +60,7 @@ class Outcomes:
         mask: `[N, T]` True where the completion has a sampled token.
         logprobs: `[N, T]` the sampler's log-probabilities, in nats.
         reference: `[N, T]` those of the reference policy, where `needs_reference`.
+        gaps: `[N, T]` what a teacher says of each token, see `covey.algorithms.teaching`; NaN where there is none.
         sum_pi_squared: `[N, T]` sum over the vocabulary of the squared probabilities that the policy gave before each
             token, where `needs_sum_pi_squared`.
         greedy: `[N]` reward of the greedy completion of the same prompt, where `greedy_baseline`; NaN where it cannot
@@ -77,6 +78,7 @@ class Outcomes:
     mask: Array | None = None
     logprobs: Array | None = None
     reference: Array | None = None
+    gaps: Array | None = None
     sum_pi_squared: Array | None = None
     greedy: Array | None = None
     turns: Turns | None = None

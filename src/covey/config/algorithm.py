@@ -12,7 +12,9 @@ from covey.algorithms.down_sampling import DownSampling, find_down_sampling, rea
 from covey.algorithms.losses import default_epsilon, find_loss, function_name, loss_name
 from covey.algorithms.mismatch import Correction, read_correction
 from covey.algorithms.objective import Objective, make_objective
+from covey.algorithms.teaching import taught
 from covey.config.section import Options, Section
+from covey.config.teacher import TeacherConfig
 from covey.errors import ConfigError
 
 KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+", "abs", "k3_unbiased", "exact", "exact_weighted"]
@@ -147,6 +149,11 @@ class AlgorithmConfig(Section, frozen=True):
     FILE.py:RULE:8. Advantages compare the selected completions or the whole group, as in the rule's paper (group for
     largest_advantage); append `:selected` or `:group` to choose. none = all."""
 
+    teacher: TeacherConfig | None = None
+    """A teacher, which says of each sampled token how likely it should be, beside the rewards or in their place. A
+    table: { weights = "ema", context = "solution", use = "sum", coef = 1.0, ... }; docs/teachers.md lists its
+    settings. none = off."""
+
     def problems(self) -> Iterator[str]:
         entropy = self.adaptive_entropy
         if entropy is not None and not entropy.min <= self.entropy_coef <= entropy.max:
@@ -177,7 +184,11 @@ class AlgorithmConfig(Section, frozen=True):
     @property
     def estimator(self) -> Estimator:
         """Of the advantages. Raises `ConfigError`: there is none of that name, or it takes other parameters."""
-        return find_estimator(self.adv_estimator, self.adv_parameters)
+        own, teacher = find_estimator(self.adv_estimator, self.adv_parameters), self.teacher
+        if teacher is None:
+            return own
+        names = ("use", "coef", "task_coef", "reweigh_share", "reweigh_range", "gate_slope")
+        return taught(own, teacher.may_teach, **{name: getattr(teacher, name) for name in names})
 
     @property
     def correction(self) -> Correction | None:

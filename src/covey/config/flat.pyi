@@ -14,6 +14,7 @@ from covey.config.environment import EnvironmentConfig
 from covey.config.run import RunConfig
 from covey.config.sampling import ModelConfig, SamplingConfig, VLLMConfig
 from covey.config.server import DistributedConfig, ServerConfig
+from covey.config.teacher import TeacherConfig
 from covey.config.training import EvaluationConfig, OptimConfig, PhaseConfig, ScheduleConfig
 
 class Settings(TypedDict, total=False):
@@ -74,6 +75,7 @@ class Settings(TypedDict, total=False):
     reference_ema_decay: float
     dynamic_sampling: int
     down_sampling: str | Callable[..., Any]
+    teacher: TeacherConfig | Mapping[str, Any] | None
     num_generations: int
     max_generations: int | None
     temperature: float
@@ -408,6 +410,12 @@ class Flat:
         rewards vary most: PODS), largest_advantage:8 (CPPO), shortest:8 and token_efficiency:8 (GFPO), first:8, or
         your own, FILE.py:RULE:8. Advantages compare the selected completions or the whole group, as in the rule's
         paper (group for largest_advantage); append `:selected` or `:group` to choose. none = all.
+        """
+    @property
+    def teacher(self) -> TeacherConfig | None:
+        """A teacher, which says of each sampled token how likely it should be, beside the rewards or in their place.
+        A table: { weights = "ema", context = "solution", use = "sum", coef = 1.0, ... }; docs/teachers.md lists its
+        settings. none = off.
         """
     @property
     def num_generations(self) -> int:

@@ -43,7 +43,7 @@ FIELDS: dict[str, str] = {name: section for section, model in SECTIONS.items() f
 """Field -> its section. Field names are unique over all sections."""
 
 TABLES = {name for name in FIELDS if SECTIONS[FIELDS[name]].model_fields[name].default_factory is dict}
-TABLES.add("adaptive_entropy")
+TABLES |= {"adaptive_entropy", "teacher"}
 
 SYNONYMS: dict[str, str] = {
     "kl_coef": "beta",

@@ -146,6 +146,7 @@ def check_sharded(config: GRPOConfig) -> None:
         ("optim.optimizer", optim.optimizer, optim.optimizer != "adamw", "set it to adamw"),
         ("model.quantization", chosen.quantization, chosen.quantization != "none", "set it to none"),
         ("model.lora_dropout", chosen.lora_dropout, chosen.lora_dropout > 0, "set it to 0"),
+        ("algorithm.teacher", algorithm.teacher, algorithm.teacher is not None, "set it to none"),
         ("algorithm.kl_estimator", algorithm.kl_estimator, exact and not adapts, instead),
     ):
         if refused:

@@ -91,6 +91,8 @@ class GRPOConfig(BaseModel, extra="forbid", frozen=True, strict=True):
         except ValidationError as error:
             raise _explained(error, given) from error
         _, estimator = self.objective, self.estimator  # what stands in a file is read now
+        if self.algorithm.teacher is not None:
+            raise ConfigError("teacher: this trainer has none; train with covey.GRPOTrainer")
         needs_more = estimator.needs_turns or estimator.needs_reference or estimator.needs_sum_pi_squared
         if needs_more or estimator.greedy_baseline:
             raise ConfigError(

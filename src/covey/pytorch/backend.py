@@ -63,6 +63,7 @@ class PyTorchBackend:
             reference_update_steps=algorithm.reference_update_steps or 1,
             reference_ema_decay=algorithm.reference_ema_decay,
             needs_reference=uses_reference(config),
+            teacher=_teacher(config),
             offload=config.optim.offload,
             narrows=config.distributed.learner_kind != "sharded",  # whose slices have one type
         )
@@ -128,6 +129,11 @@ class PyTorchBackend:
 
 
 BACKEND = PyTorchBackend()
+
+
+def _teacher(config: GRPOConfig) -> dict[str, Any] | None:
+    how = config.algorithm.teacher
+    return None if how is None or how.weights == "live" else how.model_dump()
 
 
 def _multiplies_frozen(config: GRPOConfig) -> bool:

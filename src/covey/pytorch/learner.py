@@ -107,9 +107,14 @@ class Learner:
         *,
         temperature: float,
         reference: bool = False,
+        teacher: bool = False,
         entropy: bool = False,
     ) -> tuple[FloatNT, FloatNT | None]:
-        """Log-probabilities, and entropies if asked for, of the rows' sampled tokens. `[N, T]`, 0 elsewhere."""
+        """Log-probabilities, and entropies if asked for, of the rows' sampled tokens. `[N, T]`, 0 elsewhere.
+
+        They are the policy's, or with `reference` or `teacher` those of the policy's reference or teacher.
+        """
+        other = self.policy.reference if reference else self.policy.teacher if teacher else None
 
         @torch.no_grad()
         def score(pack: Pack) -> NDArray[np.float32]:
@@ -123,7 +128,7 @@ class Learner:
         def run() -> tuple[FloatNT, FloatNT | None]:
             wholes = np.zeros((1 + entropy, *batch.mask.shape), np.float32)
             packs, lanes = self._packs(batch.episodes, rows)
-            with self.policy.reference.active() if reference else nullcontext():  # for all lanes at once
+            with nullcontext() if other is None else other.active():  # for all lanes at once
                 found = self._share.map(lambda packs: map_in_threads(score, packs, lanes), packs)
                 for pack, own in zip(packs, found, strict=True):
                     for values, whole in zip(own, wholes, strict=True):
@@ -251,13 +256,16 @@ class Learner:
                 self._scheduler.step()
             self.steps += 1
             self.policy.reference.after_step(self.steps)
+            if self.policy.teacher is not None:
+                self.policy.teacher.after_step(self.steps)
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """What a resumed run needs: trained weights, reference, the optimiser's moments, and the loss scale."""
         moments = optimizer_tensors(self.optimizer, self.policy.named_trainable_parameters())
-        return {
+        teacher = {} if self.policy.teacher is None else {"teacher": self.policy.teacher.state_dict()}
+        return teacher | {
             "policy": self.policy.state_dict(),
             "reference": self.policy.reference.state_dict(),
             "optimizer": moments if self.loss_scale is None else moments | self.loss_scale.tensors(),
@@ -269,6 +277,8 @@ class Learner:
         """
         self.policy.load_state_dict(tensors["policy"])
         self.policy.reference.load_state_dict(tensors["reference"])
+        if self.policy.teacher is not None:
+            self.policy.teacher.load_state_dict(tensors.get("teacher", {}))
         moments = {name: tensor for name, tensor in tensors["optimizer"].items() if not LossScale.owns(name)}
         restore_optimizer(self.optimizer, self.policy.named_trainable_parameters(), moments, self._host)
         if self.loss_scale is not None:

@@ -57,6 +57,7 @@ class Policy:
         source: where the model came from.
         folder: with its config and safetensors, or its hub id; None = there is none.
         reference: see `Reference`.
+        teacher: other weights that score what was sampled; None = there are none.
         prefix_sharing_obstacle: why prompts are not shared when scoring, or None when they are.
         fused_obstacle: why the fused layers are not used, or None when they are.
         rows_apart: rows of different lengths may not be run together, not even padded.
@@ -65,6 +66,7 @@ class Policy:
     """
 
     in_shards = False
+    teacher: Reference | None = None
 
     def __init__(self, held: PackedModel, reference: Reference, host: HostMemory | None = None) -> None:
         """A policy of these parts; `load` makes them."""
@@ -99,6 +101,7 @@ class Policy:
         reference_ema_decay: float = 0.99,
         reference_from_current: bool | None = None,
         needs_reference: bool = True,
+        teacher: Mapping[str, Any] | None = None,
         offload: bool = False,
         narrows: bool = True,
         **how: Any,
@@ -114,6 +117,7 @@ class Policy:
             seed                    of a fresh adapter
             reference_...           those of `Reference`, as `needs_reference`; `reference_from_current` None = where
                                     the model comes with an adapter
+            teacher                 `weights`, `update_steps` and `ema_decay` of `algorithm.teacher`; None = none
             offload                 keep moments and reference of a GPU's policy in the host's memory
             narrows                 bfloat16 on a CPU is that of frozen matrices alone (`covey.pytorch.models.narrow`)
             how                     of `PackedModel`: prefix_sharing, fused_layers, gradient_checkpointing, autocast
@@ -143,7 +147,14 @@ class Policy:
             reference_from_current = adapter is not None or isinstance(loaded.model, PeftModel)
         rule: dict[str, Any] = {"update": reference_update, "every": reference_update_steps}
         rule |= {"ema_decay": reference_ema_decay, "from_current": reference_from_current, "needed": needs_reference}
-        return cls(held, Reference(trained, host=host, **rule), host)
+        policy = cls(held, Reference(trained, host=host, **rule), host)
+        if teacher is not None:
+            moves: ReferenceUpdate = "ema" if teacher["weights"] == "ema" else "none"
+            how = {"every": teacher["update_steps"], "ema_decay": teacher["ema_decay"]}
+            policy.teacher = Reference(trained, update=moves, host=host, **how)
+            if teacher["weights"] not in ("ema", "base"):
+                policy.teacher.hold(teacher["weights"])
+        return policy
 
     @property
     def device(self) -> torch.device:

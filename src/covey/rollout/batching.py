@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from covey.algorithms import Estimator, Outcomes, Turns, combine_masks, combine_rewards, soft_overlong_punishment
 from covey.algorithms.down_sampling import DownSampling
 from covey.algorithms.masks import completion_masks
+from covey.algorithms.teaching import gap, prepared
 from covey.rollout.scoring import HasAnswer, has_text
-from covey.types import Batch, BoolArray, Group, IntArray, Trajectory
+from covey.types import Batch, BoolArray, Group, IntArray, Teacher, Trajectory
 
 if TYPE_CHECKING:
     from covey.config.algorithm import AlgorithmConfig
@@ -43,6 +44,7 @@ def make_batch(
     max_completion_length: int,
     has_answer: HasAnswer = has_text,
     score: Score | None = None,
+    teacher: Teacher | None = None,
 ) -> Batch:
     """Advantages and masks of all episodes of a step.
 
@@ -64,7 +66,7 @@ def make_batch(
     if algorithm.selection is not None:
         rows, compared = chosen(groups, algorithm.selection)
         every = algorithm.model_copy(update={"down_sampling": "none"})
-        more: dict[str, Any] = {"has_answer": has_answer, "score": score}
+        more: dict[str, Any] = {"has_answer": has_answer, "score": score, "teacher": teacher}
 
         def all_of(some: Sequence[Group]) -> Batch:
             return make_batch(some, every, rewards, environment, **how, **more)
@@ -74,7 +76,12 @@ def make_batch(
         batch = _without_advantages(groups, algorithm, environment, has_answer)
         some = all_of(compared) if rows.any() else batch
         advantages = spread_over(rows, some.advantages, batch.advantages)
-        return _without(replace(batch, advantages=advantages, group_relative=some.group_relative), rows)
+        theirs = some.teacher
+        if theirs is not None and len(theirs.logprobs) < len(rows):
+            spread = spread_over(rows, theirs.logprobs, batch.advantages)
+            theirs = replace(theirs, logprobs=np.where(rows[:, None], spread, np.float32(np.nan)))
+        batch = replace(batch, advantages=advantages, teacher=theirs, group_relative=some.group_relative)
+        return _without(batch, rows)
     estimator = algorithm.estimator
     batch = _without_advantages(groups, algorithm, environment, has_answer)
     tokens: dict[str, Any] = {"logprobs": batch.old_logprobs}
@@ -84,6 +91,15 @@ def make_batch(
         # log sum p^2 = logsumexp(2 x) - 2 logsumexp(x), for logits x; a token's log-probability is x - logsumexp(x),
         # and at half the temperature 2 x - logsumexp(2 x).
         tokens["sum_pi_squared"] = np.exp(np.minimum(2 * score(batch) - score(batch, sharper=2.0), 0.0))
+    how_taught = algorithm.teacher
+    if teacher is not None and how_taught is not None:
+        found = teacher(groups, batch)
+        batch = replace(batch, teacher=found)
+        # the ratio of the loss starts from the same: with a correction from the trainer's own
+        old = batch.old_logprobs if algorithm.correction is None or score is None else score(batch)
+        gaps = gap(found.logprobs, old, skip=how_taught.skip_tokens, clip=how_taught.clip)
+        shape = {"discount": how_taught.discount, "position_slope": how_taught.position_slope}
+        tokens["gaps"] = prepared(gaps, use=how_taught.use, **shape)
     if any(group.trajectories for group in groups):
         advantages = agent_advantages(groups, estimator, algorithm, environment, tokens)
     else:
@@ -134,7 +150,10 @@ def _some(group: Group, kept: BoolArray) -> Group:
     episodes = tuple(compress(group.episodes, _episodes_of(group, kept)))
     parts = {name: values[kept] for name, values in group.reward_parts.items()}
     trajectories = tuple(compress(group.trajectories, kept))  # none of single answers
-    return replace(group, episodes=episodes, rewards=group.rewards[kept], reward_parts=parts, trajectories=trajectories)
+    more: dict[str, Any] = {"reward_parts": parts, "trajectories": trajectories}
+    return replace(
+        group, episodes=episodes, rewards=group.rewards[kept], feedback=tuple(compress(group.feedback, kept)), **more
+    )
 
 
 def _without_advantages(

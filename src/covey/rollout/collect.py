@@ -157,16 +157,24 @@ def collect_groups(
     rewards, parts = scorer.score(owners, episodes)
     scored = time.perf_counter()
     tokens = sum(len(completion.token_ids) for completion in completions)
-    return Rollout(grouped(prompts, episodes, rewards, parts), sampled - begin, scored - sampled, tokens)
+    groups = grouped(prompts, episodes, rewards, parts, scorer.feedback(len(episodes)))
+    return Rollout(groups, sampled - begin, scored - sampled, tokens)
 
 
 def grouped(
-    prompts: Sequence[Prompt], episodes: Sequence[Episode], rewards: Rewards, parts: Mapping[str, Rewards]
+    prompts: Sequence[Prompt],
+    episodes: Sequence[Episode],
+    rewards: Rewards,
+    parts: Mapping[str, Rewards],
+    feedback: tuple[str | None, ...] = (),
 ) -> tuple[Group, ...]:
     """A group for each prompt, all of one size, of `N` episodes that follow one another; all arrays are `[N]`."""
     size = len(episodes) // max(len(prompts), 1)
     each = [(prompt, slice(index * size, (index + 1) * size)) for index, prompt in enumerate(prompts)]
-    return tuple(Group(p, tuple(episodes[own]), rewards[own], {n: x[own] for n, x in parts.items()}) for p, own in each)
+    return tuple(
+        Group(p, tuple(episodes[own]), rewards[own], {n: x[own] for n, x in parts.items()}, feedback=feedback[own])
+        for p, own in each
+    )
 
 
 def with_greedy_rewards(

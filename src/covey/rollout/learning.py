@@ -103,6 +103,7 @@ class Learner(Protocol):
         *,
         temperature: float,
         reference: bool = False,
+        teacher: bool = False,
         entropy: bool = False,
     ) -> tuple[FloatNT, FloatNT | None]: ...
 

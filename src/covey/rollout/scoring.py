@@ -48,6 +48,8 @@ RewardLike = Any
 HasAnswer = Callable[[Prompt, str], bool]
 """Does this completion of this prompt hold an answer at all, right or wrong?"""
 
+VERDICT = "verdict/"
+"""How the columns begin in which rewards say something of each completion."""
 PROVIDED = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra", "prompt_ends"}
 """Arguments that reward functions get besides columns."""
 _NO_COLUMNS = frozenset({"prompt", "completion", "prompts", "completions", "completion_ids"})
@@ -289,6 +291,12 @@ class Scorer:
             values = partial(lambda found: found, self._unwrap(spec, outcome))
             results[spec.name] = read_rewards(spec.name, self._listed(spec, count, values), rows)
         return results
+
+    def feedback(self, count: int) -> tuple[str | None, ...]:
+        """What rewards said in words of the last `count` completions; empty where none said anything."""
+        said = [values[-count:] for name, values in self._extras.items() if name.startswith(VERDICT)]
+        each = zip(*(values for values in said if len(values) == count), strict=True)
+        return tuple("\n".join(str(word) for word in words if word) or None for words in each)
 
     def take_logged(self) -> Logged:
         """What functions reported through `log_metric` and `log_extra`; afterwards it is forgotten."""

@@ -367,20 +367,25 @@ def _has_template(tokenizer: Any) -> bool:
     return getattr(tokenizer, "chat_template", None) is not None
 
 
+def tokenize_prompt(content: str | list[Message], tokenizer: Any, kwargs: dict[str, Any]) -> IntArray:
+    """Token ids of a text, or of messages in the tokenizer's chat template, to which `kwargs` go."""
+    if isinstance(content, str):
+        encoded = tokenizer(content)
+    else:
+        encoded = tokenizer.apply_chat_template(content, tokenize=True, **prompt_ending(content), **kwargs)
+    # Depending on its version, the template returns ids or an encoding that holds them, with a batch axis or without.
+    ids = encoded["input_ids"] if isinstance(encoded, Mapping) or hasattr(encoded, "input_ids") else encoded
+    return np.asarray(ids, dtype=np.int64).reshape(-1)
+
+
 def _tokenize(content: str | list[Message], index: int, tokenizer: Any, kwargs: dict[str, Any]) -> IntArray:
     try:
-        if isinstance(content, str):
-            encoded = tokenizer(content)
-        else:
-            encoded = tokenizer.apply_chat_template(content, tokenize=True, **prompt_ending(content), **kwargs)
+        token_ids = tokenize_prompt(content, tokenizer, kwargs)
     except Exception as error:  # a template may raise whatever it likes, and text may hold lone surrogates
         raise DataError(
             f"row {index}: the prompt {shown(content)} cannot be tokenised ({type(error).__name__}: "
             f"{error}); correct the row, or data.chat_template_kwargs"
         ) from error
-    # Depending on its version, the template returns ids or an encoding that holds them, with a batch axis or without.
-    ids = encoded["input_ids"] if isinstance(encoded, Mapping) or hasattr(encoded, "input_ids") else encoded
-    token_ids = np.asarray(ids, dtype=np.int64).reshape(-1)
     if not len(token_ids) or (isinstance(content, str) and not content.strip()):
         raise DataError(f"row {index}: the prompt is empty; write something in it, or remove the row")
     return token_ids

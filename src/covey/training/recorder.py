@@ -271,7 +271,7 @@ class Recorder:
             passes = (self._learner.tokens_per_micro_batch, type(self._learner).__name__)
             begun = (number, config.to_dict(), phase.index, phase.learning_rate_factor)
             facts = StepFacts(*begun, *numbers, *passes)
-            folder.write_batch(number, pack_step(facts, rollout.groups, run.data.has_answer))
+            folder.write_batch(number, pack_step(facts, rollout.groups, run.data.has_answer, done.batch.teacher))
         return metrics
 
     def _diagnose(self) -> None:

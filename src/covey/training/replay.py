@@ -283,6 +283,7 @@ class _Rerun:
             reward_weights=config.rewards.reward_weights or [1.0] * len(stored.groups[0].reward_parts),
             has_answer=stored.has_answer,
             score=scorer(self.learner, phase.temperature),
+            teacher=None if (said := stored.taught) is None else lambda groups, batch: said,
         )
         length = setup.run_length(config, plan, stored.facts.prompts)
         done = step_update(self.learner, batch, config, phase, length, self.state, None)

@@ -464,6 +464,23 @@ def require_measured(wanted: str, metrics: Sequence[str]) -> None:
     )
 
 
+def check_teacher(config: GRPOConfig, rows: Sequence[Mapping[str, Any]], *, plays: bool) -> None:
+    """Refuse a teacher's context that there cannot be; `plays` is True where agents act in a world."""
+    teacher = config.algorithm.teacher
+    if teacher is None or teacher.context == "none":
+        return
+    if plays:
+        raise ConfigError(
+            f"algorithm.teacher.context={teacher.context!r}: a world's episodes have no context yet; set it to none, "
+            "with weights base, ema or an adapter's folder"
+        )
+    if teacher.column is not None and not any(teacher.column in row for row in rows):
+        raise ConfigError(
+            f"algorithm.teacher.context={teacher.context!r}: no training row has the column {teacher.column!r}; "
+            f"there is {', '.join(sorted({name for row in rows[:100] for name in row}))}"
+        )
+
+
 def require_memory(config: GRPOConfig) -> None:
     """Refuse sizes for which the machine's memory is too small: a run that the system kills says nothing."""
     sampling, evaluation = config.sampling, config.evaluation

@@ -20,7 +20,7 @@ from covey.rollout.scoring import HasAnswer
 from covey.training.schedule import ResolvedPhase, TrainerState
 from covey.training.setup import RunLength, algorithm_in
 from covey.training.update import Pass, Update, update
-from covey.types import Batch, Group
+from covey.types import Batch, Group, Teacher
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ def step_batch(
     reward_weights: Sequence[float],
     has_answer: HasAnswer,
     score: Score | None,
+    teacher: Teacher | None = None,
 ) -> Batch:
     """The groups with their advantages and masks, as they are trained on; see `make_batch`."""
     return make_batch(
@@ -56,6 +57,7 @@ def step_batch(
         max_completion_length=args.sampling.max_completion_length,
         has_answer=has_answer,
         score=score,
+        teacher=teacher,
     )
 
 

@@ -26,7 +26,7 @@ from covey.rollout.batching import segment_of_token
 from covey.rollout.learning import entropy_weights, loss_weights, rows_with_gradient
 from covey.rollout.scoring import HasAnswer
 from covey.training.update import Pass
-from covey.types import Batch, BoolArray, Episode, FinishReason, Group, Prompt, Support, Trajectory, Turn
+from covey.types import Batch, BoolArray, Episode, FinishReason, Group, Prompt, Support, Taught, Trajectory, Turn
 
 log = logging.getLogger(__name__)
 
@@ -206,9 +206,9 @@ class Ledger:
 
     Columns: `row` (of the batch, as in the table of completions), `group`, `pass` (optimiser step of the update),
     `position` (among the sampled tokens), `token_id`, `token`, `advantage`, `masked_by`, `sampler_logp`, `logp` (of the
-    trainer, before the step), `ratio`, `clipped` (0 or 1), `entropy` and `kl` in nats where known, `weight`, `loss`
-    (the contribution) and `gradient` (d loss / d logp, in which the entropy bonus and a KL over the vocabulary have no
-    part: they act on all logits).
+    trainer, before the step), `ratio`, `clipped` (0 or 1), `entropy`, `kl` and `teacher_logp` in nats where known,
+    `weight`, `loss` (the contribution) and `gradient` (d loss / d logp, in which the entropy bonus and a KL over the
+    vocabulary have no part: they act on all logits).
     """
 
     def __init__(self, to_text: Callable[[Sequence[int]], str], groups: Sequence[int] | None = None) -> None:
@@ -325,6 +325,8 @@ def token_columns(done: Pass, chosen: NDArray[np.int64] | None = None) -> dict[s
             "gradient": slope,
             "entropy": uncertainty,
         }
+        if batch.teacher is not None:
+            found["teacher_logp"] = of(batch.teacher.logprobs)
         if over_vocabulary is not None:
             found["kl"] = over_vocabulary
         elif ref is not None:
@@ -370,6 +372,7 @@ class StoredStep:
     facts: StepFacts
     groups: tuple[Group, ...]
     answered: tuple[bool, ...]
+    taught: Taught | None = None
 
     @property
     def has_answer(self) -> HasAnswer:
@@ -379,12 +382,13 @@ class StoredStep:
         return lambda prompt, text: said[prompt.uid, text]
 
 
-def pack_step(facts: StepFacts, groups: Sequence[Group], has_answer: HasAnswer) -> bytes:
-    """A step as the content of its file."""
+def pack_step(facts: StepFacts, groups: Sequence[Group], has_answer: HasAnswer, teacher: Taught | None = None) -> bytes:
+    """A step as the content of its file, with what a teacher said of it."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     rows: list[dict[str, Any]] = []
+    said = iter(itertools.repeat(None) if teacher is None else teacher.logprobs)
     for number, group in enumerate(groups):
         trajectories: Sequence[Trajectory | None] = group.trajectories or [None] * len(group.episodes)
         for sample, trajectory in enumerate(trajectories):
@@ -395,7 +399,7 @@ def pack_step(facts: StepFacts, groups: Sequence[Group], has_answer: HasAnswer) 
                 "uid": _text(group.prompt.uid),
                 "reward": float(group.rewards[sample]),
                 "greedy_reward": group.greedy_reward,
-                "episodes": [_packed(e, has_answer(group.prompt, e.text)) for e in episodes],
+                "episodes": [_packed(e, has_answer(group.prompt, e.text), next(said)) for e in episodes],
             }
             row |= {_text(_PART + name): float(values[sample]) for name, values in group.reward_parts.items()}
             if trajectory is not None:
@@ -405,7 +409,7 @@ def pack_step(facts: StepFacts, groups: Sequence[Group], has_answer: HasAnswer) 
                 row |= {"turns": turns, "success": trajectory.success}
                 row |= {"ended": trajectory.ended, "error": _text(trajectory.error)}
             rows.append(row)
-    schema = _schema([_text(name) for name in groups[0].reward_parts])
+    schema = _schema([_text(name) for name in groups[0].reward_parts], taught=teacher is not None)
     rows[0]["facts"] = json.dumps({"format": _FORMAT, **asdict(facts)}, allow_nan=False)
     table, buffer = pa.Table.from_pylist(rows, schema), io.BytesIO()
     # Plain integers, so that a prompt which is repeated in its group has the same bytes each time. A second copy of the
@@ -427,7 +431,8 @@ def read_step(path: Path, step: int) -> StoredStep:
             if size > _MOST_BYTES or about.num_rows > _MOST_ROWS or about.num_columns > _MOST_COLUMNS:
                 raise ValueError(f"it says that it holds {size} bytes in {about.num_rows} rows, more than a step")
             parts = [name[len(_PART) :] for name in schema.names if name.startswith(_PART)]
-            if not schema.equals(_schema(parts)):
+            taught = schema.equals(_schema(parts, taught=True))
+            if not taught and not schema.equals(_schema(parts)):
                 raise ValueError("its columns are not those of a step")
             rows = table.read().to_pylist()
             _require(len(rows) > 0, "it has no rows")
@@ -440,7 +445,7 @@ def read_step(path: Path, step: int) -> StoredStep:
             ) from error
 
 
-def _schema(parts: Sequence[str]) -> Any:
+def _schema(parts: Sequence[str], *, taught: bool = False) -> Any:
     import pyarrow as pa
 
     ids = pa.list_(pa.int32())
@@ -455,6 +460,7 @@ def _schema(parts: Sequence[str]) -> Any:
         "support_ids": ids,
         "support_offsets": pa.list_(pa.int64()),
     }
+    episode |= {"teacher": pa.list_(pa.float32())} if taught else {}  # of sampled tokens, NaN where there is none
     turn = {"observation": pa.string(), "said": pa.string(), "action": pa.string(), "reward": pa.float64()}
     turn |= {"valid": pa.bool_(), "row": pa.int32(), "segment": pa.int32()}
     columns = {"group": pa.int32(), "sample": pa.int32(), "uid": pa.string()}
@@ -469,7 +475,7 @@ def _text(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _packed(episode: Episode, has_answer: bool) -> dict[str, Any]:
+def _packed(episode: Episode, has_answer: bool, said: NDArray[np.float32] | None) -> dict[str, Any]:
     changes = np.flatnonzero(np.diff(episode.sampled)) + 1
     kept = episode.support
     return {
@@ -482,6 +488,7 @@ def _packed(episode: Episode, has_answer: bool) -> dict[str, Any]:
         "has_answer": bool(has_answer),
         "support_ids": None if kept is None else kept.ids.astype(np.int32),
         "support_offsets": None if kept is None else kept.offsets.astype(np.int64),
+        **({} if said is None else {"teacher": said[: episode.num_sampled]}),
     }
 
 
@@ -536,7 +543,20 @@ def _step(facts: StepFacts, rows: Sequence[Mapping[str, Any]], parts: Sequence[s
         )
     _require(len({bool(group.trajectories) for group in groups}) == 1, "answers and agents are mixed")
     _require(any(group.episodes for group in groups), "no group has tokens")
-    return StoredStep(facts, tuple(groups), tuple(answered))
+    return StoredStep(facts, tuple(groups), tuple(answered), _taught(rows))
+
+
+def _taught(rows: Sequence[Mapping[str, Any]]) -> Taught | None:
+    packed = [episode for row in rows for episode in row["episodes"]]
+    said = [np.array(episode.get("teacher", ()), np.float32) for episode in packed]
+    if "teacher" not in packed[0]:
+        return None
+    _require(all(len(own) == len(e["logprobs"]) for own, e in zip(said, packed, strict=True)), "a teacher's tokens")
+    _require(not any(np.isinf(own).any() for own in said), "a teacher's log-probability is infinite")
+    found = np.full((len(said), max(map(len, said))), np.nan, np.float32)
+    for row, own in zip(found, said, strict=True):
+        row[: len(own)] = own
+    return Taught(found)
 
 
 def _reward(value: Any) -> float:

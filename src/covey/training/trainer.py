@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from covey.rollout.collect import Collector, Rollout
     from covey.rollout.learning import Learner, Sampler
     from covey.tasks.base import Task
-    from covey.training import agents, prefetch, step, tables
+    from covey.training import agents, prefetch, step, tables, teaching
     from covey.training import evaluate as judging
     from covey.training import recorder as recording
     from covey.training.evaluate import Evaluation
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from covey.training.update import Update
 else:  # worlds, which most runs do not have, and the parts of a step: many trainers are never trained
     (collecting,) = later("covey.rollout", "collect")
-    agents, judging, prefetch, recording, step, tables = later(
-        "covey.training", "agents evaluate prefetch recorder step tables"
+    agents, judging, prefetch, recording, step, tables, teaching = later(
+        "covey.training", "agents evaluate prefetch recorder step tables teaching"
     )
 
 TRAINING_STREAM = 0
@@ -169,6 +169,7 @@ class GRPOTrainer:
             self.data = setup.load_data(args, task, *sources, correctness, self._taken)
         else:
             self.data = agents.world_data(args, world, (*sources, correctness))
+        setup.check_teacher(args, self.data.train, plays=world is not None)
         own = type(world or task).__module__.startswith(("covey.", "builtins"))
         own = own or names_file(args.environment.world or args.data.task)
         self.only_in_memory = not own or any(thing is not None for thing in given)
@@ -262,7 +263,7 @@ class GRPOTrainer:
                         samples.after_update()
                         self._publish(done, samples.publish)
                         self._count(sampled, time.perf_counter() - started)
-                    done.metrics |= samples.metrics()
+                    done.metrics |= samples.metrics() | teaching.teacher_metrics(batch, sampled.rollout.groups)
                     self._report(recorder, sampled, done, phase, time.perf_counter() - started)
                 self._evaluate_when_due(recorder)
                 recorder.checkpoint_when_due()
@@ -351,12 +352,14 @@ class GRPOTrainer:
 
     def make_batch(self, groups: Sequence[Group], phase: ResolvedPhase) -> Batch:
         """The groups as a batch with advantages and masks, for the settings of the phase."""
+        teacher = teaching.make_teacher(self.args, self.policy, self.learner, phase.temperature)
         return step.step_batch(
             groups,
             self.args,
             reward_weights=self.data.scorer.weights.tolist(),
             has_answer=self.data.has_answer,
             score=step.scorer(self.learner, phase.temperature),
+            teacher=teacher,
         )
 
     def learn(self, batch: Batch, phase: ResolvedPhase) -> Update:
@@ -413,7 +416,9 @@ class GRPOTrainer:
         correct = judging.correct_completions(rollout.whole, self.data.is_correct)
         position = state.data_position + (len(rollout.groups) if rows is None else 0)
         sampled = prefetch.Sampled(rollout, phase, position, correct, self.data.scorer.take_logged())
-        done = self.learn(self.make_batch(rollout.groups, phase), phase)
+        batch = self.make_batch(rollout.groups, phase)
+        done = self.learn(batch, phase)
+        done.metrics |= teaching.teacher_metrics(batch, rollout.groups)
         self._publish(done, self.publish)
         self._count(sampled, time.perf_counter() - began)
         found = judging.rollout_metrics(rollout, self.estimator, self.args.algorithm.scaling["correction"])

@@ -275,6 +275,7 @@ def _rows_of(batch: Batch, rows: Rows) -> Batch:
     """Some rows of a batch, as a batch whose denominators are its own."""
     if rows is None:
         return batch
+    said = batch.teacher
     return replace(
         batch,
         episodes=tuple(batch.episodes[row] for row in rows),
@@ -283,6 +284,7 @@ def _rows_of(batch: Batch, rows: Rows) -> Batch:
         mask=batch.mask[rows],
         old_logprobs=batch.old_logprobs[rows],
         excluded={name: tokens[rows] for name, tokens in batch.excluded.items()},
+        teacher=said and replace(said, logprobs=said.logprobs[rows]),
     )
 
 

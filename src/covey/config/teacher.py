@@ -1,0 +1,91 @@
+"""The table `algorithm.teacher`: a second distribution at the tokens that the policy sampled."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from covey.algorithms.teaching import Use
+from covey.config.section import Section
+from covey.types import Group
+
+OWN_WEIGHTS = ("ema", "base", "live")
+DEFAULT_TEMPLATES = {
+    "column": "{prompt}\n\n{context}",
+    "solution": "{prompt}\n\nThis is a right answer:\n{context}\n\nNow write your own.",
+    "feedback": "{prompt}\n\nAn earlier answer of yours was wrong:\n{context}\n\nNow answer correctly.",
+}
+
+
+def _whole(value: str) -> str:
+    return os.path.abspath(value) if value not in OWN_WEIGHTS and os.path.exists(value) else value
+
+
+class TeacherConfig(Section, frozen=True):
+    """Whose distribution it is, what it reads, and how its log-probabilities become advantages."""
+
+    weights: Annotated[str, AfterValidator(_whole)] = "ema"
+    """Weights of the same network: ema (moving average of the policy's), base (those at the start), live (the
+    policy's, before the step), or the folder of an adapter."""
+    ema_decay: float = Field(default=0.95, ge=0, lt=1)
+    """Share of the old average that an update keeps."""
+    update_steps: int = Field(default=1, ge=1)
+    """Optimiser steps between updates of ema."""
+    context: Annotated[str, Field(pattern=r"^(none|solution|feedback|column:.+)$")] = "none"
+    """What the teacher reads besides the prompt: none, solution (another completion of the group that succeeded),
+    feedback (what reward functions said of this completion), column:NAME of the dataset."""
+    template: str | None = None
+    """The last user message as the teacher reads it, with {prompt} and {context}."""
+    success: float = 1.0
+    """Reward from which a completion is a solution; below it there is feedback."""
+    use: Use = "sum"
+    """sum, reweigh, gate or position."""
+    coef: float = Field(default=1.0, ge=0)
+    """Weight of the teacher's part."""
+    task_coef: float = Field(default=1.0, ge=0)
+    """Weight of the rewards' advantages; 0 = they are measured, not trained on."""
+    discount: float = Field(default=0.0, ge=0, le=1)
+    """Of later tokens' gaps, for sum and position; 0 = each token answers for itself."""
+    clip: float | None = Field(default=None, gt=0)
+    """Largest gap of a token, in nats; none = no limit, 5 is a good one."""
+    skip_tokens: int = Field(default=0, ge=0)
+    """First sampled tokens that have no teacher."""
+    reweigh_share: float = Field(default=0.5, ge=0, le=1)
+    reweigh_range: float = Field(default=0.2, ge=0, lt=1)
+    gate_slope: float = Field(default=5.0, gt=0)
+    position_slope: float = Field(default=0.5, ge=0)
+
+    @property
+    def column(self) -> str | None:
+        """Of the dataset, with what the teacher reads."""
+        kind, _, name = self.context.partition(":")
+        return name if kind == "column" else None
+
+    @property
+    def text(self) -> str:
+        """The template."""
+        return self.template or DEFAULT_TEMPLATES.get(self.context.partition(":")[0], "{prompt}")
+
+    def may_teach(self, group: Group) -> bool:
+        """True if some completion of a group may have a teacher."""
+        if self.context == "solution":
+            return len(group.rewards) > 1 and bool((group.rewards >= self.success).any())
+        return self.context != "feedback" or bool((group.rewards < self.success).any())
+
+    def problems(self) -> Iterator[str]:
+        if self.weights == "live" and self.context == "none":
+            yield (
+                "weights='live' with context='none': the policy would be its own teacher, and the gap only the "
+                "difference of sampler and trainer; set context, or weights to ema, base or an adapter's folder"
+            )
+        if self.weights not in OWN_WEIGHTS and not os.path.isdir(self.weights):
+            yield f"weights={self.weights!r}: is no folder; give ema, base, live or an adapter's folder"
+        if self.template is not None and (self.context == "none" or "{context}" not in self.template):
+            yield f"template={self.template!r:.80}: needs {{context}} in it, and a context to put there; set context"
+        if self.discount and self.use not in ("sum", "position"):
+            yield f"discount={self.discount} with use={self.use!r}: it has no effect; set use to sum or position"
+        if self.task_coef != 1 and self.use not in ("sum", "position"):
+            yield f"task_coef={self.task_coef} with use={self.use!r}: it has no effect; set use to sum or position"

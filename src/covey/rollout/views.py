@@ -1,0 +1,93 @@
+"""What a teacher reads: its own prompt, then a row's tokens from the first sampled one on.
+
+    row     prompt                            answer    sampled ids are the policy's, id for id
+    view    prompt with privileged context    answer    so that column t of `[N, T]` is the same token in both
+
+The prompt is the row's own conversation with its last user message rewritten. Contexts: a column of the dataset,
+another completion of the group that succeeded, or what reward functions said of this completion (SDPO arXiv 2601.20802,
+OPSD 2601.18734, SDFT 2601.19897).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from covey.config.teacher import TeacherConfig
+from covey.types import Episode, Group, IntArray, Message
+
+Render = Callable[[str | list[Message]], IntArray]
+"""Token ids of a prompt, with all that the chat template puts around it."""
+_PLACES = re.compile(r"\{(prompt|context)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """The views of a step; `longest` is the most tokens that the model takes."""
+
+    teacher: TeacherConfig
+    render: Render
+    longest: int
+
+    def __call__(self, groups: Sequence[Group]) -> tuple[list[Episode | None], int]:
+        """A view of each row, None where there is no context or it is too long; and how many were too long."""
+        found: list[Episode | None] = []
+        rendered: dict[str, IntArray] = {}
+        too_long = 0
+        for group in groups:
+            for row, episode in enumerate(group.episodes):
+                view: Episode | None = episode
+                if self.teacher.context != "none":
+                    text = self._context(group, row)
+                    if text and text not in rendered:
+                        rendered[text] = self.render(self._prompt(group.prompt.content, text))
+                    view = _after(rendered[text], episode) if text else None
+                if view is not None and len(view.token_ids) > self.longest:
+                    view, too_long = None, too_long + 1
+                found.append(view)
+            rendered.clear()
+        return found, too_long
+
+    def _context(self, group: Group, row: int) -> str:
+        """What is shown for a row; empty where there is nothing."""
+        teacher = self.teacher
+        if teacher.column is not None:
+            value = group.prompt.columns.get(teacher.column)
+            return "" if value is None else str(value)
+        if teacher.context == "feedback":
+            said = group.feedback[row] if group.feedback else None
+            return (said or "") if group.rewards[row] < teacher.success else ""
+        others = (n for n in np.flatnonzero(group.rewards >= teacher.success) if n != row)
+        solution = next(others, None)
+        return "" if solution is None else group.episodes[solution].text.strip()
+
+    def _prompt(self, content: str | list[Message], context: str) -> str | list[Message]:
+        if isinstance(content, str):
+            return self._filled(content, context)
+        last = max((n for n, message in enumerate(content) if message["role"] == "user"), default=None)
+        if last is None:
+            return [{"role": "user", "content": self._filled("", context)}, *content]
+        asked = content[last]
+        return [
+            *content[:last],
+            asked | {"content": self._filled(str(asked["content"]), context)},
+            *content[last + 1 :],
+        ]
+
+    def _filled(self, prompt: str, context: str) -> str:
+        values = {"prompt": prompt, "context": context}
+        return _PLACES.sub(lambda place: values[place[1]], self.teacher.text)
+
+
+def _after(prompt: IntArray, episode: Episode) -> Episode:
+    """The episode with another prompt before its first sampled token."""
+    begins, more = episode.prompt_length, len(prompt)
+    return replace(
+        episode,
+        token_ids=np.concatenate([prompt, episode.token_ids[begins:]]),
+        sampled=np.concatenate([np.zeros(more, np.bool_), episode.sampled[begins:]]),
+        logprobs=np.concatenate([np.zeros(more, np.float32), episode.logprobs[begins:]]),
+    )
