@@ -21,9 +21,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from covey.errors import CoveyError
+from covey.rollout.learning import Weights
 from covey.serving.batching import Answer, BatchingEngine, Job, unheld
 from covey.serving.json_output import json_rules
-from covey.serving.requests import ChatRequest, CompletionRequest, RequestError, chat_text, read_request
+from covey.serving.requests import ChatRequest, CompletionRequest, RequestError, ScoreRequest, chat_text, read_request
+from covey.serving.scoring import Scorer
 from covey.types import Request, SamplingSettings
 
 Asked = CompletionRequest | ChatRequest
@@ -142,6 +144,7 @@ class Answering:
     def __init__(self, engine: BatchingEngine, tokenizer: Any, model_name: str) -> None:
         self._engine, self._tokenizer, self._name = engine, tokenizer, model_name
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="covey-texts")
+        self._scores = ThreadPoolExecutor(1, thread_name_prefix="covey-scores")
         self._most_characters = min(_LONGEST_TEXT, _CHARACTERS * engine.context_length)
         self._one_large, self._one_schema = asyncio.Lock(), asyncio.Lock()
         self._growing = GrowingTexts(tokenizer)
@@ -182,6 +185,21 @@ class Answering:
                 self._engine.cancel(jobs)
         return await self._in_thread(self._body, asked, [(job.request, answers[i]) for i, job in enumerate(jobs)])
 
+    async def score(self, asked: ScoreRequest, scorer: Scorer) -> bytes:
+        """The answer to a request for scores, as JSON. Raises as `complete` and `BatchingEngine.submit`."""
+        for place, ids in enumerate(map(self._ids, asked.token_ids)):
+            if len(ids) > self._engine.context_length:
+                most = self._engine.context_length
+                raise RequestError(f"token_ids.{place} has {len(ids)} ids; the context has {most}")
+        self._engine.submit(())  # says why nothing is served now
+        weights = self._asked_for(asked) or self._engine.held
+        assert weights is not None
+        scores = await asyncio.get_running_loop().run_in_executor(self._scores, scorer, asked, weights)
+        size = sum(map(len, asked.token_ids))
+        body: dict[str, Any] = {"object": "score", "model": self._name, "policy_version": weights.version}
+        body |= {"scores": scores, "usage": {"prompt_tokens": size, "completion_tokens": 0, "total_tokens": size}}
+        return await self._in_thread(lambda: "".join(_pieces(body)).encode())
+
     async def chunks(self, asked: Asked) -> AsyncIterator[list[str]]:
         """The same as server-sent events, those together that are ready together: a slow client costs no more.
 
@@ -191,15 +209,12 @@ class Answering:
 
     def close(self) -> None:
         """Stops reading and writing texts; what is under way is dropped."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._scores):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def _submitted(self, asked: Asked) -> tuple[list[Job], _Told]:
         """The completions that are asked for, and where the engine tells of them."""
-        weights = None
-        if asked.policy_version is not None:
-            if asked.policy_version != self._engine.version:
-                raise unheld(asked.policy_version, self._engine.version)
-            weights = self._engine.held
+        weights = self._asked_for(asked)
         loop, queue, kept = asyncio.get_running_loop(), _Told(), Counter[str]()
         async with nullcontext() if asked.json_schema() is None else self._one_schema:  # some take seconds to compile
             requests, settings = await self._in_thread(self._prepared, asked)
@@ -218,6 +233,14 @@ class Answering:
             self._engine.cancel(jobs)
             raise
         return jobs, queue
+
+    def _asked_for(self, asked: Asked | ScoreRequest) -> Weights | None:
+        """The weights that a request insists on; None = it takes any."""
+        if asked.policy_version is None:
+            return None
+        if asked.policy_version != self._engine.version:
+            raise unheld(asked.policy_version, self._engine.version)
+        return self._engine.held
 
     async def _in_thread(self, do: Callable[..., Done], *args: Any) -> Done:
         return await asyncio.get_running_loop().run_in_executor(self._threads, do, *args)

@@ -34,7 +34,8 @@ from covey.serving.answers import Answering, UnknownModelError
 from covey.serving.batching import BatchingEngine, NoWeightsError, QueueFullError, VersionConflictError, prometheus_text
 from covey.serving.connections import listen
 from covey.serving.gate import Gate, ServeSettings
-from covey.serving.requests import ChatRequest, CompletionRequest, RequestError
+from covey.serving.requests import ChatRequest, CompletionRequest, RequestError, ScoreRequest
+from covey.serving.scoring import Scorer
 from covey.serving.uploads import TrainerLease, TwoTrainersError, read_form, spool, try_adapter
 
 _PARTS = ("adapter_weights", "adapter_config", "policy_version", "trainer", "takeover", "restart")
@@ -53,7 +54,7 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
     lease = TrainerLease(settings.lease_seconds)
     instance, layers = uuid.uuid4().hex, linear_layers(model)
     layer = next(({"module": name, "out": out, "in": width} for name, (out, width) in layers.items()), None)
-    answering = Answering(engine, tokenizer, settings.model_name)
+    answering, scorer = Answering(engine, tokenizer, settings.model_name), Scorer(model, tokenizer)
     uploading = asyncio.Lock()
 
     @app.get("/health")
@@ -84,7 +85,8 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
     @app.get("/v1/models/{name:path}")
     async def model_of(name: str) -> dict[str, Any]:
         answering.check_model(name)
-        return {"id": settings.model_name, "object": "model", "owned_by": "covey", "policy_version": engine.version}
+        found = {"id": settings.model_name, "object": "model", "owned_by": "covey", "policy_version": engine.version}
+        return found | {"max_model_len": engine.context_length}
 
     @app.post("/upload_adapter")
     async def upload_adapter(request: Request) -> dict[str, Any]:
@@ -128,6 +130,11 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Any:
         return await answer(request, ChatRequest)
+
+    @app.post("/v1/score")
+    async def score(request: Request) -> Any:
+        asked = await answering.read(ScoreRequest, await request.body())
+        return await _until_disconnected(request, answering.score(asked, scorer))
 
     _add_errors(app)
     app.add_middleware(Gate, settings=settings)

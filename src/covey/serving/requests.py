@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 
 from jinja2 import Environment, meta
 from jinja2.defaults import DEFAULT_NAMESPACE
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
 from covey.errors import CoveyError
@@ -43,6 +43,7 @@ _NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "documents": ([],), "chat_template": (), "add_generation_prompt": (True,),
         "continue_final_message": (False,), "add_special_tokens": (False,),
     },
+    "ScoreRequest": {},
 }
 # fmt: on
 
@@ -79,6 +80,8 @@ _MOST_CHOICES = 1024
 """Sequences that one completion may have to choose among: each is looked at for each token."""
 _MOST_CHOICE_IDS = 1 << 18
 """Of all of them in one request."""
+MOST_SCORED, _MOST_BEST = 1 << 16, 1 << 20
+"""Token ids of one request to be scored, and these times `top_k`."""
 _MOST_LISTS, _MOST_VALUES = 100_000, 1_000_000
 """Lists, objects and names in a body, each of which costs far more than its bytes; values in lists and objects."""
 _BYTES_PER_SECOND = 1e8
@@ -86,6 +89,15 @@ _BYTES_PER_SECOND = 1e8
 _SMALLEST_TEMPERATURE, _LONGEST_VALUE = 0.001, 1000
 _BESIDE_SCHEMA: dict[Any, Any] = {"name": [str], "description": [str, type(None)], "strict": [bool, type(None)]}
 
+
+def _no_overflow(value: float) -> float:
+    # one request whose logits overflow would end the decode step of all
+    if 0 < value < _SMALLEST_TEMPERATURE:
+        raise ValueError(f"must be 0 (greedy) or at least {_SMALLEST_TEMPERATURE}")
+    return value
+
+
+Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_no_overflow)]
 Choice = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 Choices = Annotated[list[Choice], Field(fail_fast=True, min_length=1, max_length=_MOST_CHOICES)]
 Stream = Annotated[list[int], Field(fail_fast=True, max_length=16)]
@@ -105,7 +117,7 @@ class _Sampling(BaseModel):
 
     model: str = ""
     n: int = Field(default=1, ge=1, le=MAX_COMPLETIONS)
-    temperature: float = Field(default=1.0, ge=0, le=100)
+    temperature: Temperature = 1.0
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=-1)
     min_p: float = Field(default=0.0, ge=0, le=1)
@@ -123,14 +135,6 @@ class _Sampling(BaseModel):
     choices: Annotated[list[Choices | None], Field(fail_fast=True, max_length=MAX_COMPLETIONS)] | None = None
     return_support: bool = False
     policy_version: int | None = None
-
-    @field_validator("temperature")
-    @classmethod
-    def _no_overflow(cls, value: float) -> float:
-        # one request whose logits overflow would end the decode step of all
-        if 0 < value < _SMALLEST_TEMPERATURE:
-            raise ValueError(f"must be 0 (greedy) or at least {_SMALLEST_TEMPERATURE}")
-        return value
 
     @model_validator(mode="after")
     def _goes_together(self) -> _Sampling:
@@ -228,6 +232,32 @@ class ChatRequest(_Sampling):
         return self
 
 
+class ScoreRequest(BaseModel):
+    """The body of a request to `/v1/score`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str = ""
+    token_ids: Annotated[list[Choice], Field(fail_fast=True, min_length=1, max_length=MAX_COMPLETIONS)]
+    start: Annotated[list[int], Field(max_length=MAX_COMPLETIONS)]
+    temperature: Temperature = 1.0
+    top_k: int = Field(default=0, ge=0, le=1024)
+    policy_version: int | None = None
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> ScoreRequest:
+        if len(self.start) != len(self.token_ids):
+            raise ValueError(f"start has {len(self.start)} entries for {len(self.token_ids)} sequences")
+        for place, (ids, start) in enumerate(zip(self.token_ids, self.start, strict=True)):
+            if not 1 <= start < len(ids):
+                raise ValueError(f"start.{place}: {start} must be 1 to {len(ids) - 1}; something must come before it")
+        size = sum(map(len, self.token_ids))
+        if size > MOST_SCORED or size * self.top_k > _MOST_BEST:
+            most = f"send up to {MOST_SCORED} ids in one request, and up to {_MOST_BEST} ids times top_k"
+            raise ValueError(f"token_ids has {size} ids, and top_k is {self.top_k}; {most}")
+        return self
+
+
 def _keys_once(pairs: list[tuple[str, Any]]) -> None:
     """Of two values under one name, one would be ignored."""
     seen = set()
@@ -237,7 +267,7 @@ def _keys_once(pairs: list[tuple[str, Any]]) -> None:
         seen.add(name)
 
 
-Asked = TypeVar("Asked", CompletionRequest, ChatRequest)
+Asked = TypeVar("Asked", CompletionRequest, ChatRequest, ScoreRequest)
 
 
 def read_request(kind: type[Asked], body: bytes) -> Asked:

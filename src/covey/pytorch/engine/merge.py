@@ -35,6 +35,8 @@ class EffectiveWeights(Mapping[str, Tensor]):
     that acts in another way than through weights (prompt tuning).
     """
 
+    adapter: Adapter | None = None
+
     def __init__(self, model: nn.Module) -> None:
         self.base = bare_model(model)
         self._owners: dict[str, tuple[nn.Module, str]] = {}
@@ -110,13 +112,13 @@ class AdaptedWeights(EffectiveWeights):
 
     def __init__(self, model: nn.Module, adapter: Adapter) -> None:
         super().__init__(model)
-        self._adapter = adapter
+        self.adapter: Adapter = adapter
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
         """The weight `name`, `W + scaling * B A` where the adapter changes it."""
         weight = super().__getitem__(name)
-        factors = self._adapter.factors.get(name.removesuffix(".weight"))
+        factors = self.adapter.factors.get(name.removesuffix(".weight"))
         if factors is None or not name.endswith(".weight"):
             return weight
         a, b = torch.from_numpy(factors.a).to(weight.device), torch.from_numpy(factors.b).to(weight.device)
@@ -124,11 +126,11 @@ class AdaptedWeights(EffectiveWeights):
 
     def frozen_version(self, name: str) -> tuple[int, int] | None:
         """None for what the adapter changes."""
-        return None if name.removesuffix(".weight") in self._adapter.factors else super().frozen_version(name)
+        return None if name.removesuffix(".weight") in self.adapter.factors else super().frozen_version(name)
 
     def factored(self, name: str) -> tuple[Tensor, Factors | None]:
         """See `EffectiveWeights.factored`."""
-        factors = self._adapter.factors.get(name.removesuffix(".weight"))
+        factors = self.adapter.factors.get(name.removesuffix(".weight"))
         if factors is None or not name.endswith(".weight"):
             return super().factored(name)
         return super().__getitem__(name), (torch.from_numpy(factors.a), torch.from_numpy(factors.b), factors.scaling)
