@@ -242,6 +242,18 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class States:
+    """Hidden states of a network before sampled tokens: what its output head makes distributions of."""
+
+    hidden: Any
+    """`[S + 1, d]` in the host's memory, the backend's own array; the last row is 0."""
+    place: IntArray
+    """`[N, T]` which row is a token's; -1 where there is none."""
+    whose: str
+    """The name under which the learner keeps the head."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Taught:
     """What a teacher says of the tokens of a step."""
 
@@ -251,6 +263,18 @@ class Taught:
     """Rows without one because what it would read is longer than the model takes."""
     seconds: float = 0.0
     """Time that it took."""
+    states: States | None = None
+    """For a loss over the vocabulary; None where the log-probabilities are all that is asked for."""
+
+    def of(self, rows: IntArray, width: int | None = None) -> Taught:
+        """What it says of some rows of the batch, -1 = of a row without a teacher, in a batch of so many columns."""
+        more = ((0, 0), (0, 0 if width is None else width - self.logprobs.shape[1]))
+
+        def of(values: NDArray[Any], none: Any) -> Any:
+            return np.pad(np.where(rows[:, None] < 0, none, values[rows]), more, constant_values=none)
+
+        states = self.states and replace(self.states, place=of(self.states.place, -1))
+        return replace(self, logprobs=of(self.logprobs, np.float32(np.nan)), states=states)
 
 
 Teacher = Callable[[Sequence[Group], "Batch"], Taught]

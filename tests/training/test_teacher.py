@@ -186,7 +186,7 @@ def test_an_adapter_as_the_teacher_and_the_policy_s_own_base(settings: Settings,
     ("table", "words"),
     [
         ({"weights": "live"}, "the policy would be its own teacher"),
-        ({"weights": "/nowhere"}, "is no folder"),
+        ({"weights": "/nowhere"}, "there is no such file or folder"),
         ({"template": "x"}, "needs {context} in it"),
         ({"use": "gate", "discount": 0.5}, "discount=0.5 with use='gate': it has no effect"),
         ({"use": "gate", "task_coef": 0.0}, "task_coef=0.0 with use='gate': it has no effect"),

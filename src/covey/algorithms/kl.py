@@ -1,4 +1,4 @@
-"""Divergence from the reference policy, per token.
+"""Divergence from the reference policy, or from a teacher, per token.
 
 With `d = logp - ref` of the *sampled* token:
 
@@ -16,6 +16,7 @@ distribution over the vocabulary; call them on chunks of tokens, not on all `[N,
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from array_api_compat import array_namespace
 
@@ -113,6 +114,30 @@ def exact_weighted_kl(policy: Array, reference: Array) -> Array:
 
 VOCABULARY_KL: dict[str, Callable[[Array, Array], Array]] = {"exact": exact_kl, "exact_weighted": exact_weighted_kl}
 """`kl_estimator` -> `f(policy, reference)` on log-probabilities `[..., V]` over the vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distillation:
+    """A teacher's term of the loss: `task_coef` times the surrogate, plus `coef` times a divergence from the teacher q.
+
+    estimator `exact` is over the vocabulary; others, of `KL_ESTIMATORS`, over the sampled token:
+
+        beta 1          KL(p||q)
+        beta 0          KL(q||p)
+        between         beta KL(q||m) + (1 - beta) KL(p||m),  m = (1 - beta) p + beta q
+        top_k, tail     the same over k ids and, with the tail, one that stands for all others
+
+    The middle is GKD's (arXiv 2306.13649, equation 1) and is 0 near both ends: divided by beta it becomes KL(q||p),
+    divided by 1 - beta KL(p||q). A row's first `skip` sampled tokens are left out.
+    """
+
+    coef: float = 1.0
+    task_coef: float = 1.0
+    estimator: str = "exact"
+    beta: float = 1.0
+    top_k: int = 0
+    tail: bool = True
+    skip: int = 0
 
 
 def compute_unbiased_kl(current_logits: Array, reference_logits: Array) -> Array:

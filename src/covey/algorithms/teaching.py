@@ -26,7 +26,7 @@ from covey.algorithms.estimators import Estimator
 from covey.algorithms.outcomes import Outcomes
 from covey.types import Batch, Group
 
-Use = Literal["sum", "reweigh", "gate", "position"]
+Use = Literal["sum", "reweigh", "gate", "position", "loss"]
 Floats = NDArray[np.float64]
 
 
@@ -91,7 +91,8 @@ def combined(
 
 
 def taught(estimator: Estimator, may_teach: Callable[[Group], bool], **how: Any) -> Estimator:
-    """The estimator with a teacher's part added to its advantages; `how` are arguments of `combined`.
+    """The estimator with a teacher's part added to its advantages; `how` are arguments of `combined`. With `use="loss"`
+    they stay as they are: the teacher is a term of the loss.
 
     Unless the teacher only reweighs, a group whose rewards are all equal teaches where `may_teach` says so, and a group
     may be a single completion.
@@ -101,7 +102,8 @@ def taught(estimator: Estimator, may_teach: Callable[[Group], bool], **how: Any)
     def advantages(step: Outcomes, **parameters: Any) -> Any:
         own = np.asarray(estimator.function(step, **parameters), np.float64)
         own = own[:, None] if own.ndim == 1 else own
-        return own if step.gaps is None else combined(own, np.asarray(step.gaps), **how)
+        as_they_are = step.gaps is None or how["use"] == "loss"
+        return own if as_they_are else combined(own, np.asarray(step.gaps), **how)
 
     update_wrapper(advantages, estimator.function)
     if not reweighs:

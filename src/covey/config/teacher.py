@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from covey.algorithms.kl import Distillation
 from covey.algorithms.teaching import Use
 from covey.config.section import Section
 from covey.types import Group
@@ -17,6 +18,10 @@ DEFAULT_TEMPLATES = {
     "column": "{prompt}\n\n{context}",
     "solution": "{prompt}\n\nThis is a right answer:\n{context}\n\nNow write your own.",
     "feedback": "{prompt}\n\nAn earlier answer of yours was wrong:\n{context}\n\nNow answer correctly.",
+}
+_REFUSED = {
+    "k1": "its gradient has no teacher in it; use k1+",
+    "k3": "its gradient is the forward KL's; use estimator='exact' with beta=0, or k3+ for the reverse KL's",
 }
 
 
@@ -29,7 +34,8 @@ class TeacherConfig(Section, frozen=True):
 
     weights: Annotated[str, AfterValidator(_whole)] = "ema"
     """Weights of the same network: ema (moving average of the policy's), base (those at the start), live (the
-    policy's, before the step), or the folder of an adapter."""
+    policy's, before the step), or the folder of an adapter. Or another network with the same tokenizer, of any width:
+    the folder, .gguf file or hub id of a model."""
     ema_decay: float = Field(default=0.95, ge=0, lt=1)
     """Share of the old average that an update keeps."""
     update_steps: int = Field(default=1, ge=1)
@@ -42,7 +48,7 @@ class TeacherConfig(Section, frozen=True):
     success: float = 1.0
     """Reward from which a completion is a solution; below it there is feedback."""
     use: Use = "sum"
-    """sum, reweigh, gate or position."""
+    """sum, reweigh, gate or position: a part of the advantages; loss: a term of the loss."""
     coef: float = Field(default=1.0, ge=0)
     """Weight of the teacher's part."""
     task_coef: float = Field(default=1.0, ge=0)
@@ -57,12 +63,33 @@ class TeacherConfig(Section, frozen=True):
     reweigh_range: float = Field(default=0.2, ge=0, lt=1)
     gate_slope: float = Field(default=5.0, gt=0)
     position_slope: float = Field(default=0.5, ge=0)
+    estimator: Literal["exact", "k1+", "k2", "k3+", "k3_unbiased", "k1", "k3"] = "exact"
+    """Of the divergence, for use = loss: exact (over the vocabulary), or from the sampled token's log-probabilities."""
+    beta: float = Field(default=1.0, ge=0, le=1)
+    """Of exact: 1 reverse KL, 0 forward KL, between these the generalised Jensen-Shannon divergence."""
+    top_k: int = Field(default=0, ge=0)
+    """Of exact: over the k most likely ids of the policy, with beta 0 of the teacher; 0 = all."""
+    tail: bool = True
+    """With top_k: all other ids count as one more; false = both are renormalised over the k."""
 
     @property
     def column(self) -> str | None:
         """Of the dataset, with what the teacher reads."""
         kind, _, name = self.context.partition(":")
         return name if kind == "column" else None
+
+    @property
+    def term(self) -> Distillation | None:
+        """Of the loss; None where the teacher speaks through the advantages."""
+        if self.use != "loss":
+            return None
+        named = ("coef", "task_coef", "estimator", "beta", "top_k", "tail")
+        return Distillation(**{name: getattr(self, name) for name in named}, skip=self.skip_tokens)
+
+    @property
+    def is_network(self) -> bool:
+        """True for a model beside the policy's."""
+        return self.weights not in OWN_WEIGHTS and not os.path.isfile(os.path.join(self.weights, "adapter_config.json"))
 
     @property
     def text(self) -> str:
@@ -81,11 +108,30 @@ class TeacherConfig(Section, frozen=True):
                 "weights='live' with context='none': the policy would be its own teacher, and the gap only the "
                 "difference of sampler and trainer; set context, or weights to ema, base or an adapter's folder"
             )
-        if self.weights not in OWN_WEIGHTS and not os.path.isdir(self.weights):
-            yield f"weights={self.weights!r}: is no folder; give ema, base, live or an adapter's folder"
+        if self.weights.startswith(("/", ".", "~")) and not os.path.exists(os.path.expanduser(self.weights)):
+            yield (
+                f"weights={self.weights!r}: there is no such file or folder; give ema, base, live, the folder of an "
+                "adapter or of a model, or a hub id"
+            )
         if self.template is not None and (self.context == "none" or "{context}" not in self.template):
             yield f"template={self.template!r:.80}: needs {{context}} in it, and a context to put there; set context"
         if self.discount and self.use not in ("sum", "position"):
             yield f"discount={self.discount} with use={self.use!r}: it has no effect; set use to sum or position"
-        if self.task_coef != 1 and self.use not in ("sum", "position"):
-            yield f"task_coef={self.task_coef} with use={self.use!r}: it has no effect; set use to sum or position"
+        if self.task_coef != 1 and self.use not in ("sum", "position", "loss"):
+            yield f"task_coef={self.task_coef} with use={self.use!r}: it has no effect; set use to sum, position or loss"
+        if self.clip is not None and self.use == "loss":
+            yield f"clip={self.clip} with use='loss': it has no effect; remove it"
+        if self.estimator in _REFUSED:
+            yield f"estimator={self.estimator!r}: as a loss {_REFUSED[self.estimator]}"
+        vocabulary = {"beta": self.beta, "top_k": self.top_k, "tail": self.tail}
+        for name, value in ({} if self.use == "loss" else {"estimator": self.estimator, **vocabulary}).items():
+            if value != type(self).model_fields[name].default:
+                yield f"{name}={value!r} with use={self.use!r}: it has no effect; set use to loss"
+        for name, value in ({} if self.estimator == "exact" else vocabulary).items():
+            if value != type(self).model_fields[name].default:
+                yield f"{name}={value!r} with estimator={self.estimator!r}: it has no effect; set estimator to exact"
+        if not self.tail and self.top_k < 2:
+            yield (
+                f"tail=False with top_k={self.top_k}: renormalised over one id nothing differs, and over all ids there "
+                "is no tail; set top_k to 2 or more, or tail to true"
+            )

@@ -10,6 +10,7 @@ row, every output o is a scalar function of z, with `r = do/dz`:
     entropy                H = -sum p log p              r = -p (log p + H)
     exact KL               K = sum p (log p - log q)     r = p (log p - log q - K)
     exact weighted         K w,  w = mean_v p / (q + 1e-8)    r = w r_K + K p (1 / (q + 1e-8) / V - w)
+    a teacher's            see `covey.pytorch.divergences`
 
 so `do/dh = (scale / T) (r f) W` with `f = 1 - (a / cap)^2` (1 without a cap): a vector that does not depend
 on the gradient from above. With a frozen head it is computed in the forward, while the chunk is there, and
@@ -23,14 +24,19 @@ With a `Support` the softmax runs over the kept ids of each token only (others g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from covey.algorithms.kl import Distillation
+from covey.pytorch.divergences import compare
 from covey.pytorch.models.form import Head, wide
 from covey.pytorch.models.narrow import if_packed
 from covey.pytorch.products import is_narrow, product_into
@@ -47,11 +53,15 @@ _CHUNK_BYTES = {"cpu": 32 << 20, "cuda": CHUNK_BYTES, "meta": CHUNK_BYTES}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReferenceDistribution:
-    """What exact KL compares with."""
+    """What a divergence over the vocabulary compares with: a reference, or a teacher, which may have fewer ids."""
 
-    hidden: Tensor  # [S, d] of the reference at the same tokens, without gradient
-    logits: Callable[[Tensor], Tensor]  # hidden states [c, d] -> the reference's logits [c, V], before temperature
-    kind: ExactKL = "exact"
+    hidden: Tensor  # [S, d] of the reference at the same tokens, without gradient; in any memory
+    logits: Callable[[Tensor], Tensor]  # hidden states [c, d] -> the reference's logits [c, W], before temperature
+    kind: ExactKL | Distillation = "exact"
+
+    def take(self, index: NDArray[np.int64]) -> ReferenceDistribution:
+        """For some of the tokens."""
+        return replace(self, hidden=self.hidden[torch.from_numpy(index)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,15 +72,20 @@ class TokenScores:
         logp: `[S]` log-probability of each token, float32, differentiable.
         entropy: `[S]` entropy of the distribution that it was drawn from, or None where it was not asked for.
         exact_kl: `[S]` divergence from the reference, differentiable, or None where it was not asked for.
+        mass: `[S]` the teacher's probability of the ids that are compared, where these are not all.
+        hidden: `[S, d]` the hidden states, where they were asked for.
     """
 
     logp: Tensor
     entropy: Tensor | None = None
     exact_kl: Tensor | None = None
+    mass: Tensor | None = None
+    hidden: Tensor | None = None
 
     def known(self) -> list[Tensor]:
         """Those that were asked for."""
-        return [value for value in (self.logp, self.entropy, self.exact_kl) if value is not None]
+        every = (self.logp, self.entropy, self.exact_kl, self.mass, self.hidden)
+        return [value for value in every if value is not None]
 
 
 def score_tokens(
@@ -105,12 +120,14 @@ def score_tokens(
     temperature = temperature or 1.0
     vocab_size = len(head.weight) if head.weight is not None else _width_of(head, hidden)
     rows = chunk_rows or max(1, _CHUNK_BYTES.get(hidden.device.type, 64 << 20) // (4 * vocab_size))
-    job = _Job(targets, head, temperature, entropy, entropy_grad, _DeviceSupport.of(support, targets), reference, rows)
+    kept = _DeviceSupport.of(support, targets)
+    job = _Job(targets, head, temperature, entropy, entropy_grad, kept, reference, rows, vocab_size)
     if head.weight is None:
-        logp, ent, kl = _score_by_module(hidden, job)
+        logp, ent, kl, mass = _score_by_module(hidden, job)
     else:
-        logp, ent, kl = cast(Any, _Score).apply(hidden, head.weight, head.bias, job, torch.is_grad_enabled())
-    return TokenScores(logp, ent if entropy else None, kl if reference is not None else None)
+        logp, ent, kl, mass = cast(Any, _Score).apply(hidden, head.weight, head.bias, job, torch.is_grad_enabled())
+    kl, mass = (None if reference is None else kl), (mass if job.over_k else None)
+    return TokenScores(logp, ent if entropy else None, kl, mass)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,6 +168,7 @@ class _Job:
     kept: _DeviceSupport | None
     reference: ReferenceDistribution | None
     rows: int
+    width: int  # ids of the policy
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         for start in range(0, len(self.targets), self.rows):
@@ -166,10 +184,19 @@ class _Job:
         if self.reference is None:
             return None
         with torch.no_grad():
-            z = self.reference.logits(self.reference.hidden[start:stop]) / self.temperature
+            held = self.reference.hidden[start:stop].to(self.targets.device)
+            z = self.reference.logits(held) / self.temperature
+            width = z.shape[1]
             if self.kept is not None:
-                z = self.kept.exclude(z, start, self.targets[start:stop])
+                z = functional.pad(z, (0, max(self.width - width, 0)))  # the kept ids are the policy's
+                z = self.kept.exclude(z, start, self.targets[start:stop])[:, :width]
             return torch.log_softmax(z, dim=-1)
+
+    @property
+    def over_k(self) -> bool:
+        """Whether a divergence leaves ids out."""
+        how = None if self.reference is None else self.reference.kind
+        return isinstance(how, Distillation) and how.top_k > 0
 
 
 @dataclass(slots=True, eq=False)
@@ -186,6 +213,8 @@ class _Chunk:
     kl: Any = None
     ratio: Any = None  # 1 / (q + eps) / V, [c, V]
     weight: Any = None
+    pull: Any = None  # r of a teacher's divergence, [c, V]
+    mass: Any = None
 
     def value(self) -> Tensor | None:
         """The divergence as it is returned."""
@@ -209,6 +238,8 @@ class _Chunk:
 
     def kl_gradient(self) -> Tensor:
         """`f r` of the divergence."""
+        if self.pull is not None:
+            return self.scale_by_slope(self.pull)
         r = (self.difference - self.kl[:, None]).mul_(self.p)
         if self.ratio is not None:
             r.mul_(self.weight[:, None])
@@ -241,6 +272,9 @@ def _compute(
         chunk.entropy = -_row_dot(chunk.p, logp_v)
     logq = job.reference_logq(start, start + len(h))
     if logq is not None and job.reference is not None:
+        if isinstance(job.reference.kind, Distillation):
+            chunk.kl, chunk.pull, chunk.mass = compare(logp_v, logq, job.reference.kind)
+            return chunk
         if job.reference.kind == "exact_weighted":
             chunk.ratio = logq.exp().add_(_WEIGHT_EPS).reciprocal_().div_(logq.shape[1])
             chunk.weight = _row_dot(chunk.p, chunk.ratio)
@@ -250,17 +284,18 @@ def _compute(
 
 
 class _Score(torch.autograd.Function):
-    """See the module docstring. Outputs `logp, entropy, kl` `[S]`, empty where not asked for."""
+    """See the module docstring. Outputs `logp, entropy, kl, mass` `[S]`, empty where not asked for."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _Job, grad_enabled: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         train_head = grad_enabled and (weight.requires_grad or (bias is not None and bias.requires_grad))
         direct = grad_enabled and hidden.requires_grad and not train_head
         logp = torch.empty(len(hidden), dtype=wide_dtype(hidden.dtype), device=hidden.device)
         entropy = torch.empty_like(logp) if job.entropy else logp.new_empty(0)
         kl = torch.empty_like(logp) if job.reference is not None else logp.new_empty(0)
+        mass = torch.empty_like(logp) if job.over_k else logp.new_empty(0)
         factor = job.head.scale / job.temperature
         asked = {"logp": True, "entropy": job.entropy and job.entropy_grad, "kl": job.reference is not None}
         wanted = [name for name, is_asked in asked.items() if is_asked]
@@ -276,6 +311,8 @@ class _Score(torch.autograd.Function):
             value = chunk.value()
             if value is not None:
                 kl[start:stop] = value
+            if job.over_k:
+                mass[start:stop] = chunk.mass
             for name in reversed(vectors):  # the entropy's destroys logp_v, which the divergence's reads; logp's p
                 sign = -1 if name == "logp" else 1
                 _product_rounded(vectors[name][start:stop], chunk.gradient(name), operand.T, sign * factor)
@@ -285,14 +322,14 @@ class _Score(torch.autograd.Function):
         elif train_head:
             ctx.save_for_backward(hidden, weight, *(() if bias is None else (bias,)))
         ctx.mark_non_differentiable(  # one call: a second one would undo the first
-            *(value for name, value in (("entropy", entropy), ("kl", kl)) if not asked[name])
+            mass, *(value for name, value in (("entropy", entropy), ("kl", kl)) if not asked[name])
         )
-        return logp, entropy, kl
+        return logp, entropy, kl, mass
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logp: Tensor, grad_entropy: Tensor, grad_kl: Tensor
+        ctx: Any, grad_logp: Tensor, grad_entropy: Tensor, grad_kl: Tensor, _: Any
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         grads = {"logp": grad_logp, "entropy": grad_entropy, "kl": grad_kl}
         if ctx.direct:
@@ -335,10 +372,10 @@ class _Score(torch.autograd.Function):
         )
 
 
-def _score_by_module(hidden: Tensor, job: _Job) -> tuple[Tensor, Tensor, Tensor]:
+def _score_by_module(hidden: Tensor, job: _Job) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same by plain autograd, chunks recomputed in the backward: for heads that can only be called."""
 
-    def chunk_scores(h: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+    def chunk_scores(h: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         targets = job.targets[start : start + len(h)]
         z = job.head.logits(h) / job.temperature
         if job.kept is not None:
@@ -350,19 +387,22 @@ def _score_by_module(hidden: Tensor, job: _Job) -> tuple[Tensor, Tensor, Tensor]
             entropy = -_row_dot(logp_v.exp(), logp_v) if job.entropy else empty
         logq = job.reference_logq(start, start + len(h))
         if logq is None or job.reference is None:
-            return logp, entropy, empty
+            return logp, entropy, empty, empty
+        if isinstance(job.reference.kind, Distillation):
+            kl, _, mass = compare(logp_v, logq, job.reference.kind)
+            return logp, entropy, kl, mass if job.over_k else empty
         p = logp_v.exp()
         kl = _row_dot(p, logp_v - logq)
         if job.reference.kind == "exact_weighted":
             kl = kl * _row_dot(p, 1.0 / (logq.exp() + _WEIGHT_EPS)) / logq.shape[1]
-        return logp, entropy, kl
+        return logp, entropy, kl, empty
 
     parts = [checkpoint(chunk_scores, hidden[start:stop], start, use_reentrant=False) for start, stop in job.chunks()]
     if not parts:  # still of the graph: the backward of what others attend to begins here
         empty = hidden.sum(-1).to(wide_dtype(hidden.dtype))
-        return empty, empty.detach(), empty.detach()
-    logp, entropy, kl = (torch.cat(column) for column in zip(*parts, strict=True))
-    return logp, entropy, kl
+        return empty, empty.detach(), empty.detach(), empty.detach()
+    logp, entropy, kl, mass = (torch.cat(column) for column in zip(*parts, strict=True))
+    return logp, entropy, kl, mass
 
 
 def _row_dot(a: Tensor, b: Tensor) -> Tensor:

@@ -78,8 +78,7 @@ def make_batch(
         advantages = spread_over(rows, some.advantages, batch.advantages)
         theirs = some.teacher
         if theirs is not None and len(theirs.logprobs) < len(rows):
-            spread = spread_over(rows, theirs.logprobs, batch.advantages)
-            theirs = replace(theirs, logprobs=np.where(rows[:, None], spread, np.float32(np.nan)))
+            theirs = theirs.of(np.where(rows, np.cumsum(rows) - 1, -1), batch.mask.shape[1])
         batch = replace(batch, advantages=advantages, teacher=theirs, group_relative=some.group_relative)
         return _without(batch, rows)
     estimator = algorithm.estimator
@@ -93,11 +92,11 @@ def make_batch(
         tokens["sum_pi_squared"] = np.exp(np.minimum(2 * score(batch) - score(batch, sharper=2.0), 0.0))
     how_taught = algorithm.teacher
     if teacher is not None and how_taught is not None:
-        found = teacher(groups, batch)
-        batch = replace(batch, teacher=found)
+        batch = replace(batch, teacher=teacher(groups, batch))
+    if batch.teacher is not None and how_taught is not None and how_taught.term is None:
         # the ratio of the loss starts from the same: with a correction from the trainer's own
         old = batch.old_logprobs if algorithm.correction is None or score is None else score(batch)
-        gaps = gap(found.logprobs, old, skip=how_taught.skip_tokens, clip=how_taught.clip)
+        gaps = gap(batch.teacher.logprobs, old, skip=how_taught.skip_tokens, clip=how_taught.clip)
         shape = {"discount": how_taught.discount, "position_slope": how_taught.position_slope}
         tokens["gaps"] = prepared(gaps, use=how_taught.use, **shape)
     if any(group.trajectories for group in groups):

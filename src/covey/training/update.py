@@ -284,7 +284,7 @@ def _rows_of(batch: Batch, rows: Rows) -> Batch:
         mask=batch.mask[rows],
         old_logprobs=batch.old_logprobs[rows],
         excluded={name: tokens[rows] for name, tokens in batch.excluded.items()},
-        teacher=said and replace(said, logprobs=said.logprobs[rows]),
+        teacher=said and said.of(rows),
     )
 
 
