@@ -117,6 +117,7 @@ tools/call_frequency | calls | tool calls of a completion, mean; only with tools
 tools/failure_frequency | fraction | tool calls that raised, named no tool or could not be read
 teacher/kl | nats | minus the mean of the teacher's log-probability minus the sampler's, over tokens with a teacher: an
     estimate of KL(policy, teacher) that may be below 0; only with algorithm.teacher, as all of teacher/
+teacher/<name>/kl | nats | teacher/kl of one of several teachers, by its name in algorithm.teacher.teachers
 teacher/k3 | nats | the same KL by the estimator k3, never below 0
 teacher/disagreement | fraction | tokens that the teacher finds less likely than the sampler
 teacher/rows | fraction | completions with a teacher

@@ -112,8 +112,10 @@ def taught(estimator: Estimator, may_teach: Callable[[Group], bool], **how: Any)
     return replace(estimator, function=advantages, group_relative=relative, needs_teacher=True)
 
 
-def teacher_metrics(batch: Batch, groups: Sequence[Group]) -> dict[str, float]:
-    """Metrics of a step with a teacher, in `covey.metric_names`; the mean of a metric without any token is left out."""
+def teacher_metrics(batch: Batch, groups: Sequence[Group], key: str | None = None) -> dict[str, float]:
+    """Metrics of a step with a teacher, in `covey.metric_names`; the mean of a metric without any token is left out.
+    `key` is the column that names each row's teacher, where there are several.
+    """
     if batch.teacher is None:
         return {}
     gaps = gap(batch.teacher.logprobs, batch.old_logprobs)
@@ -127,6 +129,10 @@ def teacher_metrics(batch: Batch, groups: Sequence[Group]) -> dict[str, float]:
     if len(g):
         found |= {"teacher/kl": float(-g.mean()), "teacher/disagreement": float((g < 0).mean())}
         found["teacher/k3"] = float((np.exp(np.minimum(g, 50.0)) - g - 1).mean())
+    if key is not None:
+        names = np.array([str(group.prompt.columns.get(key)) for group in groups])[batch.group]
+        means = {name: np.nanmean(gaps[names == name]) for name in np.unique(names[rows])}
+        found |= {f"teacher/{name}/kl": float(-mean) for name, mean in means.items()}
     pairs = list(_agreements(groups, gaps, rows))
     if pairs:
         found["teacher/agrees_with_reward"] = float(np.mean(pairs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -29,17 +29,13 @@ def _whole(value: str) -> str:
     return os.path.abspath(value) if value not in OWN_WEIGHTS and os.path.exists(value) else value
 
 
-class TeacherConfig(Section, frozen=True):
-    """Whose distribution it is, what it reads, and how its log-probabilities become advantages."""
+class TeacherSource(Section, frozen=True):
+    """Whose distribution a teacher is, and what it reads."""
 
     weights: Annotated[str, AfterValidator(_whole)] = "ema"
     """Weights of the same network: ema (moving average of the policy's), base (those at the start), live (the
     policy's, before the step), or the folder of an adapter. Or another network with the same tokenizer, of any width:
-    the folder, .gguf file or hub id of a model."""
-    ema_decay: float = Field(default=0.95, ge=0, lt=1)
-    """Share of the old average that an update keeps."""
-    update_steps: int = Field(default=1, ge=1)
-    """Optimiser steps between updates of ema."""
+    the folder, .gguf file or hub id of a model; or, behind a server, http://HOST:PORT or http://HOST:PORT#MODEL."""
     context: Annotated[str, Field(pattern=r"^(none|solution|feedback|column:.+)$")] = "none"
     """What the teacher reads besides the prompt: none, solution (another completion of the group that succeeded),
     feedback (what reward functions said of this completion), column:NAME of the dataset."""
@@ -47,6 +43,61 @@ class TeacherConfig(Section, frozen=True):
     """The last user message as the teacher reads it, with {prompt} and {context}."""
     success: float = 1.0
     """Reward from which a completion is a solution; below it there is feedback."""
+
+    @property
+    def is_remote(self) -> bool:
+        """True for a server."""
+        return self.weights.lower().startswith(("http://", "https://"))
+
+    @property
+    def is_network(self) -> bool:
+        """True for a model beside the policy's."""
+        own = self.weights in OWN_WEIGHTS or self.is_remote
+        return not own and not os.path.isfile(os.path.join(self.weights, "adapter_config.json"))
+
+    @property
+    def column(self) -> str | None:
+        """Of the dataset, with what the teacher reads."""
+        kind, _, name = self.context.partition(":")
+        return name if kind == "column" else None
+
+    @property
+    def text(self) -> str:
+        """The template."""
+        return self.template or DEFAULT_TEMPLATES.get(self.context.partition(":")[0], "{prompt}")
+
+    def may_teach(self, group: Group) -> bool:
+        """True if some completion of a group may have a teacher."""
+        if self.context == "solution":
+            return len(group.rewards) > 1 and bool((group.rewards >= self.success).any())
+        return self.context != "feedback" or bool((group.rewards < self.success).any())
+
+    def problems(self) -> Iterator[str]:
+        if self.weights == "live" and self.context == "none":
+            yield (
+                "weights='live' with context='none': the policy would be its own teacher, and the gap only the "
+                "difference of sampler and trainer; set context, or weights to ema, base or an adapter's folder"
+            )
+        if self.weights.startswith(("/", ".", "~")) and not os.path.exists(os.path.expanduser(self.weights)):
+            yield (
+                f"weights={self.weights!r}: there is no such file or folder; give ema, base, live, the folder of an "
+                "adapter or of a model, or a hub id"
+            )
+        if self.template is not None and (self.context == "none" or "{context}" not in self.template):
+            yield f"template={self.template!r:.80}: needs {{context}} in it, and a context to put there; set context"
+
+
+class TeacherConfig(TeacherSource, frozen=True):
+    """One teacher, or several of which each row has one; and how log-probabilities become advantages or a loss."""
+
+    key: str | None = None
+    """With teachers: the column of the dataset that names a row's teacher."""
+    teachers: dict[str, TeacherSource] = Field(default_factory=dict)
+    """Several teachers by name, each a table of weights, context, template and success."""
+    ema_decay: float = Field(default=0.95, ge=0, lt=1)
+    """Share of the old average that an update keeps."""
+    update_steps: int = Field(default=1, ge=1)
+    """Optimiser steps between updates of ema."""
     use: Use = "sum"
     """sum, reweigh, gate or position: a part of the advantages; loss: a term of the loss."""
     coef: float = Field(default=1.0, ge=0)
@@ -73,10 +124,13 @@ class TeacherConfig(Section, frozen=True):
     """With top_k: all other ids count as one more; false = both are renormalised over the k."""
 
     @property
-    def column(self) -> str | None:
-        """Of the dataset, with what the teacher reads."""
-        kind, _, name = self.context.partition(":")
-        return name if kind == "column" else None
+    def sources(self) -> Mapping[str, TeacherSource]:
+        """The teachers by name; a single one has none."""
+        return self.teachers or {"": self}
+
+    def name_of(self, columns: Mapping[str, object]) -> str:
+        """The name of the teacher of a row with these columns; it need not be one of `sources`."""
+        return "" if self.key is None else str(columns.get(self.key))
 
     @property
     def term(self) -> Distillation | None:
@@ -86,35 +140,20 @@ class TeacherConfig(Section, frozen=True):
         named = ("coef", "task_coef", "estimator", "beta", "top_k", "tail")
         return Distillation(**{name: getattr(self, name) for name in named}, skip=self.skip_tokens)
 
-    @property
-    def is_network(self) -> bool:
-        """True for a model beside the policy's."""
-        return self.weights not in OWN_WEIGHTS and not os.path.isfile(os.path.join(self.weights, "adapter_config.json"))
-
-    @property
-    def text(self) -> str:
-        """The template."""
-        return self.template or DEFAULT_TEMPLATES.get(self.context.partition(":")[0], "{prompt}")
-
     def may_teach(self, group: Group) -> bool:
         """True if some completion of a group may have a teacher."""
-        if self.context == "solution":
-            return len(group.rewards) > 1 and bool((group.rewards >= self.success).any())
-        return self.context != "feedback" or bool((group.rewards < self.success).any())
+        own = self.teachers.get(self.name_of(group.prompt.columns))
+        return super().may_teach(group) if own is None else own.may_teach(group)
 
     def problems(self) -> Iterator[str]:
-        if self.weights == "live" and self.context == "none":
-            yield (
-                "weights='live' with context='none': the policy would be its own teacher, and the gap only the "
-                "difference of sampler and trainer; set context, or weights to ema, base or an adapter's folder"
-            )
-        if self.weights.startswith(("/", ".", "~")) and not os.path.exists(os.path.expanduser(self.weights)):
-            yield (
-                f"weights={self.weights!r}: there is no such file or folder; give ema, base, live, the folder of an "
-                "adapter or of a model, or a hub id"
-            )
-        if self.template is not None and (self.context == "none" or "{context}" not in self.template):
-            yield f"template={self.template!r:.80}: needs {{context}} in it, and a context to put there; set context"
+        yield from super().problems()
+        if (self.key is None) == bool(self.teachers):
+            yield f"key={self.key!r} with {len(self.teachers)} teachers: set both, or none of them"
+        if self.teachers and any(getattr(self, n) != f.default for n, f in TeacherSource.model_fields.items()):
+            yield "weights, context, template or success beside teachers: each teacher has its own; move them there"
+        if self.use == "loss" and self.estimator == "exact" and (self.teachers or self.is_remote):
+            which = "several teachers" if self.teachers else f"weights={self.weights!r}"
+            yield f"{which} with estimator='exact': it takes one teacher, in this process; set estimator to k1+"
         if self.discount and self.use not in ("sum", "position"):
             yield f"discount={self.discount} with use={self.use!r}: it has no effect; set use to sum or position"
         if self.task_coef != 1 and self.use not in ("sum", "position", "loss"):

@@ -133,7 +133,9 @@ BACKEND = PyTorchBackend()
 
 def _teacher(config: GRPOConfig) -> dict[str, Any] | None:
     how = config.algorithm.teacher
-    return None if how is None or how.weights == "live" else how.model_dump()
+    local = () if how is None else dict.fromkeys(s.weights for s in how.sources.values() if not s.is_remote)
+    first, *more = sorted((name for name in local if name != "live"), key=lambda name: name != "ema") or (None,)
+    return None if how is None or first is None else how.model_dump() | {"weights": first, "more": more}
 
 
 def _multiplies_frozen(config: GRPOConfig) -> bool:

@@ -107,14 +107,15 @@ class Learner:
         *,
         temperature: float,
         reference: bool = False,
-        teacher: bool = False,
+        teacher: bool | str = False,
         entropy: bool = False,
     ) -> tuple[FloatNT, FloatNT | None]:
         """Log-probabilities, and entropies if asked for, of the rows' sampled tokens. `[N, T]`, 0 elsewhere.
 
-        They are the policy's, or with `reference` or `teacher` those of the policy's reference or teacher.
+        They are the policy's, or with `reference` or `teacher` those of its reference or (by name) of its teacher.
         """
-        other = self.policy.reference if reference else self.policy.teacher if teacher else None
+        taught = self.policy.teachers.get(str(teacher), self.policy.teacher)
+        other = self.policy.reference if reference else taught if teacher else None
 
         @torch.no_grad()
         def score(pack: Pack) -> NDArray[np.float32]:

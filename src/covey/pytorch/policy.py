@@ -58,6 +58,7 @@ class Policy:
         folder: with its config and safetensors, or its hub id; None = there is none.
         reference: see `Reference`.
         teacher: other weights that score what was sampled; None = there are none.
+        teachers: more of them, by what `algorithm.teacher` calls their weights.
         prefix_sharing_obstacle: why prompts are not shared when scoring, or None when they are.
         fused_obstacle: why the fused layers are not used, or None when they are.
         rows_apart: rows of different lengths may not be run together, not even padded.
@@ -71,6 +72,7 @@ class Policy:
     def __init__(self, held: PackedModel, reference: Reference, host: HostMemory | None = None) -> None:
         """A policy of these parts; `load` makes them."""
         self.held, self.reference, self.host = held, reference, host
+        self.teachers: dict[str, Reference] = {}
         loaded = held.loaded
         self.model, self.tokenizer, self.eos_token_ids = loaded.model, loaded.tokenizer, loaded.eos_token_ids
         self.source, self.folder = loaded.source, loaded.folder
@@ -154,6 +156,10 @@ class Policy:
             policy.teacher = Reference(trained, update=moves, host=host, **how)
             if teacher["weights"] not in ("ema", "base"):
                 policy.teacher.hold(teacher["weights"])
+            for name in teacher.get("more", ()):
+                policy.teachers[name] = Reference(trained, host=host)
+                if name != "base":
+                    policy.teachers[name].hold(name)
         return policy
 
     @property

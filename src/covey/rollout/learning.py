@@ -103,7 +103,7 @@ class Learner(Protocol):
         *,
         temperature: float,
         reference: bool = False,
-        teacher: bool = False,
+        teacher: bool | str = False,
         entropy: bool = False,
     ) -> tuple[FloatNT, FloatNT | None]: ...
 

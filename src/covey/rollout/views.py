@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from covey.config.teacher import TeacherConfig
+from covey.config.teacher import TeacherSource
 from covey.types import Episode, Group, IntArray, Message
 
 Render = Callable[[str | list[Message]], IntArray]
@@ -26,11 +26,12 @@ _PLACES = re.compile(r"\{(prompt|context)\}")
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """The views of a step; `longest` is the most tokens that the model takes."""
+    """The views of a step; `longest` is the most tokens that the model takes. Groups that are not served have none."""
 
-    teacher: TeacherConfig
+    teacher: TeacherSource
     render: Render
     longest: int
+    serves: Callable[[Group], bool] = lambda group: True
 
     def __call__(self, groups: Sequence[Group]) -> tuple[list[Episode | None], int]:
         """A view of each row, None where there is no context or it is too long; and how many were too long."""
@@ -38,6 +39,9 @@ class Views:
         rendered: dict[str, IntArray] = {}
         too_long = 0
         for group in groups:
+            if not self.serves(group):
+                found += [None] * len(group.episodes)
+                continue
             for row, episode in enumerate(group.episodes):
                 view: Episode | None = episode
                 if self.teacher.context != "none":

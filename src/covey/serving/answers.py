@@ -152,13 +152,13 @@ class Answering:
         eos = tokenizer.eos_token_id
         self._ends = () if eos is None else (int(eos),)
 
-    async def read(self, kind: type[Asked], body: bytes) -> Asked:
+    async def read(self, kind: type[Any], body: bytes) -> Any:
         """Reads the body of a request.
 
         Raises `RequestError`: it is none; `UnknownModelError`: it names another model.
         """
         async with self._one_large if len(body) > _LARGE_BODY else nullcontext():
-            asked: Asked = await self._in_thread(read_request, kind, body)
+            asked: Any = await self._in_thread(read_request, kind, body)
         self.check_model(asked.model)
         return asked
 

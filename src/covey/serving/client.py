@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 TOKEN_VARIABLE = "COVEY_SERVER_TOKEN"
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
 """Statuses after which the same request may succeed a little later."""
+MOST_SCORED = 1 << 16
+"""Token ids of one request to `/v1/score`."""
 OTHER_SERVERS = "a server that speaks otherwise needs a dialect: server.inference_server_kind, see docs/use.md"
 _BACKOFF = tenacity.wait_exponential(multiplier=0.2, max=10.0)
 
@@ -59,6 +61,8 @@ class InferenceClient:
         timeout: time limit for one request, in seconds.
         retry_seconds: time, in seconds, to repeat a failed request.
         sleep: called to wait; for tests.
+        variable: another environment variable with the token.
+        setting: that has the address, for errors.
     """
 
     def __init__(
@@ -69,12 +73,14 @@ class InferenceClient:
         timeout: float = 600.0,
         retry_seconds: float = 60.0,
         sleep: Callable[[float], None] = time.sleep,
+        variable: str = TOKEN_VARIABLE,
+        setting: str = "server.inference_server_url",
     ) -> None:
         self.url = url.rstrip("/")
         if not self.url.lower().startswith(("http://", "https://", "unix:")):
             raise ServingError(f"server {url!r}: it is not an address; begin it with http://, https:// or unix:")
-        self._retry_seconds, self._sleep = retry_seconds, sleep
-        token = token or os.environ.get(TOKEN_VARIABLE)
+        self._retry_seconds, self._sleep, self._setting = retry_seconds, sleep, setting
+        token = token or os.environ.get(variable)
         check_token(token)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         limits = httpx.Limits(max_connections=64, max_keepalive_connections=16)
@@ -89,7 +95,7 @@ class InferenceClient:
                 trust_env=False,
             )
         except (httpx.InvalidURL, ValueError) as error:
-            raise ServingError(f"inference_server_url={url!r}: it is not an address ({error})") from error
+            raise ServingError(f"{setting}={url!r}: it is not an address ({error})") from error
         weakref.finalize(self, self._http.close)
 
     def health(self, *, retry: bool = False) -> dict[str, Any]:
@@ -163,7 +169,7 @@ class InferenceClient:
         try:
             return tries(self._once, method, path, content)
         except _BusyError as trouble:
-            advice = "is the server running? Start it (covey serve, vllm serve), or correct server.inference_server_url"
+            advice = f"is the server running? Start it (covey serve, vllm serve), or correct {self._setting}"
             raise ServingError(f"{self.url}{path} does not answer ({trouble}); {advice}") from None
 
     def _once(self, method: str, path: str, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,7 +178,7 @@ class InferenceClient:
         except httpx.HTTPError as error:
             raise _BusyError(f"{type(error).__name__}: {error}") from error
         if response.is_redirect:  # what follows one asks for something else, or twice
-            there, fix = response.headers.get("location", ""), "set server.inference_server_url to where the server is"
+            there, fix = response.headers.get("location", ""), f"set {self._setting} to where the server is"
             raise RefusedError(f"{self.url}{path} redirects to {there!r:.200}; {fix}", response.status_code)
         if response.status_code < 400:
             try:

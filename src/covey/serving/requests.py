@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import from_json
 
 from covey.errors import CoveyError
+from covey.serving.client import MOST_SCORED
 from covey.types import SamplingSettings
 
 
@@ -80,8 +81,8 @@ _MOST_CHOICES = 1024
 """Sequences that one completion may have to choose among: each is looked at for each token."""
 _MOST_CHOICE_IDS = 1 << 18
 """Of all of them in one request."""
-MOST_SCORED, _MOST_BEST = 1 << 16, 1 << 20
-"""Token ids of one request to be scored, and these times `top_k`."""
+_MOST_BEST = 1 << 20
+"""Token ids to be scored times `top_k`."""
 _MOST_LISTS, _MOST_VALUES = 100_000, 1_000_000
 """Lists, objects and names in a body, each of which costs far more than its bytes; values in lists and objects."""
 _BYTES_PER_SECOND = 1e8

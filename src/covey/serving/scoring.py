@@ -44,8 +44,8 @@ class Scorer:
         """
         both, nothing = zip(map(np.array, asked.token_ids), asked.start, strict=True), np.zeros(0, np.float32)
         episodes = [Episode(ids, np.arange(len(ids)) >= start, nothing, "", "length", 0) for ids, start in both]
-        counts, k = [episode.num_sampled for episode in episodes], asked.top_k
-        found = np.zeros((len(episodes), max(counts), 1 + 2 * k))
+        first, k = np.cumsum([0, *(episode.num_sampled for episode in episodes)]), asked.top_k
+        found = np.zeros((first[-1], 1 + 2 * k))
         adapter = getattr(weights.tensors(), "adapter", None)
         try:
             with torch.no_grad(), ExitStack() as hooks:
@@ -55,14 +55,15 @@ class Scorer:
                 shared = self._model.prefix_sharing_obstacle is None
                 budget = 1 if self._model.rows_apart else _AT_ONCE
                 for pack in pack_episodes(episodes, tokens_per_pack=budget, shared=shared):
-                    pack.put(self._scored(pack, asked.temperature or 1.0, k)[pack.pair], found)
+                    scores = self._scored(pack, asked.temperature or 1.0, k)
+                    found[first[pack.rows[pack.row]] + pack.column] = scores[pack.pair]
         except (ModelError, RuntimeError) as error:
             raise GenerationError(f"scoring failed: {str(error).splitlines()[0]}") from error
         if not np.isfinite(found).all():
             raise GenerationError("the model's log-probabilities are not finite; its weights are damaged")
-        own = [row[:count] for row, count in zip(found, counts, strict=True)]
+        own = np.split(found, first[1:-1])
         best = [{"top_ids": row[:, k + 1 :].astype(np.int64), "top_logprobs": row[:, 1 : k + 1]} for row in own]
-        return [{"logprobs": row[:, 0], **(more if k else {})} for row, more in zip(own, best, strict=True)]
+        return [{"logprobs": row[:, 0]} | (more if k else {}) for row, more in zip(own, best, strict=True)]
 
     def _scored(self, pack: Pack, temperature: float, k: int) -> np.ndarray[Any, Any]:
         """`[U, 1 + 2k]` of a pack's targets their log-probability, then the k best ones, then their ids."""
@@ -70,7 +71,7 @@ class Scorer:
         targets = torch.from_numpy(pack.targets).to(hidden.device)
         parts = [score_tokens(hidden, targets, head, temperature=temperature).logp[:, None].double()]
         if k:
-            best = [(head.logits(h) / temperature).log_softmax(-1).topk(k) for h in hidden.split(_ROWS)]
+            best = [(head.logits(h) / temperature).log_softmax(-1).topk(k) for h in torch.split(hidden, _ROWS)]
             parts += [torch.cat([values for values, _ in best]).double(), torch.cat([ids for _, ids in best]).double()]
         return torch.cat(parts, 1).cpu().numpy()
 

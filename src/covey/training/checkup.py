@@ -112,7 +112,8 @@ def measure(trainer: GRPOTrainer, seen: list[Group] | None = None) -> Plan:
             played += [sampled.rollout.played] if sampled.rollout.played else []
             sampled_peak = max(sampled_peak, _peak() if state.global_step == 0 else 0)
             trainer.engine.release()
-            done = trainer.learn(trainer.make_batch(sampled.rollout.groups, phase), phase)
+            batch = trainer.make_batch(sampled.rollout.groups, phase)
+            done = trainer.learn(batch, phase)
             state.global_step, state.policy_version = state.global_step + 1, state.policy_version + done.optimizer_steps
             before = time.perf_counter()
             trainer.publish()
@@ -135,6 +136,7 @@ def measure(trainer: GRPOTrainer, seen: list[Group] | None = None) -> Plan:
             Part("sampling", rollout.sampling_seconds, shorter),
             Part("rewards", rollout.scoring_seconds, "a faster reward function"),
             Part("reference log-probabilities", done.metrics["time/reference"], "algorithm.beta=0: none"),
+            *([Part("teacher", batch.teacher.seconds)] if batch.teacher else ()),
             Part("update", done.metrics["time/update"], fewer),
             Part("new weights to the sampler", publishing),
         ),

@@ -465,20 +465,24 @@ def require_measured(wanted: str, metrics: Sequence[str]) -> None:
 
 
 def check_teacher(config: GRPOConfig, rows: Sequence[Mapping[str, Any]], *, plays: bool) -> None:
-    """Refuse a teacher's context that there cannot be; `plays` is True where agents act in a world."""
-    teacher = config.algorithm.teacher
-    if teacher is None or teacher.context == "none":
-        return
-    if plays:
-        raise ConfigError(
-            f"algorithm.teacher.context={teacher.context!r}: a world's episodes have no context yet; set it to none, "
-            "with weights base, ema or an adapter's folder"
-        )
-    if teacher.column is not None and not any(teacher.column in row for row in rows):
-        raise ConfigError(
-            f"algorithm.teacher.context={teacher.context!r}: no training row has the column {teacher.column!r}; "
-            f"there is {', '.join(sorted({name for row in rows[:100] for name in row}))}"
-        )
+    """Refuse rows without a teacher, and contexts that cannot be; `plays` is True where agents act in a world."""
+    how = config.algorithm.teacher
+    for number, row in enumerate(() if how is None or how.key is None else rows):
+        if how.name_of(row) not in how.teachers:
+            raise ConfigError(
+                f"algorithm.teacher.key={how.key!r}: training row {number} has {row.get(how.key)!r:.80} there, and the "
+                f"teachers are {', '.join(how.teachers)}; name one of them in each row"
+            )
+    for teacher in () if how is None else how.sources.values():
+        words = f"algorithm.teacher: context={teacher.context!r}"
+        if plays and teacher.context != "none":
+            raise ConfigError(
+                f"{words}: a world's episodes have no context yet; set it to none, with weights base, ema or an "
+                "adapter's folder"
+            )
+        if teacher.column is not None and not any(teacher.column in row for row in rows):
+            there = ", ".join(sorted({name for row in rows[:100] for name in row}))
+            raise ConfigError(f"{words}: no training row has the column {teacher.column!r}; there is {there}")
 
 
 def require_memory(config: GRPOConfig) -> None:

@@ -1,46 +1,64 @@
-"""The teacher of a run: other weights of the policy's network, which score views of the rows."""
+"""The teachers of a run: other weights of the policy's network, or servers, which score views of the rows."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from covey.algorithms.teaching import teacher_metrics as teacher_metrics
+from covey.algorithms.teaching import teacher_metrics
 from covey.config.whole import GRPOConfig
+from covey.functions import later
 from covey.rollout.learning import Learner
 from covey.rollout.views import Views
 from covey.tasks.dataset import tokenize_prompt
 from covey.types import Batch, Group, Taught, Teacher
 
+if TYPE_CHECKING:
+    from covey.training import remote_teacher
+    from covey.training.remote_teacher import TeacherServer
+else:  # which most runs do not have
+    (remote_teacher,) = later("covey.training", "remote_teacher")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SelfTeacher:
-    """The policy's own network, with the weights that `algorithm.teacher.weights` says; a `Teacher`."""
+class ViewTeacher:
+    """A `Teacher`, or several: each has views of its rows, who scores them, and the name of its weights there (False =
+    the policy's own).
+    """
 
-    views: Views
-    learner: Learner
+    voices: Sequence[tuple[Views, Learner | TeacherServer, str | bool]]
     temperature: float
-    live: bool
 
     def __call__(self, groups: Sequence[Group], batch: Batch) -> Taught:
         """Log-probabilities under the sampling distribution's temperature and kept ids."""
-        began = time.perf_counter()
-        views, too_long = self.views(groups)
-        rows = np.array([n for n, view in enumerate(views) if view is not None], np.int64)
+        began, too_long = time.perf_counter(), 0
         found = np.full(batch.mask.shape, np.nan, np.float32)
-        if len(rows):
-            seen = tuple(view or own for view, own in zip(views, batch.episodes, strict=True))
-            asked = replace(batch, episodes=seen)
-            scores = self.learner.scores(asked, rows, temperature=self.temperature, teacher=not self.live)[0]
-            found[rows] = np.where(batch.sampled[rows], scores[rows], np.nan)
+        for views_of, scorer, weights in self.voices:
+            views, longer = views_of(groups)
+            too_long += longer
+            rows = np.array([n for n, view in enumerate(views) if view is not None], np.int64)
+            if len(rows):
+                seen = tuple(view or own for view, own in zip(views, batch.episodes, strict=True))
+                asked = replace(batch, episodes=seen)
+                scores = scorer.scores(asked, rows, temperature=self.temperature, teacher=weights)[0]
+                found[rows] = np.where(batch.sampled[rows], scores[rows], np.nan)
         return Taught(found, too_long, time.perf_counter() - began)
 
 
-def make_teacher(config: GRPOConfig, policy: Any, learner: Learner, temperature: float) -> Teacher | None:
+def open_servers(config: GRPOConfig, tokenizer: Any) -> dict[str, TeacherServer]:
+    """The servers among the teachers, by their addresses. Raises as `TeacherServer`."""
+    how = config.algorithm.teacher
+    urls = {} if how is None else {source.weights: source for source in how.sources.values() if source.is_remote}
+    return {url: remote_teacher.TeacherServer(url, config, tokenizer) for url in urls}
+
+
+def make_teacher(
+    config: GRPOConfig, policy: Any, learner: Learner, temperature: float, servers: Mapping[str, TeacherServer]
+) -> Teacher | None:
     """The teacher that the settings ask for, None = none."""
     how = config.algorithm.teacher
     if how is None:
@@ -50,4 +68,16 @@ def make_teacher(config: GRPOConfig, policy: Any, learner: Learner, temperature:
     def render(content: Any) -> Any:
         return tokenize_prompt(content, policy.tokenizer, kwargs)
 
-    return SelfTeacher(Views(how, render, policy.context_length), learner, temperature, how.weights == "live")
+    voices: list[Any] = []
+    for name, source in how.sources.items():
+        server = servers.get(source.weights)
+        longest = policy.context_length if server is None else min(server.longest, policy.context_length)
+        views = Views(source, render, longest, lambda group, name=name: how.name_of(group.prompt.columns) == name)
+        voices.append((views, server or learner, source.weights != "live" and source.weights))
+    return ViewTeacher(voices, temperature)
+
+
+def measured(config: GRPOConfig, batch: Batch, groups: Sequence[Group]) -> dict[str, float]:
+    """Of a step, see `teacher_metrics`."""
+    how = config.algorithm.teacher
+    return teacher_metrics(batch, groups, None if how is None else how.key)

@@ -187,6 +187,7 @@ class GRPOTrainer:
             self.args = args = setup.with_adapter(args, self.policy)
         if ref_model is not None:
             self.policy.reference.hold(ref_model)
+        self._servers = {} if args.algorithm.teacher is None else teaching.open_servers(args, self.policy.tokenizer)
         if not waits:
             engine = make_sampler(args, backend, self.policy)
             self.engine = engine if sampler is None else sampler(self, engine)
@@ -263,7 +264,7 @@ class GRPOTrainer:
                         samples.after_update()
                         self._publish(done, samples.publish)
                         self._count(sampled, time.perf_counter() - started)
-                    done.metrics |= samples.metrics() | teaching.teacher_metrics(batch, sampled.rollout.groups)
+                    done.metrics |= samples.metrics() | teaching.measured(self.args, batch, sampled.rollout.groups)
                     self._report(recorder, sampled, done, phase, time.perf_counter() - started)
                 self._evaluate_when_due(recorder)
                 recorder.checkpoint_when_due()
@@ -352,7 +353,7 @@ class GRPOTrainer:
 
     def make_batch(self, groups: Sequence[Group], phase: ResolvedPhase) -> Batch:
         """The groups as a batch with advantages and masks, for the settings of the phase."""
-        teacher = teaching.make_teacher(self.args, self.policy, self.learner, phase.temperature)
+        teacher = teaching.make_teacher(self.args, self.policy, self.learner, phase.temperature, self._servers)
         return step.step_batch(
             groups,
             self.args,
@@ -418,7 +419,7 @@ class GRPOTrainer:
         sampled = prefetch.Sampled(rollout, phase, position, correct, self.data.scorer.take_logged())
         batch = self.make_batch(rollout.groups, phase)
         done = self.learn(batch, phase)
-        done.metrics |= teaching.teacher_metrics(batch, rollout.groups)
+        done.metrics |= teaching.measured(self.args, batch, rollout.groups)
         self._publish(done, self.publish)
         self._count(sampled, time.perf_counter() - began)
         found = judging.rollout_metrics(rollout, self.estimator, self.args.algorithm.scaling["correction"])
