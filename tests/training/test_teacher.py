@@ -179,7 +179,9 @@ def test_an_adapter_as_the_teacher_and_the_policy_s_own_base(settings: Settings,
     np.testing.assert_allclose(batch.advantages[batch.sampled], gaps[batch.sampled], atol=1e-6)
     base = build(settings, always, name="base", teacher={"weights": "base"}, **what)
     batch = base.make_batch(base.rollout().groups, base.next_phase())
-    assert np.abs((batch.teacher.logprobs - batch.old_logprobs)[batch.sampled]).max() < 1e-4  # a fresh adapter is the base
+    assert (
+        np.abs((batch.teacher.logprobs - batch.old_logprobs)[batch.sampled]).max() < 1e-4
+    )  # a fresh adapter is the base
 
 
 @pytest.mark.parametrize(
@@ -192,6 +194,12 @@ def test_an_adapter_as_the_teacher_and_the_policy_s_own_base(settings: Settings,
         ({"use": "gate", "task_coef": 0.0}, "task_coef=0.0 with use='gate': it has no effect"),
         ({"context": "answer"}, "algorithm.teacher"),
         ({"use": "distil"}, "algorithm.teacher"),
+        ({"key": "a"}, "set both, or none"),
+        ({"teachers": {"a": {}}}, "set both, or none"),
+        ({"key": "a", "weights": "base", "teachers": {"a": {}}}, "each teacher has its own"),
+        ({"key": "a", "teachers": {"a": {"weights": "live"}}}, "its own teacher"),
+        ({"key": "a", "teachers": {"a": {"coef": 1.0}}}, "algorithm.teacher.teachers"),
+        ({"weights": "http://h:1", "use": "loss"}, "it takes one teacher, in this process"),
     ],
 )
 def test_what_cannot_be(table: dict[str, Any], words: str) -> None:

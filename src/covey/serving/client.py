@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 TOKEN_VARIABLE = "COVEY_SERVER_TOKEN"
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
 """Statuses after which the same request may succeed a little later."""
-MOST_SCORED = 1 << 16
-"""Token ids of one request to `/v1/score`."""
+MAX_COMPLETIONS, MOST_SCORED = 1024, 1 << 16
+"""Of one request to `covey serve`: completions, or sequences to score, and token ids to score."""
 OTHER_SERVERS = "a server that speaks otherwise needs a dialect: server.inference_server_kind, see docs/use.md"
 _BACKOFF = tenacity.wait_exponential(multiplier=0.2, max=10.0)
 

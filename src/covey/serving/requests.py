@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import from_json
 
 from covey.errors import CoveyError
-from covey.serving.client import MOST_SCORED
+from covey.serving.client import MAX_COMPLETIONS, MOST_SCORED
 from covey.types import SamplingSettings
 
 
@@ -75,8 +75,6 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-MAX_COMPLETIONS = 1024
-"""Of one request."""
 _MOST_CHOICES = 1024
 """Sequences that one completion may have to choose among: each is looked at for each token."""
 _MOST_CHOICE_IDS = 1 << 18

@@ -6,7 +6,7 @@ vLLM           /v1/completions    `prompt_logprobs`, which are those at temperat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError, ServingError
 from covey.rollout.learning import FloatNT
-from covey.serving.client import MOST_SCORED, InferenceClient
+from covey.serving.client import MAX_COMPLETIONS, MOST_SCORED, InferenceClient
 from covey.types import Batch
 
 _SETTING, _IDS, _AT_ONCE = "algorithm.teacher.weights", 16_384, 4
@@ -44,33 +44,26 @@ class TeacherServer:
         self._is_covey, self._named = own.get("owned_by") == "covey", {"model": own.get("id")}
         lengths = [int(model["max_model_len"]) for model in known if model.get("max_model_len")]
         self.longest = min([*lengths, MOST_SCORED] if self._is_covey else [n - 1 for n in lengths], default=1 << 40)
-        if (
-            problem := self._problem(config, tokenizer)
-            if own
-            else f"its models are {known!r:.300}; write one after a #"
-        ):
-            raise ConfigError(f"{_SETTING}={address!r}: {problem}")
-        if self._is_covey:
-            self._named["policy_version"] = own["policy_version"]
 
-    def _problem(self, config: GRPOConfig, tokenizer: Any) -> str:
-        """Why it cannot teach; "" where it can."""
+        def require(holds: object, otherwise: str) -> None:
+            if not holds:
+                raise ConfigError(f"{_SETTING}={address!r}: {otherwise}")
+
         temperatures = {config.sampling.temperature, *(phase.temperature for phase in config.schedule.phases)}
-        if config.algorithm.keep_sampling_mask:
-            return "a server scores over all tokens; set algorithm.keep_sampling_mask to false"
-        if not self._is_covey and not temperatures <= {1.0, None}:
-            return (
-                "it scores at temperature 1 only; set sampling.temperature to 1, or let `covey serve` serve the teacher"
-            )
+        warm = "it scores at temperature 1 only; set sampling.temperature to 1, or let `covey serve` serve the teacher"
+        require(own, f"its models are {known!r:.300}; write one after a #")
+        require(not config.algorithm.keep_sampling_mask, "it scores over all tokens; set keep_sampling_mask to false")
+        require(self._is_covey or temperatures <= {1.0, None}, warm)
         asked = self._named | {"prompt": _PROBE, "max_tokens": 1, "return_token_ids": True}
         asked |= {} if self._is_covey else {"prompt_logprobs": 0}
         (choice,) = self._client.post("/v1/completions", asked).get("choices") or ({},)
-        if not self._is_covey and not choice.get("prompt_logprobs"):
-            return "it gives no prompt_logprobs; `covey serve` and vLLM can teach"
+        speaks = self._is_covey or choice.get("prompt_logprobs")
+        require(speaks, "it gives no prompt_logprobs; `covey serve` and vLLM can teach")
         ours, theirs = list(tokenizer(_PROBE)["input_ids"]), choice.get("prompt_token_ids")
-        if theirs not in (None, ours):
-            return f"it reads {_PROBE!r} as {theirs}, and the policy as {ours}; a teacher needs the policy's tokenizer"
-        return ""
+        other = f"it reads {_PROBE!r} as {theirs}, and the policy as {ours}; a teacher needs the policy's tokenizer"
+        require(theirs in (None, ours), other)
+        if self._is_covey:
+            self._named["policy_version"] = own["policy_version"]
 
     def scores(self, batch: Batch, rows: NDArray[np.int64], *, temperature: float, **_: Any) -> tuple[FloatNT, None]:
         """`[N, T]` log-probabilities of the rows' sampled tokens, 0 elsewhere; views that are equal are sent once.
@@ -84,9 +77,10 @@ class TeacherServer:
             alike.setdefault((tuple(ids.tolist()), view.prompt_length), []).append(row)
         parts, size = list[dict[View, list[int]]](), _IDS
         for key, own in alike.items():
-            if size + len(key[0]) > _IDS:
+            more = max(len(key[0]), _IDS // MAX_COMPLETIONS)
+            if size + more > _IDS:
                 parts, size = [*parts, {}], 0
-            parts[-1][key], size = own, size + len(key[0])
+            parts[-1][key], size = own, size + more
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             for part, said in zip(parts, pool.map(partial(self._ask, temperature), parts), strict=True):
                 for (_, start), own, values in zip(part, part.values(), said, strict=True):
@@ -105,7 +99,11 @@ class TeacherServer:
             else:
                 asked = self._named | {"prompt": ids, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
                 choices = sorted(self._client.post("/v1/completions", asked)["choices"], key=lambda one: one["index"])
-                said = [_of_tokens(one["prompt_logprobs"], *view) for one, view in zip(choices, part, strict=True)]
+                entries = [zip(one["prompt_logprobs"], own, strict=True) for one, own in zip(choices, ids, strict=True)]
+                each = [
+                    [((entry or {}).get(str(token)) or {}).get("logprob") for entry, token in row] for row in entries
+                ]
+                said = [values[start:] for values, start in zip(each, starts, strict=True)]
             found = [np.array(values, np.float64) for values in said]
             for (own, start), rows, values in zip(part, part.values(), found, strict=True):
                 at = start + int(np.argmin(np.isfinite([*values, np.nan])))
@@ -118,9 +116,3 @@ class TeacherServer:
                 f"the teacher {self._client.url}, asked for {len(ids)} views of {sum(map(len, ids))} tokens: {why}. "
                 "The step was not taken and nothing is lost: put the server right, then run `covey resume`"
             ) from error
-
-
-def _of_tokens(entries: Sequence[Any], ids: Sequence[int], start: int) -> list[float | None]:
-    """Of vLLM's entries, each `{id: {"logprob": ..., "rank": ...}}`."""
-    both = list(zip(entries, ids, strict=True))[start:]
-    return [((entry or {}).get(str(token)) or {}).get("logprob") for entry, token in both]
