@@ -95,7 +95,8 @@ def stub() -> str:
             read = type_of(name, field, given=False)
             meaning = textwrap.indent(textwrap.fill(f'"""{field.description}"""', 110), 8 * " ")
             lines += ["    @property", f"    def {name}(self) -> {read}:", meaning]
-    named = [each for each in Section.__subclasses__() if each is not GRPOConfig]
+    kinds = Section.__subclasses__()
+    named = {*kinds, *(more for each in kinds for more in each.__subclasses__())} - {GRPOConfig}
     own = [each for each in named if any(re.search(rf"\b{each.__name__}\b", line) for line in lines)]
     text = HEAD + "\n".join([*sorted(f"from {each.__module__} import {each.__name__}" for each in own), "", *lines, ""])
     for how in (["check", "--fix", "--select", "I,D209"], ["format"]):
