@@ -27,7 +27,7 @@ def vllm(asked: list[Any], change: Any = None) -> Any:
     """Answers as vLLM's, for `fake_server`, with a tiny model's log-probabilities; `change` has more of the `model` and
     of the answer to the `probe`, and a function `spoil` of the choices of all requests for scores but the first.
     """
-    model, change = tiny_model("llama"), change or {}
+    model, change = tiny_model("llama"), {} if change is None else change
 
     def entries(ids: list[int]) -> list[Any]:
         with torch.no_grad():
@@ -126,8 +126,8 @@ def test_an_answer_that_teaches_nothing_ends_a_run_that_can_be_resumed(settings:
         run.make_batch(groups, phase)
         for words, spoils in SPOILT.items():
             for change["spoil"] in spoils:
-                words = f"the teacher {url}, asked for [0-9]+ views of [0-9]+ tokens: (.*){words}(.*)covey resume"
-                raises(ServingError, words, run.make_batch, groups, phase)
+                whole = f"the teacher {url}, asked for [0-9]+ views of [0-9]+ tokens: (.*){words}(.*)covey resume"
+                raises(ServingError, whole, run.make_batch, groups, phase)
     with fake_server(vllm([], change)) as url:
         what["teacher"] = {"weights": url}
         run = build(settings, first_letter_early, **what)
@@ -178,4 +178,4 @@ def test_several_teachers(settings: Settings, tmp_path: Path) -> None:
     assert replay(whole.args.output_dir, 2, tolerance=0).exact
     several: Any = {"key": "source", "teachers": {"math": {}, "code": {"context": "solution"}}}
     raises(ConfigError, "row 2 has 'near' there, and the teachers are math, code", run, "x", **several)
-    raises(ConfigError, "training row 0 has None", run, "x", ROWS, **several)
+    raises(ConfigError, "training row 0 has 'None'", run, "x", ROWS, **several)

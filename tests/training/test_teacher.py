@@ -198,7 +198,7 @@ def test_an_adapter_as_the_teacher_and_the_policy_s_own_base(settings: Settings,
         ({"teachers": {"a": {}}}, "set both, or none"),
         ({"key": "a", "weights": "base", "teachers": {"a": {}}}, "each teacher has its own"),
         ({"key": "a", "teachers": {"a": {"weights": "live"}}}, "its own teacher"),
-        ({"key": "a", "teachers": {"a": {"coef": 1.0}}}, "algorithm.teacher.teachers"),
+        ({"key": "a", "teachers": {"a": {"coef": 1.0}}}, "algorithm.teacher.teachers.a.coef=1.0"),
         ({"weights": "http://h:1", "use": "loss"}, "it takes one teacher, in this process"),
     ],
 )

@@ -188,6 +188,10 @@ def explain_error(section: str, error: ValidationError, given: Mapping[str, Any]
 def _explain_key(path: str, key: Any, annotation: Any, details: ErrorDetails) -> str:
     """What is wrong with one key of a table."""
     of, *values = get_args(annotation)
+    if len(details["loc"]) > 3:  # a table in it
+        return (
+            f"{path}.{'.'.join(map(str, details['loc'][1:]))}={shown(details['input'])}: {details['msg']}; correct it"
+        )
     known = getattr(of, "model_fields", None)
     if details["type"] == "extra_forbidden" or details["loc"][-1] == "[key]":
         return f"{path}: has no {key!r}; choose {', '.join(known or get_args(of)) or 'a name that is text'}"

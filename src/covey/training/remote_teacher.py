@@ -37,10 +37,13 @@ class TeacherServer:
 
     def __init__(self, address: str, config: GRPOConfig, tokenizer: Any) -> None:
         url, _, name = address.partition("#")
-        limits = {"timeout": config.server.server_timeout, "retry_seconds": config.server.server_retry_seconds}
+        limits: dict[str, Any] = {
+            "timeout": config.server.server_timeout,
+            "retry_seconds": config.server.server_retry_seconds,
+        }
         self._client = InferenceClient(url, variable="COVEY_TEACHER_TOKEN", setting=_SETTING, **limits)
         known = self._client.ask("GET", "/v1/models").get("data") or ()
-        own = next((model for model in known if name in ("", model.get("id"))), {})
+        own: dict[str, Any] = next((model for model in known if name in ("", model.get("id"))), {})
         self._is_covey, self._named = own.get("owned_by") == "covey", {"model": own.get("id")}
         lengths = [int(model["max_model_len"]) for model in known if model.get("max_model_len")]
         self.longest = min([*lengths, MOST_SCORED] if self._is_covey else [n - 1 for n in lengths], default=1 << 40)
@@ -56,7 +59,7 @@ class TeacherServer:
         require(self._is_covey or temperatures <= {1.0, None}, warm)
         asked = self._named | {"prompt": _PROBE, "max_tokens": 1, "return_token_ids": True}
         asked |= {} if self._is_covey else {"prompt_logprobs": 0}
-        (choice,) = self._client.post("/v1/completions", asked).get("choices") or ({},)
+        choice: dict[str, Any] = (self._client.post("/v1/completions", asked).get("choices") or [{}])[0]
         speaks = self._is_covey or choice.get("prompt_logprobs")
         require(speaks, "it gives no prompt_logprobs; `covey serve` and vLLM can teach")
         ours, theirs = list(tokenizer(_PROBE)["input_ids"]), choice.get("prompt_token_ids")
@@ -65,7 +68,7 @@ class TeacherServer:
         if self._is_covey:
             self._named["policy_version"] = own["policy_version"]
 
-    def scores(self, batch: Batch, rows: NDArray[np.int64], *, temperature: float, **_: Any) -> tuple[FloatNT, None]:
+    def scores(self, batch: Batch, rows: NDArray[np.int64], *, temperature: float, **how: Any) -> tuple[FloatNT, None]:
         """`[N, T]` log-probabilities of the rows' sampled tokens, 0 elsewhere; views that are equal are sent once.
 
         Raises `ServingError`: the server does not answer, or does not say how likely a token is.
@@ -83,8 +86,8 @@ class TeacherServer:
             parts[-1][key], size = own, size + more
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             for part, said in zip(parts, pool.map(partial(self._ask, temperature), parts), strict=True):
-                for (_, start), own, values in zip(part, part.values(), said, strict=True):
-                    for row in own:
+                for (_, start), alike_rows, values in zip(part, part.values(), said, strict=True):
+                    for row in alike_rows:
                         view = batch.episodes[row]
                         found[row, : view.num_sampled] = values[view.sampled[start : start + len(values)]]
         return found, None

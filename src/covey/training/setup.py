@@ -467,13 +467,15 @@ def require_measured(wanted: str, metrics: Sequence[str]) -> None:
 def check_teacher(config: GRPOConfig, rows: Sequence[Mapping[str, Any]], *, plays: bool) -> None:
     """Refuse rows without a teacher, and contexts that cannot be; `plays` is True where agents act in a world."""
     how = config.algorithm.teacher
-    for number, row in enumerate(() if how is None or how.key is None else rows):
-        if how.name_of(row) not in how.teachers:
+    if how is None:
+        return
+    for number, name in enumerate(map(how.name_of, rows)):
+        if name not in how.sources:
             raise ConfigError(
-                f"algorithm.teacher.key={how.key!r}: training row {number} has {row.get(how.key)!r:.80} there, and the "
-                f"teachers are {', '.join(how.teachers)}; name one of them in each row"
+                f"algorithm.teacher.key={how.key!r}: training row {number} has {name!r:.80} there, and the teachers "
+                f"are {', '.join(how.teachers)}; name one of them in each row"
             )
-    for teacher in () if how is None else how.sources.values():
+    for teacher in how.sources.values():
         words = f"algorithm.teacher: context={teacher.context!r}"
         if plays and teacher.context != "none":
             raise ConfigError(

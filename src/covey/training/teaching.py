@@ -72,7 +72,11 @@ def make_teacher(
     for name, source in how.sources.items():
         server = servers.get(source.weights)
         longest = policy.context_length if server is None else min(server.longest, policy.context_length)
-        views = Views(source, render, longest, lambda group, name=name: how.name_of(group.prompt.columns) == name)
+
+        def serves(group: Group, name: str = name) -> bool:
+            return how.name_of(group.prompt.columns) == name
+
+        views = Views(source, render, longest, serves)
         voices.append((views, server or learner, source.weights != "live" and source.weights))
     return ViewTeacher(voices, temperature)
 
