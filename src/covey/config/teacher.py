@@ -117,8 +117,8 @@ class TeacherConfig(Section, frozen=True):
             yield f"template={self.template!r:.80}: needs {{context}} in it, and a context to put there; set context"
         if self.discount and self.use not in ("sum", "position"):
             yield f"discount={self.discount} with use={self.use!r}: it has no effect; set use to sum or position"
-        if self.task_coef != 1 and self.use not in ("sum", "position", "loss"):
-            yield f"task_coef={self.task_coef} with use={self.use!r}: it has no effect; set use to sum, position or loss"
+        if self.task_coef != 1 and self.use in ("reweigh", "gate"):
+            yield f"task_coef={self.task_coef} with use={self.use!r}: it has no effect; set use to sum or loss"
         if self.clip is not None and self.use == "loss":
             yield f"clip={self.clip} with use='loss': it has no effect; remove it"
         if self.estimator in _REFUSED:

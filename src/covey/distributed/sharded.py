@@ -52,10 +52,10 @@ class Scoring(nn.Module):
         self.model = policy.model
         self._policy = policy
 
-    def forward(self, pack: Pack | Piece, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def forward(self, pack: Pack | Piece, settings: Mapping[str, Any]) -> tuple[Tensor | None, ...]:
         """`Policy.score`, in a tuple: FSDP2 finds no tensors in a dataclass, and would not finish the backward."""
         found = Policy.score(self._policy, pack, **settings)
-        return found.logp, found.entropy, found.exact_kl
+        return found.logp, found.entropy, found.exact_kl, found.mass, found.hidden
 
 
 def wrap(policy: Policy, mesh: DeviceMesh) -> Scoring:
@@ -111,6 +111,9 @@ class ShardedPolicy(Policy):
     def score(self, pack: Pack | Piece, *, reference: bool = False, **settings: Any) -> TokenScores:
         with self.reference.active() if reference else nullcontext():
             return TokenScores(*self._root(pack, settings))
+
+    def head_under(self, other: Reference | None) -> None:
+        """The policy's own, within its pass: a reference has no other, and outside no rank has a whole one."""
 
     @contextmanager
     def layer_by_layer(self) -> Iterator[LayerByLayer]:

@@ -7,8 +7,8 @@ Let p be the policy and q the teacher, `p = softmax(z)`:
     between    D = beta KL(q||m) + (1 - beta) KL(p||m)        dD/dz = (1 - beta) p (log p - log m - KL(p||m))
                m = (1 - beta) p + beta q
 
-Over k ids the same holds of buckets: the ids, and with `tail` one for all others. An id outside has the part `p_v / p_tail`
-of that bucket's gradient; without a tail it has none.
+Over k ids the same holds of buckets: the ids, and with `tail` one for all others. An id outside has the part
+`p_v / p_tail` of that bucket's gradient; without a tail it has none.
 """
 
 from __future__ import annotations

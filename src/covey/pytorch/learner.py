@@ -1,49 +1,38 @@
-"""The PyTorch learner: log-probabilities, gradients of a whole optimiser step, and the optimiser.
+"""The PyTorch learner: log-probabilities (`scoring`), gradients of a whole optimiser step, and the optimiser.
 
-A step is split into packs of at most `tokens_per_micro_batch` tokens, or on a CPU into smaller ones that run side by
-side (`map_in_threads`). A tree of sequences that is larger, and would repeat much where it is cut, is walked piece by
-piece (`pack_loss`). Token weights carry the denominators of the whole step (`covey.algorithms.aggregation`), so the
-split changes memory and time, never the gradient. When memory runs out the budget is halved and the same step is
+A step is split into packs. Token weights carry the denominators of the whole step (`covey.algorithms.aggregation`), so
+the split changes memory and time, never the gradient. When memory runs out the budget is halved and the same step is
 computed again from zero gradients.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from covey.algorithms import Correction, LossTerms, Objective, add_metrics
-from covey.errors import ConfigError, ModelError
-from covey.pytorch.attention.tree_layout import Paths, TreePath
-from covey.pytorch.gradient_sum import Alone, Share
-from covey.pytorch.logprobs import ExactKL, TokenScores
+from covey.errors import ConfigError
+from covey.pytorch.gradient_sum import Share
 from covey.pytorch.optimizers import LossScale, make_optimizer, optimizer_tensors, restore_optimizer, step_in_slices
-from covey.pytorch.pack_loss import StepLoss, walk_gradient, walk_scores
-from covey.pytorch.passes import map_in_threads, within_memory
+from covey.pytorch.pack_loss import StepLoss, walk_gradient
+from covey.pytorch.passes import map_in_threads
 from covey.pytorch.policy import Policy
-from covey.rollout.learning import FloatNT, Gradients, loss_weights
-from covey.rollout.packing import Pack, count_tokens, pack_episodes
-from covey.rollout.walking import Piece, pieces_of
-from covey.types import Batch, BoolArray, Episode
+from covey.pytorch.scoring import Scorer, numbers
+from covey.rollout.learning import FloatNT, Gradients, loss_weights, teacher_logprobs
+from covey.rollout.packing import Pack, count_tokens
+from covey.types import Batch, BoolArray, States
 
 log = logging.getLogger(__name__)
 
-Kept = TypeVar("Kept")
 
-_LANES = 2
-"""Micro-batches side by side on a CPU."""
-_REPEATED = 1.02
-"""Tokens that packs repeat may add this much work, or a tree is not cut but walked."""
-
-
-class Learner:
+class Learner(Scorer):
     """Trains a `Policy` with AdamW.
 
     Attributes:
@@ -74,9 +63,8 @@ class Learner:
         results would depend on the number of threads that lanes set for all. `share` says which packs of a step are
         this process's, and adds up with others; all, unless there are others.
         """
-        self.policy, self.loss_scale = policy, loss_scale
-        self._side_by_side, self._share = side_by_side, share or Alone()
-        self.max_grad_norm, self.tokens_per_micro_batch, self.steps = max_grad_norm, tokens_per_micro_batch, 0
+        super().__init__(policy, tokens_per_micro_batch=tokens_per_micro_batch, side_by_side=side_by_side, share=share)
+        self.max_grad_norm, self.loss_scale, self.steps = max_grad_norm, loss_scale, 0
         groups = policy.parameter_groups(learning_rate, embedding_lr, weight_decay)
         self.optimizer = make_optimizer(optimizer, groups, betas=betas, epsilon=epsilon, device=policy.device)
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -99,44 +87,6 @@ class Learner:
         self.optimizer, self._scheduler, self._host = optimizer, scheduler, None
         self._base_rates = [group["lr"] for group in optimizer.param_groups]
 
-    @torch.no_grad()
-    def scores(
-        self,
-        batch: Batch,
-        rows: NDArray[np.int64],
-        *,
-        temperature: float,
-        reference: bool = False,
-        teacher: bool = False,
-        entropy: bool = False,
-    ) -> tuple[FloatNT, FloatNT | None]:
-        """Log-probabilities, and entropies if asked for, of the rows' sampled tokens. `[N, T]`, 0 elsewhere.
-
-        They are the policy's, or with `reference` or `teacher` those of the policy's reference or teacher.
-        """
-        other = self.policy.reference if reference else self.policy.teacher if teacher else None
-
-        @torch.no_grad()
-        def score(pack: Pack) -> NDArray[np.float32]:
-            if self._is_walked(pack):
-                scores = partial(walk_scores, pack=pack)
-                return _numbers(self._walk(pack, batch.episodes, scores, temperature, entropy=entropy))
-            supports = pack.support(batch.episodes)
-            found = self.policy.score(pack, temperature=temperature, entropy=entropy, supports=supports).known()
-            return _numbers(torch.stack(found))
-
-        def run() -> tuple[FloatNT, FloatNT | None]:
-            wholes = np.zeros((1 + entropy, *batch.mask.shape), np.float32)
-            packs, lanes = self._packs(batch.episodes, rows)
-            with nullcontext() if other is None else other.active():  # for all lanes at once
-                found = self._share.map(lambda packs: map_in_threads(score, packs, lanes), packs)
-                for pack, own in zip(packs, found, strict=True):
-                    for values, whole in zip(own, wholes, strict=True):
-                        pack.put(values[pack.pair], whole)
-            return wholes[0], wholes[1] if entropy else None
-
-        return self._within_memory(run)
-
     def forward_backward(
         self,
         batch: Batch,
@@ -150,6 +100,7 @@ class Learner:
         correction: Correction | None = None,
         selected: BoolArray | None = None,
         entropy_coef: float | None = None,
+        states: States | None = None,
     ) -> Gradients:
         """Accumulate the gradient of the whole step in the policy's parameters.
 
@@ -166,38 +117,56 @@ class Learner:
                 against `trainer_old`, else against the sampler's.
             selected: `[N, T]` what `objective.select` chose in the whole step.
             entropy_coef: weight of the entropy bonus where it is another one in each step.
+            states: the reference's hidden states, for a KL over the vocabulary; None = they are computed here.
 
         With `correction` the old policy of the ratio, and of its clip, is the one before the first pass, also for a
         stale batch, which older weights have sampled; the factor `min(exp(trainer_old - sampler's), cap)` leads from
         those to it (decoupled PPO, arXiv 2110.00641). Without, the old policy is the one that sampled.
         """
-        exact = cast(ExactKL | None, objective.vocabulary_kl)
-        scoring: dict[str, Any] = {"entropy": True, "entropy_grad": objective.differentiates_entropy, "exact_kl": exact}
+        scoring: dict[str, Any] = {"temperature": temperature, "entropy": True}
+        scoring["entropy_grad"] = objective.differentiates_entropy
+        kind: Any = objective.vocabulary_kl
+        if kind is not None and states is None:
+            _, states = self.states(batch, rows, temperature=temperature, whose="reference")
+        elif objective.distils_vocabulary:
+            kind, states = objective.teacher, None if batch.teacher is None else batch.teacher.states
+            said = teacher_logprobs(batch, objective)
+            if states is not None and said is not None:  # nothing is compared where the term has no token
+                states = replace(states, place=np.where(np.isfinite(said), states.place, -1))
+        if states is not None and (states.place[rows] < 0).all():
+            states = None
         weights, device = loss_weights(batch, objective, max_completion_length), self.policy.device
         loss = StepLoss(batch, objective, *weights, device, reference, trainer_old, correction, selected, entropy_coef)
         parameters, scale = self.policy.trainable_parameters(), self._scale
 
         def accumulate() -> Gradients:
             self.optimizer.zero_grad(set_to_none=True)
-            kept = np.zeros((2 if exact is None else 3, *batch.mask.shape), np.float32)
+            over_k = states is not None and objective.distils_vocabulary and kind.top_k > 0
+            kept = np.zeros((2 + (states is not None) + over_k, *batch.mask.shape), np.float32)
             scored = np.zeros(batch.mask.shape, np.bool_)
-            packs, lanes = self._packs(batch.episodes, rows, exact_kl=exact is not None)
+            # a head that is no matrix needs the other weights in the model
+            alone = states is not None and self.policy.held.head().weight is None
+            packs, lanes = self._packs(batch.episodes, rows, alone=alone)
+            if states is not None:
+                packs = [pack.apart(states.place) for pack in packs]
             total = self._share.sum(parameters, len(packs), side_by_side=lanes > 1)
 
             def gradient(pack: Pack) -> tuple[torch.Tensor, list[LossTerms], Sequence[torch.Tensor | None]]:
+                compared = None if states is None else self._compared(pack, states, kind)
                 if self._is_walked(pack):
                     walk = partial(walk_gradient, pack=pack, loss=loss, scale=scale)
-                    return *self._walk(pack, batch.episodes, walk, temperature, **scoring), ()
+                    values, terms = self._walk(pack, batch.episodes, walk, compared, **scoring)
+                    return torch.stack(values), terms, ()
                 supports = pack.support(batch.episodes)
-                found = self.policy.score(pack, temperature=temperature, supports=supports, **scoring)
-                terms = loss.of(pack, found.logp, found.entropy, found.exact_kl)
+                found = self.policy.score(pack, supports=supports, compared=compared, **scoring)
+                one = loss.of(pack, found.logp, found.entropy, found.exact_kl)
                 own = torch.stack([each.detach() for each in found.known()])
-                return own, [terms], total.differentiate(terms.loss * scale)
+                return own, [one], total.differentiate(one.loss * scale)
 
             def add(packs: Sequence[Pack]) -> Iterator[tuple[NDArray[np.float32], dict[str, float]]]:
                 for own, terms, grads in map_in_threads(gradient, packs, lanes):
                     total.add(grads)
-                    yield _numbers(own), _added([part.metrics for part in terms])
+                    yield numbers(own), _added([part.metrics for part in terms])
 
             parts = []
             for pack, (own, metrics) in zip(packs, self._share.map(add, packs), strict=True):
@@ -206,9 +175,11 @@ class Learner:
                     pack.put(values[pack.pair], whole)
                 pack.put(np.ones(pack.num_targets, np.bool_), scored)
             total.finish()
-            logp, uncertainty, kl = *kept[:2], kept[2] if exact else None
+            logp, uncertainty, *over = kept
+            names = ("divergence", "mass") if objective.distils_vocabulary else ("kl",)
+            found = dict(zip(names, over, strict=False))
             tokens = count_tokens(batch.episodes, rows, sum(map(self._size, packs)))
-            return Gradients(_added(parts), logp, scored, uncertainty, kl, tokens)
+            return Gradients(_added(parts), logp, scored, uncertainty, tokens=tokens, **found)
 
         def run() -> Gradients:
             self.policy.train()
@@ -225,7 +196,7 @@ class Learner:
     def gradient(self) -> dict[str, NDArray[np.float32]]:
         """The gradient that `forward_backward` has left, by the parameters' names; without those that have none."""
         return {
-            name: _numbers(parameter.grad.detach() / self._scale)
+            name: numbers(parameter.grad.detach() / self._scale)
             for name, parameter in self.policy.named_trainable_parameters()
             if parameter.grad is not None
         }
@@ -288,68 +259,6 @@ class Learner:
     @property
     def _scale(self) -> float:
         return 1.0 if self.loss_scale is None else self.loss_scale.value
-
-    def _packs(
-        self, episodes: Sequence[Episode], rows: NDArray[np.int64], *, exact_kl: bool = False
-    ) -> tuple[list[Pack], int]:
-        """Micro-batches, and how many of them run side by side; together these stay within the token budget."""
-        pack = partial(pack_episodes, episodes, rows.tolist(), shared=self.policy.prefix_sharing_obstacle is None)
-        budget = 1 if self.policy.rows_apart else self.tokens_per_micro_batch
-        packs = pack(budget)
-        most = _REPEATED * count_tokens(episodes, rows, 0).unique
-        # exact KL switches adapters off and on inside each pass
-        beside = self._side_by_side and self._share.alone and self.policy.runs_side_by_side and not exact_kl
-        if beside and torch.get_num_threads() >= _LANES:
-            share = max(budget // _LANES, 1)
-            rounds = -(-most // (share * _LANES))
-            for size in (int(1.05 * most / (rounds * _LANES)), share):  # evenly, or else as full as may be
-                smaller = pack(max(min(size, share), 1))
-                sizes = [self._size(each) for each in smaller]
-                if len(smaller) >= _LANES and max(sizes) * _LANES <= budget and sum(sizes) <= most:
-                    return smaller, _LANES
-        if self._share.alone and self.policy.can_walk and sum(map(self._size, packs)) > most:
-            packs = pack(budget, whole_trees=True)
-        return packs, 1
-
-    def _size(self, pack: Pack) -> int:
-        """Tokens that a pack takes."""
-        return pack.num_tokens if self.policy.prefix_sharing_obstacle is None else pack.num_padded
-
-    def _is_walked(self, pack: Pack) -> bool:
-        """Whether a pack is a tree that was not cut."""
-        too_large = pack.num_tokens > self.tokens_per_micro_batch and len(pack.branches) > 1
-        return too_large and self._share.alone and self.policy.can_walk
-
-    def _walk(
-        self, pack: Pack, episodes: Sequence[Episode], walk: Callable[..., Kept], temperature: float, **options: Any
-    ) -> Kept:
-        """Walk a pack's pieces, each scored on the path that it hangs on."""
-        pieces, support = pieces_of(pack, self.tokens_per_micro_batch), pack.support(episodes)
-        capacity = int(pack.position_ids.max()) + 1
-        paths = Paths(TreePath(capacity), TreePath(capacity))
-
-        def score(piece: Piece) -> TokenScores:
-            own = None if support is None else support.take(piece.scored)
-            return self.policy.score(piece, temperature=temperature, supports=own, paths=paths, **options)
-
-        return walk(pieces, score=score)
-
-    def _within_memory(self, run: Callable[[], Kept]) -> Kept:
-        return within_memory(run, self._halve)
-
-    def _halve(self, error: BaseException) -> None:
-        if self.tokens_per_micro_batch <= 64:
-            raise ModelError(
-                f"tokens_per_micro_batch={self.tokens_per_micro_batch}: memory runs out even so; use a smaller "
-                "model or shorter completions, or set model.gradient_checkpointing to true"
-            ) from error
-        self.tokens_per_micro_batch //= 2
-        said = "out of memory (%s): the step is computed again with tokens_per_micro_batch=%d; its loss is the same"
-        log.warning(said, str(error).splitlines()[0], self.tokens_per_micro_batch)
-
-
-def _numbers(values: torch.Tensor) -> NDArray[np.float32]:
-    return values.float().cpu().numpy()
 
 
 def _added(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -56,7 +56,7 @@ class ReferenceDistribution:
     """What a divergence over the vocabulary compares with: a reference, or a teacher, which may have fewer ids."""
 
     hidden: Tensor  # [S, d] of the reference at the same tokens, without gradient; in any memory
-    logits: Callable[[Tensor], Tensor]  # hidden states [c, d] -> the reference's logits [c, W], before temperature
+    logits: Callable[[Tensor], Tensor] | None  # hidden states [c, d] -> logits [c, W], before temperature
     kind: ExactKL | Distillation = "exact"
 
     def take(self, index: NDArray[np.int64]) -> ReferenceDistribution:
@@ -119,15 +119,16 @@ def score_tokens(
     """
     temperature = temperature or 1.0
     vocab_size = len(head.weight) if head.weight is not None else _width_of(head, hidden)
-    rows = chunk_rows or max(1, _CHUNK_BYTES.get(hidden.device.type, 64 << 20) // (4 * vocab_size))
+    buffers = 3 if reference is not None and isinstance(reference.kind, Distillation) else 1
+    rows = chunk_rows or max(1, _CHUNK_BYTES.get(hidden.device.type, 64 << 20) // (4 * vocab_size * buffers))
     kept = _DeviceSupport.of(support, targets)
     job = _Job(targets, head, temperature, entropy, entropy_grad, kept, reference, rows, vocab_size)
     if head.weight is None:
         logp, ent, kl, mass = _score_by_module(hidden, job)
     else:
         logp, ent, kl, mass = cast(Any, _Score).apply(hidden, head.weight, head.bias, job, torch.is_grad_enabled())
-    kl, mass = (None if reference is None else kl), (mass if job.over_k else None)
-    return TokenScores(logp, ent if entropy else None, kl, mass)
+    asked = (entropy, reference is not None, job.over_k)
+    return TokenScores(logp, *(value if one else None for value, one in zip((ent, kl, mass), asked, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,7 +182,7 @@ class _Job:
 
     def reference_logq(self, start: int, stop: int) -> Tensor | None:
         """`[c, V]` log-probabilities of the reference under the same temperature and support."""
-        if self.reference is None:
+        if self.reference is None or self.reference.logits is None:
             return None
         with torch.no_grad():
             held = self.reference.hidden[start:stop].to(self.targets.device)

@@ -58,13 +58,14 @@ class PackedModel:
         fused_layers: bool = True,
         gradient_checkpointing: bool = False,
         autocast: str = "none",
+        trains: bool = True,
     ) -> None:
-        """Take a loaded model whose `requires_grad` flags say what is trained. `ModelError` where nothing is, or its
-        log-probabilities cannot be reproduced from its parts.
+        """Take a loaded model whose `requires_grad` flags say what is trained. `ModelError` where nothing is, unless it
+        `trains` nothing, or its log-probabilities cannot be reproduced from its parts.
         """
         self.loaded, self.checkpoints = loaded, gradient_checkpointing
         self._set_model(loaded.model)
-        if not any(p.requires_grad for p in self.model.parameters()):
+        if trains and not any(p.requires_grad for p in self.model.parameters()):
             raise ModelError(f"{loaded.source}: has no trainable parameter; attach an adapter or unfreeze the model")
         self._autocast: torch.dtype | None = None  # what probes compare is the model in its own precision
         expected = Expected(self.lm)

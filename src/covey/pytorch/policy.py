@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -32,9 +32,9 @@ from covey.pytorch.reference import Reference, ReferenceUpdate
 
 if TYPE_CHECKING:
     from covey.pytorch import logprobs
-    from covey.pytorch.attention.tree_layout import Paths
+    from covey.pytorch.attention.tree_layout import TreePath
     from covey.pytorch.engine import merge
-    from covey.pytorch.logprobs import ExactKL, TokenScores
+    from covey.pytorch.logprobs import ReferenceDistribution, TokenScores
     from covey.rollout.learning import Weights
     from covey.rollout.packing import Pack
     from covey.rollout.walking import Piece
@@ -58,6 +58,8 @@ class Policy:
         folder: with its config and safetensors, or its hub id; None = there is none.
         reference: see `Reference`.
         teacher: other weights that score what was sampled; None = there are none.
+        network: another network in their place; None = there is none.
+        ids: of the vocabulary these first ones are scored alone; None = all.
         prefix_sharing_obstacle: why prompts are not shared when scoring, or None when they are.
         fused_obstacle: why the fused layers are not used, or None when they are.
         rows_apart: rows of different lengths may not be run together, not even padded.
@@ -67,6 +69,8 @@ class Policy:
 
     in_shards = False
     teacher: Reference | None = None
+    network: Policy | None = None
+    ids: int | None = None
 
     def __init__(self, held: PackedModel, reference: Reference, host: HostMemory | None = None) -> None:
         """A policy of these parts; `load` makes them."""
@@ -191,9 +195,10 @@ class Policy:
         reference: bool = False,
         entropy: bool = False,
         entropy_grad: bool = False,
+        states: bool = False,
         supports: Support | None = None,
-        exact_kl: ExactKL | None = None,
-        paths: Paths | None = None,
+        compared: ReferenceDistribution | None = None,
+        path: TreePath | None = None,
     ) -> TokenScores:
         """Score the U targets of a pack, in its order, under the sampling distribution.
 
@@ -203,39 +208,48 @@ class Policy:
             reference: score under the reference policy, without gradients.
             entropy: return entropies too.
             entropy_grad: make them differentiable.
+            states: return the hidden states too, without gradients.
             supports: kept ids of each target (`pack.support(episodes)`).
-            exact_kl: return the exact divergence from the reference too; runs the reference once.
-            paths: what the pieces before a piece have left.
+            compared: return the divergence from it too; its `logits` None = of the policy's own head.
+            path: what the pieces before a piece have left.
 
         Returns differentiable scores `[U]`; under `torch.no_grad()` nothing is kept for a backward pass.
         """
         if reference:
             with self.reference.active():
-                return self.score(pack, temperature=temperature, entropy=entropy, supports=supports, paths=paths)
-        compared = None
-        if exact_kl is not None:
-            with self.reference.active():
-                hidden = self.held.hidden(pack, None if paths is None else paths.reference).detach()
-                compared = logprobs.ReferenceDistribution(
-                    hidden, self._reference_logits(self.held.head().frozen()), exact_kl
-                )
-        return logprobs.score_tokens(
-            self.held.hidden(pack, None if paths is None else paths.own),
+                how: dict[str, Any] = {"states": states, "supports": supports, "path": path}
+                return self.score(pack, temperature=temperature, entropy=entropy, **how)
+        if compared is not None and compared.logits is None:
+            compared = replace(compared, logits=self.head().frozen().logits)
+        hidden = self.held.hidden(pack, path)
+        found = logprobs.score_tokens(
+            hidden,
             torch.from_numpy(pack.targets).to(self.device),
-            self.held.head(),
+            self.head(),
             temperature=temperature,
             entropy=entropy,
             entropy_grad=entropy_grad,
             support=supports,
             reference=compared,
         )
+        return replace(found, hidden=hidden.detach()) if states else found
 
-    def _reference_logits(self, head: Head) -> Callable[[Tensor], Tensor]:
-        if head.weight is not None:
-            return head.logits  # bound to the reference's weights as they are now
+    def head(self) -> Head:
+        """The output head, of the `ids` that are scored."""
+        head = self.held.head()
+        return head if self.ids is None else head.first(self.ids)
+
+    def head_under(self, other: Reference | None) -> Callable[[Tensor], Tensor] | None:
+        """States `[c, d]` -> logits `[c, V]` by the head with other weights, None = the policy's, as they are now."""
+        own, active = self.head(), nullcontext if other is None else other.active
+        with active():
+            head = own.frozen()
+        if own.weight is not None and head.weight is not None:
+            trained = own.weight.requires_grad or (own.bias is not None and own.bias.requires_grad)
+            return (head.copied() if trained else head).logits
 
         def logits(hidden: Tensor) -> Tensor:
-            with self.reference.active():
+            with active():
                 return head.logits(hidden)
 
         return logits

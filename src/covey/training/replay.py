@@ -40,7 +40,9 @@ from covey.training.checkpoint import (
 from covey.training.schedule import Elapsed, TrainerState
 from covey.training.step import scorer, step_batch, step_update
 from covey.training.tables import StoredStep, read_step
+from covey.training.teaching import make_teacher
 from covey.training.update import Update
+from covey.types import Teacher
 
 EXACT, ALIKE, HALF = 1e-6, 1e-3, 3e-2
 """Tolerances: of what the same program computes on the same machine; of what another one does, in float32; and with
@@ -283,7 +285,7 @@ class _Rerun:
             reward_weights=config.rewards.reward_weights or [1.0] * len(stored.groups[0].reward_parts),
             has_answer=stored.has_answer,
             score=scorer(self.learner, phase.temperature),
-            teacher=None if (said := stored.taught) is None else lambda groups, batch: said,
+            teacher=self._teacher(stored, config, phase.temperature),
         )
         length = setup.run_length(config, plan, stored.facts.prompts)
         done = step_update(self.learner, batch, config, phase, length, self.state, None)
@@ -291,6 +293,19 @@ class _Rerun:
         self.state.policy_version += done.optimizer_steps
         self.state.global_step += 1
         return done
+
+    def _teacher(self, stored: StoredStep, config: GRPOConfig, temperature: float) -> Teacher | None:
+        """What the teacher said is stored; its whole distributions are not, and are computed again."""
+        how, said = config.algorithm.teacher, stored.taught
+        if how is None or how.term is None or how.term.estimator != "exact":
+            return None if said is None else lambda groups, batch: said
+        if how.context != "none":
+            raise RunFolderError(
+                f"step {stored.facts.step} was trained on the teacher's distributions over the vocabulary, with "
+                f"algorithm.teacher.context={how.context!r}: neither they nor the contexts are stored, so that it "
+                "cannot be replayed; a run with context none can be, or with another estimator than exact"
+            )
+        return make_teacher(config, self.policy, self.learner, temperature)
 
 
 # ---------------------------------------------------------------------- comparing

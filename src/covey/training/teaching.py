@@ -1,4 +1,4 @@
-"""The teacher of a run: other weights of the policy's network, which score views of the rows."""
+"""The teacher of a run: other weights of the policy's network, or another network, which score views of the rows."""
 
 from __future__ import annotations
 
@@ -18,26 +18,31 @@ from covey.types import Batch, Group, Taught, Teacher
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SelfTeacher:
-    """The policy's own network, with the weights that `algorithm.teacher.weights` says; a `Teacher`."""
+class OwnTeacher:
+    """The network that `algorithm.teacher.weights` says, in the learner's process; a `Teacher`."""
 
     views: Views
     learner: Learner
     temperature: float
     live: bool
+    states: bool
 
     def __call__(self, groups: Sequence[Group], batch: Batch) -> Taught:
         """Log-probabilities under the sampling distribution's temperature and kept ids."""
         began = time.perf_counter()
         views, too_long = self.views(groups)
         rows = np.array([n for n, view in enumerate(views) if view is not None], np.int64)
-        found = np.full(batch.mask.shape, np.nan, np.float32)
+        found, states = np.full(batch.mask.shape, np.nan, np.float32), None
         if len(rows):
             seen = tuple(view or own for view, own in zip(views, batch.episodes, strict=True))
             asked = replace(batch, episodes=seen)
-            scores = self.learner.scores(asked, rows, temperature=self.temperature, teacher=not self.live)[0]
+            how: dict[str, Any] = {"temperature": self.temperature}
+            if self.states:
+                scores, states = self.learner.states(asked, rows, whose="policy" if self.live else "teacher", **how)
+            else:
+                scores = self.learner.scores(asked, rows, teacher=not self.live, **how)[0]
             found[rows] = np.where(batch.sampled[rows], scores[rows], np.nan)
-        return Taught(found, too_long, time.perf_counter() - began)
+        return Taught(found, too_long, time.perf_counter() - began, states)
 
 
 def make_teacher(config: GRPOConfig, policy: Any, learner: Learner, temperature: float) -> Teacher | None:
@@ -50,4 +55,7 @@ def make_teacher(config: GRPOConfig, policy: Any, learner: Learner, temperature:
     def render(content: Any) -> Any:
         return tokenize_prompt(content, policy.tokenizer, kwargs)
 
-    return SelfTeacher(Views(how, render, policy.context_length), learner, temperature, how.weights == "live")
+    network = getattr(policy, "network", None)
+    longest = min(policy.context_length, policy.context_length if network is None else network.context_length)
+    states = how.term is not None and how.term.estimator == "exact"
+    return OwnTeacher(Views(how, render, longest), learner, temperature, how.weights == "live", states)

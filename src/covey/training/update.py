@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from covey.algorithms import Objective, mean_metrics
 from covey.algorithms.masks import masks_by_policy, policy_masks
 from covey.config.algorithm import AlgorithmConfig
-from covey.rollout.learning import FloatNT, Gradients, Learner, rows_with_gradient
+from covey.rollout.learning import FloatNT, Gradients, Learner, rows_with_gradient, teacher_logprobs
 from covey.training.schedule import TrainerState
-from covey.types import Batch, BoolArray
+from covey.types import Batch, BoolArray, States
 
 Rows = NDArray[np.int64] | None
 """Of a batch; None = all."""
@@ -81,6 +81,7 @@ class _Views:
         self.selected: BoolArray | None = None
         self.old: FloatNT | None = None
         self.reference: FloatNT | None = None
+        self.states: States | None = None
         drift = algorithm.reference_drift
         self._ask = masks_by_policy(algorithm) or self.objective.loss.select is not None
         self._entropies = algorithm.masks_by_entropy or self.objective.loss.entropy
@@ -92,11 +93,16 @@ class _Views:
             # What looks at the policy is taken over all rows of the step, tied groups too.
             self.rows = np.union1d(self.rows, np.flatnonzero(batch.mask.any(axis=1)))
         self._score = partial(learner.scores, batch, self.rows, temperature=temperature)
+        self._learner, self._temperature = learner, temperature
         self._now: tuple[FloatNT | None, FloatNT | None] = (None, None)
 
     def score_reference(self) -> None:
         """Under the reference, where anything asks for it."""
-        if self.objective.estimates_kl or self.algorithm.reference_drift is not None:
+        if self.objective.vocabulary_kl is not None:
+            self.reference, self.states = self._learner.states(
+                self.batch, self.rows, temperature=self._temperature, whose="reference"
+            )
+        elif self.objective.estimates_kl or self.algorithm.reference_drift is not None:
             self.reference, _ = self._score(reference=True)
 
     def score_old(self, parts: int) -> dict[str, float]:
@@ -174,6 +180,7 @@ def update(
     result.metrics |= views.score_old(len(parts))
     passes: list[dict[str, float]] = []
     masks: list[dict[str, float]] = []
+    taught: dict[str, list[float]] = {}
     tokens: Counter[str] = Counter()
     for number, learning_rate in enumerate(rates):
         part = parts[number % len(parts)]
@@ -193,6 +200,8 @@ def update(
         if number == 0:
             result.metrics |= views.told_by(done, alone=len(parts) == 1)
         passes.append(_pass_metrics(done.gradients, norm, algorithm, state))
+        for name, value in _taught_metrics(done).items():
+            taught.setdefault(name, []).append(value)
         if done.gradients.tokens is not None:
             tokens.update({f"tokens/{kind}": count for kind, count in asdict(done.gradients.tokens).items()})
         scale = getattr(learner, "loss_scale", None)  # of PyTorch's learner, where there is float16
@@ -208,6 +217,7 @@ def update(
         result.optimizer_steps += 1
     if not passes and not result.skipped:
         result.skipped = _why_nothing(views.masked)
+    result.metrics |= {name: float(np.mean(values)) for name, values in taught.items()}
     result.metrics |= {"loss": 0.0, "grad_norm": 0.0} | _of_all_passes(passes) | _means(masks) | tokens
     if views.objective.beta and "kl" in result.metrics:
         result.metrics["kl_penalty"] = views.objective.beta * result.metrics["kl"]
@@ -233,6 +243,8 @@ def _pass(
         "selected": _at(views.selected, part),
         "entropy_coef": algorithm.entropy_weight(state.entropy_coef, state.last_entropy),
     }
+    if views.states is not None:
+        options["states"] = replace(views.states, place=_at(views.states.place, part))
     gradients = learner.forward_backward(trained, rows, views.objective, **options)
     return Pass(number, part, trained, rows, views.objective, gradients, options)
 
@@ -249,6 +261,16 @@ def _pass_metrics(
     if state.entropy_coef is not None:
         found["entropy_coef"] = state.entropy_coef
     return found
+
+
+def _taught_metrics(done: Pass) -> dict[str, float]:
+    """Of one pass, where the teacher's distributions were compared with the policy's; the means are over tokens."""
+    over = {"teacher/divergence": done.gradients.divergence, "teacher/mass": done.gradients.mass}
+    said = teacher_logprobs(done.batch, done.objective)
+    there = None if said is None else np.isfinite(said) & done.batch.mask & done.gradients.scored
+    if there is None or not there.any():
+        return {}
+    return {name: float(values[there].mean()) for name, values in over.items() if values is not None}
 
 
 def _own_rows(batch: Batch) -> Rows:

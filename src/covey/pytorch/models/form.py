@@ -377,3 +377,14 @@ class Head:
         weight = None if self.weight is None else self.weight.detach()
         bias = None if self.bias is None else self.bias.detach()
         return Head(weight, bias, self.scale, self.softcap, self.module)
+
+    def copied(self) -> Head:
+        """The same head on a copy of its weights: training does not reach it."""
+        weight, bias = (None if x is None else x.clone() for x in (self.weight, self.bias))
+        return Head(weight, bias, self.scale, self.softcap, self.module)
+
+    def first(self, ids: int) -> Head:
+        """The head of the first ids of the vocabulary. Raises `ModelError`: it can only be called."""
+        if self.weight is None:
+            raise ModelError(f"{type(self.module).__name__}: an output head of which no part can be taken")
+        return Head(self.weight[:ids], None if self.bias is None else self.bias[:ids], self.scale, self.softcap)
