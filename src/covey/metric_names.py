@@ -118,8 +118,7 @@ tools/failure_frequency | fraction | tool calls that raised, named no tool or co
 teacher/kl | nats | minus the mean of the teacher's log-probability minus the sampler's, over tokens with a teacher: an
     estimate of KL(policy, teacher) that may be below 0; only with algorithm.teacher, as all of teacher/
 teacher/k3 | nats | the same KL by the estimator k3, never below 0
-teacher/divergence | nats | mean divergence from the teacher over tokens with one; only with teacher.use = loss over the
-    vocabulary, in the step's passes
+teacher/divergence | nats | of the policy from the teacher over the vocabulary, mean over tokens; with use = loss
 teacher/mass | fraction | the teacher's probability of the top_k ids that are compared, mean over these tokens
 teacher/disagreement | fraction | tokens that the teacher finds less likely than the sampler
 teacher/rows | fraction | completions with a teacher

@@ -150,8 +150,13 @@ def test_half_precision_stays_close() -> None:
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in policy.trainable_parameters())
 
 
+def by_reference(policy: Policy, **how: Any) -> Any:
+    with policy.reference.active():
+        return policy.score(PACK, **how)
+
+
 def exact_kl(policy: Policy, kind: Any = "exact", **how: Any) -> torch.Tensor:
-    hidden, logits = policy.score(PACK, reference=True, states=True).hidden, policy.head_under(policy.reference)
+    hidden, logits = by_reference(policy, states=True).hidden, policy.head_under(policy.reference)
     return policy.score(PACK, compared=ReferenceDistribution(hidden, logits, kind), **how).exact_kl
 
 
@@ -162,7 +167,7 @@ def test_the_reference_is_the_starting_policy(use_peft: bool) -> None:
     assert exact_kl(policy).abs().max() < 1e-5
     fill(policy, 3)
     assert not torch.allclose(policy.score(PACK).logp, start, atol=0.1)
-    reference = policy.score(PACK, reference=True)
+    reference = by_reference(policy)
     torch.testing.assert_close(reference.logp, start, rtol=1e-5, atol=1e-5)
     assert not reference.logp.requires_grad
 
@@ -313,7 +318,7 @@ def test_a_saved_adapter_is_peft_s_own_a_saved_model_transformers_and_a_policy_s
     continued = Policy.load(tiny_model("llama"), tiny_tokenizer(), adapter=adapter)
     assert torch.equal(continued.score(PACK).logp, start)
     fill(continued, 5)
-    torch.testing.assert_close(continued.score(PACK, reference=True).logp, start, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(by_reference(continued).logp, start, rtol=1e-5, atol=1e-5)
 
 
 def plain_of(family: str, policy: Policy) -> Any:

@@ -58,10 +58,10 @@ class Objective:
         lookup({**KL_ESTIMATORS, **VOCABULARY_KL}, self.kl_estimator, "kl_estimator")
         lookup(RATIOS, self.kl_ratio or "token", "kl_ratio")
         if self.distils_vocabulary and self.vocabulary_kl is not None:
-            raise ConfigError(
-                f"kl_estimator={self.kl_estimator!r} with a teacher's loss over the vocabulary: one of them is served; "
-                "set kl_estimator to k3 or another of the sampled token, beta to 0, or teacher.estimator to k3_unbiased"
+            said = (
+                f"kl_estimator={self.kl_estimator!r} with a teacher's loss over the vocabulary: one of them is served"
             )
+            raise ConfigError(f"{said}; set kl_estimator to k3, beta to 0, or teacher.estimator to k3_unbiased")
         if not self.beta >= 0:
             raise ConfigError(f"beta={self.beta}: it would reward leaving the reference; choose 0 or more")
 
@@ -231,8 +231,8 @@ def policy_loss(
         selected: `[N, T]` these rows of the choice of `Objective.select`.
         entropy_coef: weight of the entropy bonus in this step; None = the objective's.
         entropy_weights: `[N, T]` of the entropy, for `entropy_by_token`.
-        teacher: `[N, T]` log-probabilities under the teacher, NaN where there is none, for its term. The divergence
-            over the vocabulary is then `kl`. Weights and mask are those of the KL.
+        teacher: `[N, T]` log-probabilities under the teacher, NaN where there is none. For its term, which has the KL's
+            mask and weights, `kl` is the divergence over the vocabulary.
 
     Raises:
         ConfigError: `ref`, `kl`, `entropy` or `selected` is needed and missing; or the loss does not return `[N, T]`.
@@ -240,13 +240,12 @@ def policy_loss(
     xp = array_namespace(logp)
     mask = as_mask(mask)
     kl_mask, kl_weights = (mask, weights) if kl_weights is None else (kl_weights > 0, kl_weights)
-    distance = None
-    if teacher is not None and (how := objective.teacher) is not None:
+    distance, taught = None, objective.teacher
+    if teacher is not None and taught is not None:
         there = kl_mask & xp.isfinite(teacher)
-        if how.estimator != "exact":
-            values = (masked(x, there) for x in (logp, teacher, old))
-            distance = masked(KL_ESTIMATORS[how.estimator](*values), there)
-            distance = distance if correction is None else distance * masked(correction, there)
+        if taught.estimator != "exact":
+            distance = KL_ESTIMATORS[taught.estimator](*(masked(x, there) for x in (logp, teacher, old)))
+            distance = masked(distance if correction is None else distance * masked(correction, there), there)
         elif kl is not None:
             distance, kl = masked(kl, there), None
         elif bool(xp.any(there)):
@@ -274,10 +273,9 @@ def policy_loss(
         "clip_region_sum": surrogate.low | surrogate.high,
         "ratio_sum": surrogate.ratio,
     }
-    loss = policy if objective.teacher is None else objective.teacher.task_coef * policy
-    if distance is not None and objective.teacher is not None:
-        of_kl = xp.astype(masked(kl_weights, kl_mask), logp.dtype)
-        loss = loss + objective.teacher.coef * xp.sum(of_kl * distance)
+    loss = policy if taught is None else taught.task_coef * policy
+    if distance is not None and taught is not None:
+        loss = loss + taught.coef * xp.sum(xp.astype(masked(kl_weights, kl_mask), logp.dtype) * distance)
     if divergence is not None:
         sums["kl_sum"] = divergence
         if correction is not None and objective.kl_estimator in OFF_POLICY_KL:

@@ -87,6 +87,11 @@ class TeacherConfig(Section, frozen=True):
         return Distillation(**{name: getattr(self, name) for name in named}, skip=self.skip_tokens)
 
     @property
+    def over_vocabulary(self) -> bool:
+        """True where the teacher's whole distributions are needed."""
+        return self.use == "loss" and self.estimator == "exact"
+
+    @property
     def is_network(self) -> bool:
         """True for a model beside the policy's."""
         return self.weights not in OWN_WEIGHTS and not os.path.isfile(os.path.join(self.weights, "adapter_config.json"))
@@ -109,10 +114,7 @@ class TeacherConfig(Section, frozen=True):
                 "difference of sampler and trainer; set context, or weights to ema, base or an adapter's folder"
             )
         if self.weights.startswith(("/", ".", "~")) and not os.path.exists(os.path.expanduser(self.weights)):
-            yield (
-                f"weights={self.weights!r}: there is no such file or folder; give ema, base, live, the folder of an "
-                "adapter or of a model, or a hub id"
-            )
+            yield f"weights={self.weights!r}: there is no such file or folder; give one, a hub id, ema, base or live"
         if self.template is not None and (self.context == "none" or "{context}" not in self.template):
             yield f"template={self.template!r:.80}: needs {{context}} in it, and a context to put there; set context"
         if self.discount and self.use not in ("sum", "position"):
@@ -123,15 +125,8 @@ class TeacherConfig(Section, frozen=True):
             yield f"clip={self.clip} with use='loss': it has no effect; remove it"
         if self.estimator in _REFUSED:
             yield f"estimator={self.estimator!r}: as a loss {_REFUSED[self.estimator]}"
-        vocabulary = {"beta": self.beta, "top_k": self.top_k, "tail": self.tail}
-        for name, value in ({} if self.use == "loss" else {"estimator": self.estimator, **vocabulary}).items():
-            if value != type(self).model_fields[name].default:
-                yield f"{name}={value!r} with use={self.use!r}: it has no effect; set use to loss"
-        for name, value in ({} if self.estimator == "exact" else vocabulary).items():
-            if value != type(self).model_fields[name].default:
-                yield f"{name}={value!r} with estimator={self.estimator!r}: it has no effect; set estimator to exact"
+        for name in ("estimator",) * (self.use != "loss") + ("beta", "top_k", "tail") * (not self.over_vocabulary):
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                yield f"{name}={value!r}: no effect; set use to loss{', estimator to exact' * (name != 'estimator')}"
         if not self.tail and self.top_k < 2:
-            yield (
-                f"tail=False with top_k={self.top_k}: renormalised over one id nothing differs, and over all ids there "
-                "is no tail; set top_k to 2 or more, or tail to true"
-            )
+            yield f"tail=False with top_k={self.top_k}: compares nothing; set top_k to 2 or more, or tail to true"

@@ -27,7 +27,7 @@ from covey.pytorch.learner import Learner
 from covey.pytorch.passes import is_out_of_memory
 from covey.rollout.learning import FloatNT, Gradients
 from covey.rollout.packing import Pack
-from covey.types import Batch, States
+from covey.types import Batch
 
 log = logging.getLogger(__name__)
 
@@ -132,10 +132,6 @@ class LeadingLearner:
 
     def scores(self, batch: Batch, rows: NDArray[np.int64], **settings: Any) -> tuple[FloatNT, FloatNT | None]:
         found: tuple[FloatNT, FloatNT | None] = self._together("scores", batch, rows, **settings)
-        return found
-
-    def states(self, batch: Batch, rows: NDArray[np.int64], **settings: Any) -> tuple[FloatNT, States]:
-        found: tuple[FloatNT, States] = self._together("states", batch, rows, **settings)
         return found
 
     def forward_backward(

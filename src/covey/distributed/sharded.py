@@ -10,7 +10,7 @@ small pack, before and after sharding (`Probe`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -108,9 +108,8 @@ class ShardedPolicy(Policy):
         self.ranks, self._mesh = ranks, mesh
         self._root = wrap(self, mesh)
 
-    def score(self, pack: Pack | Piece, *, reference: bool = False, **settings: Any) -> TokenScores:
-        with self.reference.active() if reference else nullcontext():
-            return TokenScores(*self._root(pack, settings))
+    def score(self, pack: Pack | Piece, **settings: Any) -> TokenScores:
+        return TokenScores(*self._root(pack, settings))
 
     def head_under(self, other: Reference | None) -> None:
         """The policy's own, within its pass: a reference has no other, and outside no rank has a whole one."""

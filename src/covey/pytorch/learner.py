@@ -1,38 +1,51 @@
-"""The PyTorch learner: log-probabilities (`scoring`), gradients of a whole optimiser step, and the optimiser.
+"""The PyTorch learner: log-probabilities, gradients of a whole optimiser step, and the optimiser.
 
-A step is split into packs. Token weights carry the denominators of the whole step (`covey.algorithms.aggregation`), so
-the split changes memory and time, never the gradient. When memory runs out the budget is halved and the same step is
+A step is split into packs of at most `tokens_per_micro_batch` tokens, or on a CPU into smaller ones that run side by
+side (`map_in_threads`). A tree of sequences that is larger, and would repeat much where it is cut, is walked piece by
+piece (`pack_loss`). Token weights carry the denominators of the whole step (`covey.algorithms.aggregation`), so the
+split changes memory and time, never the gradient. When memory runs out the budget is halved and the same step is
 computed again from zero gradients.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from covey.algorithms import Correction, LossTerms, Objective, add_metrics
-from covey.errors import ConfigError
-from covey.pytorch.gradient_sum import Share
+from covey.errors import ConfigError, ModelError
+from covey.pytorch.attention.tree_layout import TreePath
+from covey.pytorch.gradient_sum import Alone, Share
+from covey.pytorch.logprobs import ReferenceDistribution, TokenScores
 from covey.pytorch.optimizers import LossScale, make_optimizer, optimizer_tensors, restore_optimizer, step_in_slices
-from covey.pytorch.pack_loss import StepLoss, walk_gradient
-from covey.pytorch.passes import map_in_threads
+from covey.pytorch.pack_loss import StepLoss, walk_gradient, walk_scores
+from covey.pytorch.passes import map_in_threads, within_memory
 from covey.pytorch.policy import Policy
-from covey.pytorch.scoring import Scorer, numbers
 from covey.rollout.learning import FloatNT, Gradients, loss_weights, teacher_logprobs
-from covey.rollout.packing import Pack, count_tokens
-from covey.types import Batch, BoolArray, States
+from covey.rollout.packing import Pack, count_tokens, pack_episodes
+from covey.rollout.walking import Piece, pieces_of
+from covey.types import Batch, BoolArray, Episode, States
 
 log = logging.getLogger(__name__)
 
+Kept = TypeVar("Kept")
 
-class Learner(Scorer):
+_LANES = 2
+"""Micro-batches side by side on a CPU."""
+_REPEATED = 1.02
+"""Tokens that packs repeat may add this much work, or a tree is not cut but walked."""
+
+
+class Learner:
     """Trains a `Policy` with AdamW.
 
     Attributes:
@@ -63,8 +76,10 @@ class Learner(Scorer):
         results would depend on the number of threads that lanes set for all. `share` says which packs of a step are
         this process's, and adds up with others; all, unless there are others.
         """
-        super().__init__(policy, tokens_per_micro_batch=tokens_per_micro_batch, side_by_side=side_by_side, share=share)
-        self.max_grad_norm, self.loss_scale, self.steps = max_grad_norm, loss_scale, 0
+        self.policy, self.loss_scale = policy, loss_scale
+        self._side_by_side, self._share = side_by_side, share or Alone()
+        self.max_grad_norm, self.tokens_per_micro_batch, self.steps = max_grad_norm, tokens_per_micro_batch, 0
+        self._heads: dict[str, Any] = {}
         groups = policy.parameter_groups(learning_rate, embedding_lr, weight_decay)
         self.optimizer = make_optimizer(optimizer, groups, betas=betas, epsilon=epsilon, device=policy.device)
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -87,6 +102,58 @@ class Learner(Scorer):
         self.optimizer, self._scheduler, self._host = optimizer, scheduler, None
         self._base_rates = [group["lr"] for group in optimizer.param_groups]
 
+    @torch.no_grad()
+    def scores(
+        self,
+        batch: Batch,
+        rows: NDArray[np.int64],
+        *,
+        temperature: float,
+        reference: bool = False,
+        teacher: bool = False,
+        entropy: bool = False,
+        states: bool = False,
+    ) -> tuple[FloatNT, Any]:
+        """Log-probabilities of the rows' sampled tokens, `[N, T]`, 0 elsewhere; and entropies, or states, if asked for.
+
+        They are the policy's, or with `reference` or `teacher` those of the policy's reference or teacher. For `States`
+        the learner keeps the head as it is now.
+        """
+        policy, whose = self.policy, "reference" if reference else "teacher" if teacher else "policy"
+        if teacher and policy.network is not None:
+            here = copy.copy(self)  # whose packs are those of the other network
+            here.policy = policy.network
+            return here.scores(batch, rows, temperature=temperature, teacher=True, entropy=entropy, states=states)
+        other = {"reference": policy.reference, "teacher": policy.teacher, "policy": None}[whose]
+        asked: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "states": states}
+
+        @torch.no_grad()
+        def score(pack: Pack) -> list[Any]:
+            if self._is_walked(pack):
+                found = self._walk(pack, batch.episodes, partial(walk_scores, pack=pack), **asked)
+            else:
+                found = policy.score(pack, supports=pack.support(batch.episodes), **asked).known()
+            return [*map(_numbers, found[: 1 + entropy]), *(hidden.cpu() for hidden in found[1 + entropy :])]
+
+        def run() -> tuple[FloatNT, Any]:
+            wholes = np.zeros((1 + entropy, *batch.mask.shape), np.float32)
+            place, hidden = np.full(batch.mask.shape, -1), [torch.zeros(0)]
+            packs, lanes = self._packs(batch.episodes, rows)
+            with nullcontext() if other is None else other.active():  # for all lanes at once
+                found = self._share.map(lambda packs: map_in_threads(score, packs, lanes), packs)
+                for pack, own in zip(packs, found, strict=True):
+                    for values, whole in zip(own, wholes, strict=False):
+                        pack.put(values[pack.pair], whole)
+                    if states:
+                        pack.put(sum(map(len, hidden)) + pack.pair, place)
+                        hidden.append(own[-1])
+            if not states:
+                return wholes[0], wholes[1] if entropy else None
+            self._heads[whose] = policy.head_under(other)
+            return wholes[0], States(torch.cat([*hidden[1:], torch.zeros_like(hidden[-1][:1])]), place, whose)
+
+        return self._within_memory(run)
+
     def forward_backward(
         self,
         batch: Batch,
@@ -100,7 +167,6 @@ class Learner(Scorer):
         correction: Correction | None = None,
         selected: BoolArray | None = None,
         entropy_coef: float | None = None,
-        states: States | None = None,
     ) -> Gradients:
         """Accumulate the gradient of the whole step in the policy's parameters.
 
@@ -117,7 +183,6 @@ class Learner(Scorer):
                 against `trainer_old`, else against the sampler's.
             selected: `[N, T]` what `objective.select` chose in the whole step.
             entropy_coef: weight of the entropy bonus where it is another one in each step.
-            states: the reference's hidden states, for a KL over the vocabulary; None = they are computed here.
 
         With `correction` the old policy of the ratio, and of its clip, is the one before the first pass, also for a
         stale batch, which older weights have sampled; the factor `min(exp(trainer_old - sampler's), cap)` leads from
@@ -125,24 +190,22 @@ class Learner(Scorer):
         """
         scoring: dict[str, Any] = {"temperature": temperature, "entropy": True}
         scoring["entropy_grad"] = objective.differentiates_entropy
-        kind: Any = objective.vocabulary_kl
-        if kind is not None and states is None:
-            _, states = self.states(batch, rows, temperature=temperature, whose="reference")
-        elif objective.distils_vocabulary:
-            kind, states = objective.teacher, None if batch.teacher is None else batch.teacher.states
-            said = teacher_logprobs(batch, objective)
-            if states is not None and said is not None:  # nothing is compared where the term has no token
-                states = replace(states, place=np.where(np.isfinite(said), states.place, -1))
-        if states is not None and (states.place[rows] < 0).all():
-            states = None
+        how: tuple[Any, ...] = (objective.vocabulary_kl,)
+        states: States | None = None
+        if objective.vocabulary_kl is not None:
+            states = self.scores(batch, rows, temperature=temperature, reference=True, states=True)[1]
+        elif objective.distils_vocabulary and batch.teacher is not None and batch.teacher.states is not None:
+            said, states, how = teacher_logprobs(batch, objective), batch.teacher.states, ("exact", objective.teacher)
+            # nothing is compared where the term has no token
+            states = replace(states, place=np.where(np.isfinite(cast(Any, said)), states.place, -1))
+            states = None if (states.place[rows] < 0).all() else states
         weights, device = loss_weights(batch, objective, max_completion_length), self.policy.device
         loss = StepLoss(batch, objective, *weights, device, reference, trainer_old, correction, selected, entropy_coef)
         parameters, scale = self.policy.trainable_parameters(), self._scale
 
         def accumulate() -> Gradients:
             self.optimizer.zero_grad(set_to_none=True)
-            over_k = states is not None and objective.distils_vocabulary and kind.top_k > 0
-            kept = np.zeros((2 + (states is not None) + over_k, *batch.mask.shape), np.float32)
+            kept = np.zeros((2 if states is None else 4, *batch.mask.shape), np.float32)
             scored = np.zeros(batch.mask.shape, np.bool_)
             # a head that is no matrix needs the other weights in the model
             alone = states is not None and self.policy.held.head().weight is None
@@ -152,7 +215,10 @@ class Learner(Scorer):
             total = self._share.sum(parameters, len(packs), side_by_side=lanes > 1)
 
             def gradient(pack: Pack) -> tuple[torch.Tensor, list[LossTerms], Sequence[torch.Tensor | None]]:
-                compared = None if states is None else self._compared(pack, states, kind)
+                compared = None
+                if states is not None:
+                    place = torch.from_numpy(states.place[pack.rows[pack.row[pack.first]], pack.column[pack.first]])
+                    compared = ReferenceDistribution(states.hidden[place], self._heads[states.whose], *how)
                 if self._is_walked(pack):
                     walk = partial(walk_gradient, pack=pack, loss=loss, scale=scale)
                     values, terms = self._walk(pack, batch.episodes, walk, compared, **scoring)
@@ -166,7 +232,7 @@ class Learner(Scorer):
             def add(packs: Sequence[Pack]) -> Iterator[tuple[NDArray[np.float32], dict[str, float]]]:
                 for own, terms, grads in map_in_threads(gradient, packs, lanes):
                     total.add(grads)
-                    yield numbers(own), _added([part.metrics for part in terms])
+                    yield _numbers(own), _added([part.metrics for part in terms])
 
             parts = []
             for pack, (own, metrics) in zip(packs, self._share.map(add, packs), strict=True):
@@ -175,11 +241,10 @@ class Learner(Scorer):
                     pack.put(values[pack.pair], whole)
                 pack.put(np.ones(pack.num_targets, np.bool_), scored)
             total.finish()
-            logp, uncertainty, *over = kept
             names = ("divergence", "mass") if objective.distils_vocabulary else ("kl",)
-            found = dict(zip(names, over, strict=False))
+            found = dict(zip(names, kept[2:], strict=False))
             tokens = count_tokens(batch.episodes, rows, sum(map(self._size, packs)))
-            return Gradients(_added(parts), logp, scored, uncertainty, tokens=tokens, **found)
+            return Gradients(_added(parts), kept[0], scored, kept[1], tokens=tokens, **found)
 
         def run() -> Gradients:
             self.policy.train()
@@ -196,7 +261,7 @@ class Learner(Scorer):
     def gradient(self) -> dict[str, NDArray[np.float32]]:
         """The gradient that `forward_backward` has left, by the parameters' names; without those that have none."""
         return {
-            name: numbers(parameter.grad.detach() / self._scale)
+            name: _numbers(parameter.grad.detach() / self._scale)
             for name, parameter in self.policy.named_trainable_parameters()
             if parameter.grad is not None
         }
@@ -259,6 +324,72 @@ class Learner(Scorer):
     @property
     def _scale(self) -> float:
         return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    def _packs(
+        self, episodes: Sequence[Episode], rows: NDArray[np.int64], *, alone: bool = False
+    ) -> tuple[list[Pack], int]:
+        """Micro-batches, and how many of them run side by side; together these stay within the token budget."""
+        pack = partial(pack_episodes, episodes, rows.tolist(), shared=self.policy.prefix_sharing_obstacle is None)
+        budget = 1 if self.policy.rows_apart else self.tokens_per_micro_batch
+        packs = pack(budget)
+        most = _REPEATED * count_tokens(episodes, rows, 0).unique
+        beside = self._side_by_side and self._share.alone and self.policy.runs_side_by_side and not alone
+        if beside and torch.get_num_threads() >= _LANES:
+            share = max(budget // _LANES, 1)
+            rounds = -(-most // (share * _LANES))
+            for size in (int(1.05 * most / (rounds * _LANES)), share):  # evenly, or else as full as may be
+                smaller = pack(max(min(size, share), 1))
+                sizes = [self._size(each) for each in smaller]
+                if len(smaller) >= _LANES and max(sizes) * _LANES <= budget and sum(sizes) <= most:
+                    return smaller, _LANES
+        if self._share.alone and self.policy.can_walk and sum(map(self._size, packs)) > most:
+            packs = pack(budget, whole_trees=True)
+        return packs, 1
+
+    def _size(self, pack: Pack) -> int:
+        """Tokens that a pack takes."""
+        return pack.num_tokens if self.policy.prefix_sharing_obstacle is None else pack.num_padded
+
+    def _is_walked(self, pack: Pack) -> bool:
+        """Whether a pack is a tree that was not cut."""
+        too_large = pack.num_tokens > self.tokens_per_micro_batch and len(pack.branches) > 1
+        return too_large and self._share.alone and self.policy.can_walk
+
+    def _walk(
+        self,
+        pack: Pack,
+        episodes: Sequence[Episode],
+        walk: Callable[..., Kept],
+        compared: ReferenceDistribution | None = None,
+        **options: Any,
+    ) -> Kept:
+        """Walk a pack's pieces, each scored on the path that it hangs on."""
+        pieces, support = pieces_of(pack, self.tokens_per_micro_batch), pack.support(episodes)
+        path = TreePath(int(pack.position_ids.max()) + 1)
+
+        def score(piece: Piece) -> TokenScores:
+            own = None if support is None else support.take(piece.scored)
+            against = compared and replace(compared, hidden=compared.hidden[torch.from_numpy(piece.scored)])
+            return self.policy.score(piece, supports=own, path=path, compared=against, **options)
+
+        return walk(pieces, score=score)
+
+    def _within_memory(self, run: Callable[[], Kept]) -> Kept:
+        return within_memory(run, self._halve)
+
+    def _halve(self, error: BaseException) -> None:
+        if self.tokens_per_micro_batch <= 64:
+            raise ModelError(
+                f"tokens_per_micro_batch={self.tokens_per_micro_batch}: memory runs out even so; use a smaller "
+                "model or shorter completions, or set model.gradient_checkpointing to true"
+            ) from error
+        self.tokens_per_micro_batch //= 2
+        said = "out of memory (%s): the step is computed again with tokens_per_micro_batch=%d; its loss is the same"
+        log.warning(said, str(error).splitlines()[0], self.tokens_per_micro_batch)
+
+
+def _numbers(values: torch.Tensor) -> NDArray[np.float32]:
+    return values.float().cpu().numpy()
 
 
 def _added(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -51,8 +51,7 @@ class StepLoss:
         self, pack: Pack, logp: Tensor, entropy: Tensor | None, exact_kl: Tensor | None, rows: IntArray | None = None
     ) -> LossTerms:
         """The loss of a pack's rows (None = all) and its metrics, which add up over the parts of a step. `logp`,
-        `entropy` and `exact_kl` are `[U]` of its distinct targets: each enters the loss of every row that has it. The
-        last is the divergence from the reference or from the teacher.
+        `entropy` and `exact_kl`, or a teacher's divergence, are `[U]` of its distinct targets, for every row with it.
         """
         view = _RowView(pack, rows, self.device)
         current, mask = view.scatter(logp), view.of(self.batch.mask)

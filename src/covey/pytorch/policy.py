@@ -22,7 +22,6 @@ from covey.adapters import check_fits
 from covey.errors import ModelError
 from covey.files import save_tokenizer
 from covey.functions import later
-from covey.pytorch.models.form import Head
 from covey.pytorch.models.loading import context_length, load_model, says_quantised, trained_dtype
 from covey.pytorch.models.lora import attach, save_adapter
 from covey.pytorch.models.narrow import widen_trained
@@ -59,7 +58,6 @@ class Policy:
         reference: see `Reference`.
         teacher: other weights that score what was sampled; None = there are none.
         network: another network in their place; None = there is none.
-        ids: of the vocabulary these first ones are scored alone; None = all.
         prefix_sharing_obstacle: why prompts are not shared when scoring, or None when they are.
         fused_obstacle: why the fused layers are not used, or None when they are.
         rows_apart: rows of different lengths may not be run together, not even padded.
@@ -70,7 +68,6 @@ class Policy:
     in_shards = False
     teacher: Reference | None = None
     network: Policy | None = None
-    ids: int | None = None
 
     def __init__(self, held: PackedModel, reference: Reference, host: HostMemory | None = None) -> None:
         """A policy of these parts; `load` makes them."""
@@ -192,7 +189,6 @@ class Policy:
         pack: Pack | Piece,
         *,
         temperature: float = 1.0,
-        reference: bool = False,
         entropy: bool = False,
         entropy_grad: bool = False,
         states: bool = False,
@@ -205,7 +201,6 @@ class Policy:
         Args:
             pack: one micro-batch, or a piece of one that is walked.
             temperature: that the tokens were sampled at.
-            reference: score under the reference policy, without gradients.
             entropy: return entropies too.
             entropy_grad: make them differentiable.
             states: return the hidden states too, without gradients.
@@ -215,17 +210,18 @@ class Policy:
 
         Returns differentiable scores `[U]`; under `torch.no_grad()` nothing is kept for a backward pass.
         """
-        if reference:
-            with self.reference.active():
-                how: dict[str, Any] = {"states": states, "supports": supports, "path": path}
-                return self.score(pack, temperature=temperature, entropy=entropy, **how)
         if compared is not None and compared.logits is None:
-            compared = replace(compared, logits=self.head().frozen().logits)
+            compared = replace(compared, logits=self.held.head().frozen().logits)
+        if self.held.ids is not None and (largest := max(pack.token_ids.max(), pack.targets.max())) >= self.held.ids:
+            raise ModelError(
+                f"algorithm.teacher.weights={self.source}: a row has the token id {largest}, and the ids that both "
+                f"networks have end at {self.held.ids - 1}; use a teacher with all of the policy's ids"
+            )
         hidden = self.held.hidden(pack, path)
         found = logprobs.score_tokens(
             hidden,
             torch.from_numpy(pack.targets).to(self.device),
-            self.head(),
+            self.held.head(),
             temperature=temperature,
             entropy=entropy,
             entropy_grad=entropy_grad,
@@ -234,19 +230,13 @@ class Policy:
         )
         return replace(found, hidden=hidden.detach()) if states else found
 
-    def head(self) -> Head:
-        """The output head, of the `ids` that are scored."""
-        head = self.held.head()
-        return head if self.ids is None else head.first(self.ids)
-
     def head_under(self, other: Reference | None) -> Callable[[Tensor], Tensor] | None:
         """States `[c, d]` -> logits `[c, V]` by the head with other weights, None = the policy's, as they are now."""
-        own, active = self.head(), nullcontext if other is None else other.active
+        active = nullcontext if other is None else other.active
         with active():
-            head = own.frozen()
-        if own.weight is not None and head.weight is not None:
-            trained = own.weight.requires_grad or (own.bias is not None and own.bias.requires_grad)
-            return (head.copied() if trained else head).logits
+            head = self.held.head().frozen()
+        if head.weight is not None:
+            return head.logits
 
         def logits(hidden: Tensor) -> Tensor:
             with active():

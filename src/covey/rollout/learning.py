@@ -17,7 +17,7 @@ from covey.errors import GenerationError
 from covey.rollout.drawing import check_settings
 from covey.rollout.packing import TokenCounts
 from covey.rollout.turns import TurnGenerator
-from covey.types import Batch, BoolArray, Generator, SamplingSettings, States
+from covey.types import Batch, BoolArray, Generator, SamplingSettings
 
 FloatNT = NDArray[np.float32]
 
@@ -31,8 +31,8 @@ class Gradients:
     scored: BoolArray  # `[N, T]` the tokens that were
     entropy: FloatNT  # `[N, T]` entropies in nats, likewise
     kl: FloatNT | None = None  # `[N, T]` the KL over the vocabulary, likewise, where the objective has one
-    divergence: FloatNT | None = None  # `[N, T]` that of a teacher
-    mass: FloatNT | None = None  # `[N, T]` the teacher's probability of the k ids that are compared
+    divergence: FloatNT | None = None  # `[N, T]` that of a teacher, likewise
+    mass: FloatNT | None = None  # `[N, T]` the teacher's probability of the ids that are compared
     tokens: TokenCounts | None = None  # what the pass was given and took, where it is known
 
 
@@ -107,11 +107,8 @@ class Learner(Protocol):
         reference: bool = False,
         teacher: bool = False,
         entropy: bool = False,
-    ) -> tuple[FloatNT, FloatNT | None]: ...
-
-    def states(
-        self, batch: Batch, rows: NDArray[np.int64], *, temperature: float, whose: str
-    ) -> tuple[FloatNT, States]: ...
+        states: bool = False,
+    ) -> tuple[FloatNT, Any]: ...
 
     def forward_backward(
         self,
@@ -126,7 +123,6 @@ class Learner(Protocol):
         correction: Correction | None = None,
         selected: BoolArray | None = None,
         entropy_coef: float | None = None,
-        states: States | None = None,
     ) -> Gradients: ...
 
     def optim_step(self, learning_rate: float) -> float: ...

@@ -235,11 +235,8 @@ class Recipe:
         shape, how, teacher = Shape.of(model), config.algorithm.teacher, 0.0
         if how is not None and how.is_network:
             dtype = "bfloat16" if chosen.dtype == "auto" else chosen.dtype
-            trusts = chosen.trust_remote_code
-            other = empty_model(how.weights, dtype=dtype, trust_remote_code=trusts, use_peft=False)
+            other = empty_model(how.weights, dtype=dtype, use_peft=False, trust_remote_code=chosen.trust_remote_code)
             teacher = float(sum(p.nbytes for p in other.parameters()))
-        elif how is not None and not (how.weights == "live" or (how.weights == "base" and chosen.use_peft)):
-            teacher = 4.0 * shape.trained
         return cls(config, shape, is_known(base), teacher)
 
     @property

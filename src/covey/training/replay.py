@@ -279,13 +279,19 @@ class _Rerun:
         plan.restore({"index": facts.phase, "start": start, "learning_rate_factor": facts.learning_rate_factor})
         phase = plan.at(Elapsed())
         self.learner.tokens_per_micro_batch = stored.facts.tokens_per_micro_batch
+        teacher: Teacher | None = None if stored.taught is None else lambda groups, batch: stored.taught
+        if (how := config.algorithm.teacher) is not None and how.over_vocabulary:
+            teacher = make_teacher(config, self.policy, self.learner, phase.temperature)
+            if how.context != "none":
+                said = f"algorithm.teacher.context={how.context!r}: contexts are not stored; replay a run without one"
+                raise RunFolderError(f"step {facts.step} was trained on the teacher's distributions; {said}")
         batch = step_batch(
             stored.groups,
             config,
             reward_weights=config.rewards.reward_weights or [1.0] * len(stored.groups[0].reward_parts),
             has_answer=stored.has_answer,
             score=scorer(self.learner, phase.temperature),
-            teacher=self._teacher(stored, config, phase.temperature),
+            teacher=teacher,
         )
         length = setup.run_length(config, plan, stored.facts.prompts)
         done = step_update(self.learner, batch, config, phase, length, self.state, None)
@@ -293,19 +299,6 @@ class _Rerun:
         self.state.policy_version += done.optimizer_steps
         self.state.global_step += 1
         return done
-
-    def _teacher(self, stored: StoredStep, config: GRPOConfig, temperature: float) -> Teacher | None:
-        """What the teacher said is stored; its whole distributions are not, and are computed again."""
-        how, said = config.algorithm.teacher, stored.taught
-        if how is None or how.term is None or how.term.estimator != "exact":
-            return None if said is None else lambda groups, batch: said
-        if how.context != "none":
-            raise RunFolderError(
-                f"step {stored.facts.step} was trained on the teacher's distributions over the vocabulary, with "
-                f"algorithm.teacher.context={how.context!r}: neither they nor the contexts are stored, so that it "
-                "cannot be replayed; a run with context none can be, or with another estimator than exact"
-            )
-        return make_teacher(config, self.policy, self.learner, temperature)
 
 
 # ---------------------------------------------------------------------- comparing

@@ -88,7 +88,7 @@ def episode_credit(groups: Sequence[Group], args: GRPOConfig) -> NDArray[np.floa
 
 def step_loss(learner: Learner, batch: Batch, args: GRPOConfig, phase: ResolvedPhase, state: TrainerState) -> float:
     """The loss of a step in the first pass over its batch. The gradient is left, and no optimiser step is taken."""
-    parts = {name: getattr(learner, name) for name in ("scores", "states", "forward_backward")}
+    parts = {"scores": learner.scores, "forward_backward": learner.forward_backward}
     without_step: Any = SimpleNamespace(**parts, optim_step=lambda learning_rate: 0.0)
     once = algorithm_in(args, phase).model_copy(update={"num_iterations": 1, "num_minibatches": 1})
     limits: Any = {"temperature": phase.temperature, "max_completion_length": args.sampling.max_completion_length}

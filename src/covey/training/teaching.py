@@ -36,11 +36,8 @@ class OwnTeacher:
         if len(rows):
             seen = tuple(view or own for view, own in zip(views, batch.episodes, strict=True))
             asked = replace(batch, episodes=seen)
-            how: dict[str, Any] = {"temperature": self.temperature}
-            if self.states:
-                scores, states = self.learner.states(asked, rows, whose="policy" if self.live else "teacher", **how)
-            else:
-                scores = self.learner.scores(asked, rows, teacher=not self.live, **how)[0]
+            how: dict[str, Any] = {"temperature": self.temperature, "states": self.states}
+            scores, states = self.learner.scores(asked, rows, teacher=not self.live, **how)
             found[rows] = np.where(batch.sampled[rows], scores[rows], np.nan)
         return Taught(found, too_long, time.perf_counter() - began, states)
 
@@ -55,7 +52,5 @@ def make_teacher(config: GRPOConfig, policy: Any, learner: Learner, temperature:
     def render(content: Any) -> Any:
         return tokenize_prompt(content, policy.tokenizer, kwargs)
 
-    network = getattr(policy, "network", None)
-    longest = min(policy.context_length, policy.context_length if network is None else network.context_length)
-    states = how.term is not None and how.term.estimator == "exact"
-    return OwnTeacher(Views(how, render, longest), learner, temperature, how.weights == "live", states)
+    longest = min(each.context_length for each in (policy, getattr(policy, "network", None)) if each is not None)
+    return OwnTeacher(Views(how, render, longest), learner, temperature, how.weights == "live", how.over_vocabulary)

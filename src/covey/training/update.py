@@ -20,7 +20,7 @@ from covey.algorithms.masks import masks_by_policy, policy_masks
 from covey.config.algorithm import AlgorithmConfig
 from covey.rollout.learning import FloatNT, Gradients, Learner, rows_with_gradient, teacher_logprobs
 from covey.training.schedule import TrainerState
-from covey.types import Batch, BoolArray, States
+from covey.types import Batch, BoolArray
 
 Rows = NDArray[np.int64] | None
 """Of a batch; None = all."""
@@ -81,7 +81,6 @@ class _Views:
         self.selected: BoolArray | None = None
         self.old: FloatNT | None = None
         self.reference: FloatNT | None = None
-        self.states: States | None = None
         drift = algorithm.reference_drift
         self._ask = masks_by_policy(algorithm) or self.objective.loss.select is not None
         self._entropies = algorithm.masks_by_entropy or self.objective.loss.entropy
@@ -93,16 +92,11 @@ class _Views:
             # What looks at the policy is taken over all rows of the step, tied groups too.
             self.rows = np.union1d(self.rows, np.flatnonzero(batch.mask.any(axis=1)))
         self._score = partial(learner.scores, batch, self.rows, temperature=temperature)
-        self._learner, self._temperature = learner, temperature
         self._now: tuple[FloatNT | None, FloatNT | None] = (None, None)
 
     def score_reference(self) -> None:
         """Under the reference, where anything asks for it."""
-        if self.objective.vocabulary_kl is not None:
-            self.reference, self.states = self._learner.states(
-                self.batch, self.rows, temperature=self._temperature, whose="reference"
-            )
-        elif self.objective.estimates_kl or self.algorithm.reference_drift is not None:
+        if self.objective.estimates_kl or self.algorithm.reference_drift is not None:
             self.reference, _ = self._score(reference=True)
 
     def score_old(self, parts: int) -> dict[str, float]:
@@ -180,7 +174,6 @@ def update(
     result.metrics |= views.score_old(len(parts))
     passes: list[dict[str, float]] = []
     masks: list[dict[str, float]] = []
-    taught: dict[str, list[float]] = {}
     tokens: Counter[str] = Counter()
     for number, learning_rate in enumerate(rates):
         part = parts[number % len(parts)]
@@ -199,9 +192,7 @@ def update(
         norm = learner.optim_step(learning_rate)
         if number == 0:
             result.metrics |= views.told_by(done, alone=len(parts) == 1)
-        passes.append(_pass_metrics(done.gradients, norm, algorithm, state))
-        for name, value in _taught_metrics(done).items():
-            taught.setdefault(name, []).append(value)
+        passes.append(_pass_metrics(done.gradients, norm, algorithm, state) | _taught_metrics(done))
         if done.gradients.tokens is not None:
             tokens.update({f"tokens/{kind}": count for kind, count in asdict(done.gradients.tokens).items()})
         scale = getattr(learner, "loss_scale", None)  # of PyTorch's learner, where there is float16
@@ -217,7 +208,6 @@ def update(
         result.optimizer_steps += 1
     if not passes and not result.skipped:
         result.skipped = _why_nothing(views.masked)
-    result.metrics |= {name: float(np.mean(values)) for name, values in taught.items()}
     result.metrics |= {"loss": 0.0, "grad_norm": 0.0} | _of_all_passes(passes) | _means(masks) | tokens
     if views.objective.beta and "kl" in result.metrics:
         result.metrics["kl_penalty"] = views.objective.beta * result.metrics["kl"]
@@ -243,8 +233,6 @@ def _pass(
         "selected": _at(views.selected, part),
         "entropy_coef": algorithm.entropy_weight(state.entropy_coef, state.last_entropy),
     }
-    if views.states is not None:
-        options["states"] = replace(views.states, place=_at(views.states.place, part))
     gradients = learner.forward_backward(trained, rows, views.objective, **options)
     return Pass(number, part, trained, rows, views.objective, gradients, options)
 
@@ -264,13 +252,13 @@ def _pass_metrics(
 
 
 def _taught_metrics(done: Pass) -> dict[str, float]:
-    """Of one pass, where the teacher's distributions were compared with the policy's; the means are over tokens."""
-    over = {"teacher/divergence": done.gradients.divergence, "teacher/mass": done.gradients.mass}
-    said = teacher_logprobs(done.batch, done.objective)
-    there = None if said is None else np.isfinite(said) & done.batch.mask & done.gradients.scored
-    if there is None or not there.any():
+    """Means over tokens of one pass, where the teacher's distributions were compared with the policy's."""
+    said, how, found = teacher_logprobs(done.batch, done.objective), done.objective.teacher, done.gradients
+    there = None if said is None else np.isfinite(said) & done.batch.mask & found.scored
+    if how is None or there is None or not there.any() or found.divergence is None:
         return {}
-    return {name: float(values[there].mean()) for name, values in over.items() if values is not None}
+    over = {"divergence": found.divergence} | ({"mass": found.mass} if how.top_k else {})
+    return {f"teacher/{name}": float(values[there].mean()) for name, values in over.items()}
 
 
 def _own_rows(batch: Batch) -> Rows:
@@ -333,7 +321,8 @@ def _of_all_passes(passes: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _means(passes: list[dict[str, float]]) -> dict[str, float]:
-    return {name: float(np.mean([each[name] for each in passes])) for name in passes[0]}
+    names = dict.fromkeys(name for each in passes for name in each)
+    return {name: float(np.mean([each[name] for each in passes if name in each])) for name in names}
 
 
 def _mismatch_metrics(
