@@ -119,6 +119,8 @@ teacher/kl | nats | minus the mean of the teacher's log-probability minus the sa
     estimate of KL(policy, teacher) that may be below 0; only with algorithm.teacher, as all of teacher/
 teacher/<name>/kl | nats | teacher/kl of one of several teachers, by its name in algorithm.teacher.teachers
 teacher/k3 | nats | the same KL by the estimator k3, never below 0
+teacher/divergence | nats | of the policy from the teacher over the vocabulary, mean over tokens; with use = loss
+teacher/mass | fraction | the teacher's probability of the top_k ids that are compared, mean over these tokens
 teacher/disagreement | fraction | tokens that the teacher finds less likely than the sampler
 teacher/rows | fraction | completions with a teacher
 teacher/tied_rows | fraction | of the completions in groups with equal rewards, those with a teacher

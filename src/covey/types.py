@@ -264,7 +264,7 @@ class Taught:
     seconds: float = 0.0
     """Time that it took."""
     states: States | None = None
-    """For a loss over the vocabulary; None where the log-probabilities are all that is asked for."""
+    """For a loss over the vocabulary."""
 
     def of(self, rows: IntArray, width: int | None = None) -> Taught:
         """What it says of some rows of the batch, -1 = of a row without a teacher, in a batch of so many columns."""

@@ -398,7 +398,7 @@ def test_the_optimiser_takes_the_same_step() -> None:
 
 def test_lanes_are_used_only_where_they_change_no_gradient_score_or_metric() -> None:
     learner = two_lanes()
-    assert (lanes_of(learner), lanes_of(learner, exact_kl=True)) == (2, 1)
+    assert (lanes_of(learner), lanes_of(learner, alone=True)) == (2, 1)
     fused, learner.policy.held.fused = learner.policy.held.fused, None
     assert lanes_of(learner) == 1  # the model's own code makes no promise about threads
     learner.policy.held.fused = fused

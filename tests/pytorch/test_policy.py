@@ -22,6 +22,7 @@ from covey.pytorch.attention.probe import find_obstacle
 from covey.pytorch.attention.tree_attention import NAME_PREFIX
 from covey.pytorch.engine import Engine
 from covey.pytorch.fused import FusedDecoder, _Activations
+from covey.pytorch.logprobs import ReferenceDistribution
 from covey.rollout.packing import Pack, pack_episodes
 from covey.types import Episode, Request, SamplingSettings, Support
 from fakes import raises
@@ -149,14 +150,24 @@ def test_half_precision_stays_close() -> None:
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in policy.trainable_parameters())
 
 
+def by_reference(policy: Policy, **how: Any) -> Any:
+    with policy.reference.active():
+        return policy.score(PACK, **how)
+
+
+def exact_kl(policy: Policy, kind: Any = "exact", **how: Any) -> torch.Tensor:
+    hidden, logits = by_reference(policy, states=True).hidden, policy.head_under(policy.reference)
+    return policy.score(PACK, compared=ReferenceDistribution(hidden, logits, kind), **how).exact_kl
+
+
 @LORA_OR_FULL
 def test_the_reference_is_the_starting_policy(use_peft: bool) -> None:
     policy = policy_of(use_peft=use_peft, filled=False)
     start = policy.score(PACK).logp.detach()
-    assert policy.score(PACK, exact_kl="exact").exact_kl.abs().max() < 1e-5
+    assert exact_kl(policy).abs().max() < 1e-5
     fill(policy, 3)
     assert not torch.allclose(policy.score(PACK).logp, start, atol=0.1)
-    reference = policy.score(PACK, reference=True)
+    reference = by_reference(policy)
     torch.testing.assert_close(reference.logp, start, rtol=1e-5, atol=1e-5)
     assert not reference.logp.requires_grad
 
@@ -165,7 +176,7 @@ def test_the_reference_is_the_starting_policy(use_peft: bool) -> None:
 @pytest.mark.parametrize("kind", ["exact", "exact_weighted"])
 def test_exact_kl_is_the_sum_over_the_vocabulary(kind: Any, use_peft: bool) -> None:
     policy = fill(policy_of(use_peft=use_peft), 2)
-    got = policy.score(PACK, temperature=TEMPERATURE, exact_kl=kind).exact_kl
+    got = exact_kl(policy, kind, temperature=TEMPERATURE)
     with policy.reference.active():
         logq = plain_scores(policy.model)[2]
     logp = plain_scores(policy.model)[2]
@@ -186,7 +197,7 @@ def test_lora_on_the_head_is_served_through_the_module() -> None:
     grads, expected_grads = (gradients(policy, (each * WEIGHTS).sum()) for each in (logp, expected))
     assert any("lm_head" in name for name in grads)
     assert_gradients(grads, expected_grads)
-    assert policy.score(PACK, exact_kl="exact").exact_kl.mean() > 0.1
+    assert exact_kl(policy).mean() > 0.1
 
 
 def test_support_renormalises() -> None:
@@ -307,7 +318,7 @@ def test_a_saved_adapter_is_peft_s_own_a_saved_model_transformers_and_a_policy_s
     continued = Policy.load(tiny_model("llama"), tiny_tokenizer(), adapter=adapter)
     assert torch.equal(continued.score(PACK).logp, start)
     fill(continued, 5)
-    torch.testing.assert_close(continued.score(PACK, reference=True).logp, start, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(by_reference(continued).logp, start, rtol=1e-5, atol=1e-5)
 
 
 def plain_of(family: str, policy: Policy) -> Any:

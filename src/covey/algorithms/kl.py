@@ -118,17 +118,9 @@ VOCABULARY_KL: dict[str, Callable[[Array, Array], Array]] = {"exact": exact_kl, 
 
 @dataclass(frozen=True, slots=True)
 class Distillation:
-    """A teacher's term of the loss: `task_coef` times the surrogate, plus `coef` times a divergence from the teacher q.
-
-    estimator `exact` is over the vocabulary; others, of `KL_ESTIMATORS`, over the sampled token:
-
-        beta 1          KL(p||q)
-        beta 0          KL(q||p)
-        between         beta KL(q||m) + (1 - beta) KL(p||m),  m = (1 - beta) p + beta q
-        top_k, tail     the same over k ids and, with the tail, one that stands for all others
-
-    The middle is GKD's (arXiv 2306.13649, equation 1) and is 0 near both ends: divided by beta it becomes KL(q||p),
-    divided by 1 - beta KL(p||q). A row's first `skip` sampled tokens are left out.
+    """A teacher's term of the loss: `task_coef` times the surrogate, plus `coef` times the policy's divergence from the
+    teacher, without a row's first `skip` sampled tokens. The estimator `exact` is over the vocabulary
+    (`covey.pytorch.divergences`); those of `KL_ESTIMATORS` look at the sampled token.
     """
 
     coef: float = 1.0

@@ -3,6 +3,8 @@
     surrogate  = the loss of each token (`covey.algorithms.losses`): -advantage, weighted by a limited ratio
     loss       = sum over tokens of weight · (surrogate · correction + beta · KL - entropy_coef · entropy)
 
+A teacher (`Distillation`) adds `coef` · its divergence, and puts `task_coef` before the surrogate.
+
 The weights (`token_weights`) hold the denominators of the whole optimiser step: losses, gradients and metrics
 of micro-batches add up.
 """
@@ -18,7 +20,7 @@ import numpy as np
 from array_api_compat import array_namespace
 
 from covey.algorithms.arrays import Array, as_mask, lookup, masked, stop_gradient, unknown_name
-from covey.algorithms.kl import KL_ESTIMATORS, OFF_POLICY_KL, VOCABULARY_KL
+from covey.algorithms.kl import KL_ESTIMATORS, OFF_POLICY_KL, VOCABULARY_KL, Distillation
 from covey.algorithms.loss_function import Loss, LossInputs, try_out
 from covey.algorithms.losses import RATIOS, find_loss, grpo
 from covey.errors import ConfigError
@@ -38,6 +40,7 @@ class Objective:
         adaptive_entropy: each step brings its own weight instead.
         kl_ratio: name in `RATIOS` of a ratio that multiplies the KL estimate, as in TRL; None = none.
         entropy_by_token: the bonus is the mean over the tokens with a surrogate, whatever the loss's average.
+        teacher: the teacher's term; None = there is none.
     """
 
     loss: Loss = grpo
@@ -48,11 +51,17 @@ class Objective:
     adaptive_entropy: bool = False
     kl_ratio: str | None = None
     entropy_by_token: bool = False
+    teacher: Distillation | None = None
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for an unknown name, or a number out of range."""
         lookup({**KL_ESTIMATORS, **VOCABULARY_KL}, self.kl_estimator, "kl_estimator")
         lookup(RATIOS, self.kl_ratio or "token", "kl_ratio")
+        if self.distils_vocabulary and self.vocabulary_kl is not None:
+            said = (
+                f"kl_estimator={self.kl_estimator!r} with a teacher's loss over the vocabulary: one of them is served"
+            )
+            raise ConfigError(f"{said}; set kl_estimator to k3, beta to 0, or teacher.estimator to k3_unbiased")
         if not self.beta >= 0:
             raise ConfigError(f"beta={self.beta}: it would reward leaving the reference; choose 0 or more")
 
@@ -78,6 +87,11 @@ class Objective:
     def vocabulary_kl(self) -> str | None:
         """The estimator of a KL over the whole vocabulary, else None."""
         return self.kl_estimator if self.beta > 0 and self.kl_estimator in VOCABULARY_KL else None
+
+    @property
+    def distils_vocabulary(self) -> bool:
+        """True when the teacher's term is over the vocabulary."""
+        return self.teacher is not None and self.teacher.estimator == "exact"
 
     @property
     def has_entropy_bonus(self) -> bool:
@@ -146,11 +160,11 @@ def make_objective(loss_type: str | Loss | Callable[..., Any] = "grpo", **settin
     """
     loss = find_loss(loss_type)
     averages = ("aggregation", "kl_aggregation")
-    terms = ("beta", "kl_estimator", "entropy_coef", "adaptive_entropy", "kl_ratio", "entropy_by_token")
+    terms = ("beta", "kl_estimator", "entropy_coef", "adaptive_entropy", "teacher", "kl_ratio", "entropy_by_token")
     given = {name: value for name, value in settings.items() if value is not None}
     for name in given:
         if name not in (*loss.parameters, *averages, *terms):
-            raise unknown_name(name, [*loss.parameters, *averages, *terms[4:]], "loss_parameters")  # the rest: settings
+            raise unknown_name(name, [*loss.parameters, *averages, *terms[5:]], "loss_parameters")  # the rest: settings
     if problem := number_problem(loss.function, given):
         raise ConfigError(problem)
     own = tuple(sorted((name, given[name]) for name in loss.parameters if name in given))
@@ -193,6 +207,7 @@ def policy_loss(
     selected: Array | None = None,
     entropy_coef: Array | float | None = None,
     entropy_weights: Array | None = None,
+    teacher: Array | None = None,
 ) -> LossTerms:
     """Loss and metrics of some rows of an optimiser step.
 
@@ -216,6 +231,8 @@ def policy_loss(
         selected: `[N, T]` these rows of the choice of `Objective.select`.
         entropy_coef: weight of the entropy bonus in this step; None = the objective's.
         entropy_weights: `[N, T]` of the entropy, for `entropy_by_token`.
+        teacher: `[N, T]` log-probabilities under the teacher, NaN where there is none. For its term, which has the KL's
+            mask and weights, `kl` is the divergence over the vocabulary.
 
     Raises:
         ConfigError: `ref`, `kl`, `entropy` or `selected` is needed and missing; or the loss does not return `[N, T]`.
@@ -223,6 +240,16 @@ def policy_loss(
     xp = array_namespace(logp)
     mask = as_mask(mask)
     kl_mask, kl_weights = (mask, weights) if kl_weights is None else (kl_weights > 0, kl_weights)
+    distance, taught = None, objective.teacher
+    if teacher is not None and taught is not None:
+        there = kl_mask & xp.isfinite(teacher)
+        if taught.estimator != "exact":
+            distance = KL_ESTIMATORS[taught.estimator](*(masked(x, there) for x in (logp, teacher, old)))
+            distance = masked(distance if correction is None else distance * masked(correction, there), there)
+        elif kl is not None:
+            distance, kl = masked(kl, there), None
+        elif bool(xp.any(there)):
+            raise ConfigError("a teacher's loss over the vocabulary needs its distributions, which were not given")
     divergence = None if kl is None else masked(kl, kl_mask)
     if objective.kl_estimator in KL_ESTIMATORS:
         divergence = None if ref is None else objective.estimate_kl(logp, ref, old, kl_mask)
@@ -246,7 +273,9 @@ def policy_loss(
         "clip_region_sum": surrogate.low | surrogate.high,
         "ratio_sum": surrogate.ratio,
     }
-    loss = policy
+    loss = policy if taught is None else taught.task_coef * policy
+    if distance is not None and taught is not None:
+        loss = loss + taught.coef * xp.sum(xp.astype(masked(kl_weights, kl_mask), logp.dtype) * distance)
     if divergence is not None:
         sums["kl_sum"] = divergence
         if correction is not None and objective.kl_estimator in OFF_POLICY_KL:

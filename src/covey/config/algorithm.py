@@ -174,7 +174,7 @@ class AlgorithmConfig(Section, frozen=True):
         loss = find_loss(self.loss_type)
         own = {name: getattr(self, name) for name in loss.parameters if name in type(self).model_fields}
         terms = {name: getattr(self, name) for name in ("beta", "kl_estimator", "entropy_coef")}
-        terms["adaptive_entropy"] = self.adaptive_entropy is not None
+        terms |= {"adaptive_entropy": self.adaptive_entropy is not None, "teacher": self.teacher and self.teacher.term}
         try:
             return make_objective(loss, **terms, **own, **self.loss_parameters)
         except ConfigError as error:

@@ -50,10 +50,14 @@ class TeacherSource(Section, frozen=True):
         return self.weights.lower().startswith(("http://", "https://"))
 
     @property
+    def is_own(self) -> bool:
+        """True for other weights of the policy's network."""
+        return self.weights in ("ema", "base") or os.path.isfile(os.path.join(self.weights, "adapter_config.json"))
+
+    @property
     def is_network(self) -> bool:
         """True for a model beside the policy's."""
-        own = self.weights in OWN_WEIGHTS or self.is_remote
-        return not own and not os.path.isfile(os.path.join(self.weights, "adapter_config.json"))
+        return not (self.is_own or self.is_remote or self.weights == "live")
 
     @property
     def column(self) -> str | None:
@@ -79,10 +83,7 @@ class TeacherSource(Section, frozen=True):
                 "difference of sampler and trainer; set context, or weights to ema, base or an adapter's folder"
             )
         if self.weights.startswith(("/", ".", "~")) and not os.path.exists(os.path.expanduser(self.weights)):
-            yield (
-                f"weights={self.weights!r}: there is no such file or folder; give ema, base, live, the folder of an "
-                "adapter or of a model, or a hub id"
-            )
+            yield f"weights={self.weights!r}: there is no such file or folder; give one, a hub id, ema, base or live"
         if self.template is not None and (self.context == "none" or "{context}" not in self.template):
             yield f"template={self.template!r:.80}: needs {{context}} in it, and a context to put there; set context"
 
@@ -140,6 +141,11 @@ class TeacherConfig(TeacherSource, frozen=True):
         named = ("coef", "task_coef", "estimator", "beta", "top_k", "tail")
         return Distillation(**{name: getattr(self, name) for name in named}, skip=self.skip_tokens)
 
+    @property
+    def over_vocabulary(self) -> bool:
+        """True where the teacher's whole distributions are needed."""
+        return self.use == "loss" and self.estimator == "exact"
+
     def may_teach(self, group: Group) -> bool:
         """True if some completion of a group may have a teacher."""
         own = self.teachers.get(self.name_of(group.prompt.columns))
@@ -151,26 +157,19 @@ class TeacherConfig(TeacherSource, frozen=True):
             yield f"key={self.key!r} with {len(self.teachers)} teachers: set both, or none of them"
         if self.teachers and any(getattr(self, n) != f.default for n, f in TeacherSource.model_fields.items()):
             yield "weights, context, template or success beside teachers: each teacher has its own; move them there"
-        if self.use == "loss" and self.estimator == "exact" and (self.teachers or self.is_remote):
+        if self.over_vocabulary and (self.teachers or self.is_remote):
             which = "several teachers" if self.teachers else f"weights={self.weights!r}"
             yield f"{which} with estimator='exact': it takes one teacher, in this process; set estimator to k1+"
         if self.discount and self.use not in ("sum", "position"):
             yield f"discount={self.discount} with use={self.use!r}: it has no effect; set use to sum or position"
-        if self.task_coef != 1 and self.use not in ("sum", "position", "loss"):
-            yield f"task_coef={self.task_coef} with use={self.use!r}: it has no effect; set use to sum, position or loss"
+        if self.task_coef != 1 and self.use in ("reweigh", "gate"):
+            yield f"task_coef={self.task_coef} with use={self.use!r}: it has no effect; set use to sum or loss"
         if self.clip is not None and self.use == "loss":
             yield f"clip={self.clip} with use='loss': it has no effect; remove it"
         if self.estimator in _REFUSED:
             yield f"estimator={self.estimator!r}: as a loss {_REFUSED[self.estimator]}"
-        vocabulary = {"beta": self.beta, "top_k": self.top_k, "tail": self.tail}
-        for name, value in ({} if self.use == "loss" else {"estimator": self.estimator, **vocabulary}).items():
-            if value != type(self).model_fields[name].default:
-                yield f"{name}={value!r} with use={self.use!r}: it has no effect; set use to loss"
-        for name, value in ({} if self.estimator == "exact" else vocabulary).items():
-            if value != type(self).model_fields[name].default:
-                yield f"{name}={value!r} with estimator={self.estimator!r}: it has no effect; set estimator to exact"
+        for name in ("estimator",) * (self.use != "loss") + ("beta", "top_k", "tail") * (not self.over_vocabulary):
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                yield f"{name}={value!r}: no effect; set use to loss{', estimator to exact' * (name != 'estimator')}"
         if not self.tail and self.top_k < 2:
-            yield (
-                f"tail=False with top_k={self.top_k}: renormalised over one id nothing differs, and over all ids there "
-                "is no tail; set top_k to 2 or more, or tail to true"
-            )
+            yield f"tail=False with top_k={self.top_k}: compares nothing; set top_k to 2 or more, or tail to true"

@@ -10,7 +10,7 @@ small pack, before and after sharding (`Probe`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,10 +52,10 @@ class Scoring(nn.Module):
         self.model = policy.model
         self._policy = policy
 
-    def forward(self, pack: Pack | Piece, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def forward(self, pack: Pack | Piece, settings: Mapping[str, Any]) -> tuple[Tensor | None, ...]:
         """`Policy.score`, in a tuple: FSDP2 finds no tensors in a dataclass, and would not finish the backward."""
         found = Policy.score(self._policy, pack, **settings)
-        return found.logp, found.entropy, found.exact_kl
+        return found.logp, found.entropy, found.exact_kl, found.mass, found.hidden
 
 
 def wrap(policy: Policy, mesh: DeviceMesh) -> Scoring:
@@ -108,9 +108,11 @@ class ShardedPolicy(Policy):
         self.ranks, self._mesh = ranks, mesh
         self._root = wrap(self, mesh)
 
-    def score(self, pack: Pack | Piece, *, reference: bool = False, **settings: Any) -> TokenScores:
-        with self.reference.active() if reference else nullcontext():
-            return TokenScores(*self._root(pack, settings))
+    def score(self, pack: Pack | Piece, **settings: Any) -> TokenScores:
+        return TokenScores(*self._root(pack, settings))
+
+    def head_under(self, other: Reference | None) -> None:
+        """The policy's own, within its pass: a reference has no other, and outside no rank has a whole one."""
 
     @contextmanager
     def layer_by_layer(self) -> Iterator[LayerByLayer]:

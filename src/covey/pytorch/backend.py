@@ -17,6 +17,7 @@ from covey.pytorch.models import quantised
 from covey.pytorch.models.loading import chosen_device
 from covey.pytorch.models.quantised import quantised_layers
 from covey.pytorch.policy import Policy
+from covey.pytorch.teacher import load_network
 from covey.types import Prompt
 
 if TYPE_CHECKING:
@@ -44,13 +45,16 @@ class PyTorchBackend:
         self, config: GRPOConfig, model: Any = None, tokenizer: Any = None, peft_config: Any = None
     ) -> Policy:
         """Load the policy, or wrap the model; what is drawn at random is drawn from `run.seed`."""
-        chosen, algorithm = config.model, config.algorithm
+        chosen, algorithm, teacher = config.model, config.algorithm, config.algorithm.teacher
         torch.manual_seed(config.run.seed)
         named = ("device", "trust_remote_code", "quantization", "gradient_checkpointing", "prefix_sharing")
         dtype, autocast = chosen.dtype, config.optim.autocast
         if model is None and _multiplies_frozen(config):
             dtype, autocast = "bfloat16", "none"
-        return Policy.load(
+        sources = () if teacher is None else teacher.sources.values()
+        named_own = dict.fromkeys(source.weights for source in sources if source.is_own)
+        own = sorted(named_own, key=lambda weights: weights != "ema")  # which alone is updated
+        policy = Policy.load(
             chosen.model if model is None else model,
             tokenizer=tokenizer,
             dtype=dtype,
@@ -63,10 +67,16 @@ class PyTorchBackend:
             reference_update_steps=algorithm.reference_update_steps or 1,
             reference_ema_decay=algorithm.reference_ema_decay,
             needs_reference=uses_reference(config),
-            teacher=_teacher(config),
+            teacher=None if teacher is None or not own else teacher.model_dump() | {"weights": own[0], "more": own[1:]},
             offload=config.optim.offload,
             narrows=config.distributed.learner_kind != "sharded",  # whose slices have one type
         )
+        for source in filter(lambda source: source.is_network, sources):
+            trusts = chosen.trust_remote_code
+            policy.teachers[source.weights] = load_network(
+                source.weights, policy, dtype=dtype, trust_remote_code=trusts
+            )
+        return policy
 
     def make_sampler(self, config: GRPOConfig, policy: Any, **how: Any) -> engine.Engine | vllm_engine.VLLMEngine:
         """The engine that samples in this process, Covey's or vLLM; `how` goes to Covey's."""
@@ -129,13 +139,6 @@ class PyTorchBackend:
 
 
 BACKEND = PyTorchBackend()
-
-
-def _teacher(config: GRPOConfig) -> dict[str, Any] | None:
-    how = config.algorithm.teacher
-    local = () if how is None else dict.fromkeys(s.weights for s in how.sources.values() if not s.is_remote)
-    first, *more = sorted((name for name in local if name != "live"), key=lambda name: name != "ema") or (None,)
-    return None if how is None or first is None else how.model_dump() | {"weights": first, "more": more}
 
 
 def _multiplies_frozen(config: GRPOConfig) -> bool:

@@ -7,8 +7,8 @@ Let p be the policy and q the teacher, `p = softmax(z)`:
     between    D = beta KL(q||m) + (1 - beta) KL(p||m)        dD/dz = (1 - beta) p (log p - log m - KL(p||m))
                m = (1 - beta) p + beta q
 
-Over k ids the same holds of buckets: the ids, and with `tail` one for all others. An id outside has the part `p_v / p_tail`
-of that bucket's gradient; without a tail it has none.
+"Between" is GKD's (arXiv 2306.13649, equation 1): D / beta becomes KL(q||p), and D / (1 - beta) KL(p||q). Over k ids
+the same holds of buckets: the ids, and with `tail` one for all others, whose gradient ids outside share by `p_v`.
 """
 
 from __future__ import annotations
@@ -21,52 +21,39 @@ from torch.nn import functional
 
 from covey.algorithms.kl import Distillation
 
-_FULL = -1e-7  # log of the most that k ids hold together, so that the tail's logarithm is finite
-
 
 def compare(logp: Tensor, logq: Tensor, how: Distillation) -> tuple[Tensor, Tensor, Tensor]:
     """`[c]` divergence of `logp` `[c, V]` from `logq` `[c, W]`, its gradient `[c, V]` by the logits of `logp`, and the
-    teacher's probability `[c]` of the ids that are compared. Where W < V, the first W ids are all that there are.
+    probability `[c]` under `logq` of the ids that are compared. Where W < V, the first W ids are all that there are.
     """
-    vocabulary, common = logp.shape[1], logq.shape[1]
-    if common < vocabulary:
-        logp = torch.log_softmax(logp[:, :common], dim=-1)
-    if 0 < how.top_k < common:
-        value, slope, mass = _over_buckets(logp, logq, how)
-    else:
+    missing = logp.shape[1] - logq.shape[1]
+    logp = torch.log_softmax(logp[:, :-missing], dim=-1) if missing else logp
+    if not 0 < how.top_k < logq.shape[1]:
         value, slope = _over_all(logp, logq, how.beta)
-        mass = torch.ones_like(value)
-    return value, functional.pad(slope, (0, vocabulary - common)), mass
+        return value, functional.pad(slope, (0, missing)) if missing else slope, torch.ones_like(value)
+    ids = (logq if how.beta == 0 else logp).topk(how.top_k, dim=1).indices
+    mine, theirs = (_buckets(x.gather(1, ids), how.tail) for x in (logp, logq))
+    value, slope = _over_all(mine, theirs, how.beta)
+    outside = (logp - mine[:, -1:]).exp() * slope[:, -1:] if how.tail else torch.zeros_like(logp)
+    whole = outside.scatter_(1, ids, slope[:, : how.top_k])
+    return value, functional.pad(whole, (0, missing)), logq.gather(1, ids).exp().sum(1)
 
 
 def _over_all(logp: Tensor, logq: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    p, q = logp.exp(), logq.exp()
+    p = logp.exp()
     if beta == 0:
+        q = logq.exp()
         return (q * (logq - logp)).sum(1), p - q
+    m = logq if beta == 1 else torch.logaddexp(logp + math.log1p(-beta), logq + math.log(beta))
+    value = (p * (logp - m)).sum(1)
+    slope = p * (logp - m - value[:, None])
     if beta == 1:
-        from_m = logp - logq
-        value = (p * from_m).sum(1)
-        return value, p * (from_m - value[:, None])
-    m = torch.logaddexp(logp + math.log1p(-beta), logq + math.log(beta))
-    from_m = logp - m
-    mine = (p * from_m).sum(1)
-    value = beta * (q * (logq - m)).sum(1) + (1 - beta) * mine
-    return value, (1 - beta) * p * (from_m - mine[:, None])
-
-
-def _over_buckets(logp: Tensor, logq: Tensor, how: Distillation) -> tuple[Tensor, Tensor, Tensor]:
-    ids = (logq if how.beta == 0 else logp).topk(how.top_k, dim=1).indices
-    mine, theirs = (_buckets(x.gather(1, ids), how.tail) for x in (logp, logq))
-    value, of_bucket = _over_all(mine, theirs, how.beta)
-    if how.tail:
-        slope = (logp - mine[:, -1:]).exp() * of_bucket[:, -1:]
-    else:
-        slope = torch.zeros_like(logp)
-    return value, slope.scatter_(1, ids, of_bucket[:, : how.top_k]), logq.gather(1, ids).exp().sum(1)
+        return value, slope
+    return beta * (logq.exp() * (logq - m)).sum(1) + (1 - beta) * value, (1 - beta) * slope
 
 
 def _buckets(inside: Tensor, tail: bool) -> Tensor:
     together = inside.logsumexp(1, keepdim=True)
     if not tail:
         return inside - together
-    return torch.cat([inside, (-torch.expm1(together.clamp(max=_FULL))).log()], dim=1)
+    return torch.cat([inside, (-torch.expm1(together.clamp(max=-1e-7))).log()], dim=1)  # finite, also without a tail

@@ -109,7 +109,6 @@ class Choices:
     tokens: int = 1024
     longest: int = 0
     vectors: int = 1
-    exact_kl: bool = False
     exact_sum: bool = False
     samples: bool = True
     sampler_dtype: str = "bfloat16"
@@ -196,8 +195,6 @@ def phases(shape: Shape, chosen: Choices) -> dict[str, dict[str, float]]:
         learning["a matrix dequantised"] = float(b * shape.width * shape.inner)
     if chosen.exact_sum:
         learning["exact sum of gradients"] = 8.0 * shape.trained
-    if chosen.offload and chosen.exact_kl:
-        learning |= reference
     step = {"gradients": trained}
     if chosen.offload:
         largest = max(min(shape.trained, SLICE_BYTES // 4), shape.largest)

@@ -9,9 +9,11 @@ computed again from zero gradients.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -21,17 +23,17 @@ from numpy.typing import NDArray
 
 from covey.algorithms import Correction, LossTerms, Objective, add_metrics
 from covey.errors import ConfigError, ModelError
-from covey.pytorch.attention.tree_layout import Paths, TreePath
+from covey.pytorch.attention.tree_layout import TreePath
 from covey.pytorch.gradient_sum import Alone, Share
-from covey.pytorch.logprobs import ExactKL, TokenScores
+from covey.pytorch.logprobs import ReferenceDistribution, TokenScores
 from covey.pytorch.optimizers import LossScale, make_optimizer, optimizer_tensors, restore_optimizer, step_in_slices
 from covey.pytorch.pack_loss import StepLoss, walk_gradient, walk_scores
 from covey.pytorch.passes import map_in_threads, within_memory
 from covey.pytorch.policy import Policy
-from covey.rollout.learning import FloatNT, Gradients, loss_weights
+from covey.rollout.learning import FloatNT, Gradients, loss_weights, teacher_logprobs
 from covey.rollout.packing import Pack, count_tokens, pack_episodes
 from covey.rollout.walking import Piece, pieces_of
-from covey.types import Batch, BoolArray, Episode
+from covey.types import Batch, BoolArray, Episode, States
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +79,7 @@ class Learner:
         self.policy, self.loss_scale = policy, loss_scale
         self._side_by_side, self._share = side_by_side, share or Alone()
         self.max_grad_norm, self.tokens_per_micro_batch, self.steps = max_grad_norm, tokens_per_micro_batch, 0
+        self._heads: dict[str, Any] = {}
         groups = policy.parameter_groups(learning_rate, embedding_lr, weight_decay)
         self.optimizer = make_optimizer(optimizer, groups, betas=betas, epsilon=epsilon, device=policy.device)
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -109,32 +112,46 @@ class Learner:
         reference: bool = False,
         teacher: bool | str = False,
         entropy: bool = False,
-    ) -> tuple[FloatNT, FloatNT | None]:
-        """Log-probabilities, and entropies if asked for, of the rows' sampled tokens. `[N, T]`, 0 elsewhere.
+        states: bool = False,
+    ) -> tuple[FloatNT, Any]:
+        """Log-probabilities of the rows' sampled tokens, `[N, T]`, 0 elsewhere; and entropies, or states, if asked for.
 
-        They are the policy's, or with `reference` or `teacher` those of its reference or (by name) of its teacher.
+        They are the policy's, or with `reference` or `teacher` those of its reference or (by name) of its teacher. For
+        `States` the learner keeps the head as it is now.
         """
-        taught = self.policy.teachers.get(str(teacher), self.policy.teacher)
-        other = self.policy.reference if reference else taught if teacher else None
+        policy, whose = self.policy, "reference" if reference else "teacher" if teacher else "policy"
+        taught = policy.teachers.get(str(teacher), policy.teacher)
+        if teacher and isinstance(taught, Policy):
+            here = copy.copy(self)  # whose packs are those of the other network
+            here.policy = taught
+            return here.scores(batch, rows, temperature=temperature, teacher=True, entropy=entropy, states=states)
+        other = {"reference": policy.reference, "teacher": cast(Any, taught), "policy": None}[whose]
+        asked: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "states": states}
 
         @torch.no_grad()
-        def score(pack: Pack) -> NDArray[np.float32]:
+        def score(pack: Pack) -> list[Any]:
             if self._is_walked(pack):
-                scores = partial(walk_scores, pack=pack)
-                return _numbers(self._walk(pack, batch.episodes, scores, temperature, entropy=entropy))
-            supports = pack.support(batch.episodes)
-            found = self.policy.score(pack, temperature=temperature, entropy=entropy, supports=supports).known()
-            return _numbers(torch.stack(found))
+                found = self._walk(pack, batch.episodes, partial(walk_scores, pack=pack), **asked)
+            else:
+                found = policy.score(pack, supports=pack.support(batch.episodes), **asked).known()
+            return [*map(_numbers, found[: 1 + entropy]), *(hidden.cpu() for hidden in found[1 + entropy :])]
 
-        def run() -> tuple[FloatNT, FloatNT | None]:
+        def run() -> tuple[FloatNT, Any]:
             wholes = np.zeros((1 + entropy, *batch.mask.shape), np.float32)
+            place, hidden = np.full(batch.mask.shape, -1), [torch.zeros(0)]
             packs, lanes = self._packs(batch.episodes, rows)
             with nullcontext() if other is None else other.active():  # for all lanes at once
                 found = self._share.map(lambda packs: map_in_threads(score, packs, lanes), packs)
                 for pack, own in zip(packs, found, strict=True):
-                    for values, whole in zip(own, wholes, strict=True):
+                    for values, whole in zip(own, wholes, strict=False):
                         pack.put(values[pack.pair], whole)
-            return wholes[0], wholes[1] if entropy else None
+                    if states:
+                        pack.put(sum(map(len, hidden)) + pack.pair, place)
+                        hidden.append(own[-1])
+            if not states:
+                return wholes[0], wholes[1] if entropy else None
+            self._heads[whose] = policy.head_under(other)
+            return wholes[0], States(torch.cat([*hidden[1:], torch.zeros_like(hidden[-1][:1])]), place, whose)
 
         return self._within_memory(run)
 
@@ -172,28 +189,46 @@ class Learner:
         stale batch, which older weights have sampled; the factor `min(exp(trainer_old - sampler's), cap)` leads from
         those to it (decoupled PPO, arXiv 2110.00641). Without, the old policy is the one that sampled.
         """
-        exact = cast(ExactKL | None, objective.vocabulary_kl)
-        scoring: dict[str, Any] = {"entropy": True, "entropy_grad": objective.differentiates_entropy, "exact_kl": exact}
+        scoring: dict[str, Any] = {"temperature": temperature, "entropy": True}
+        scoring["entropy_grad"] = objective.differentiates_entropy
+        how: tuple[Any, ...] = (objective.vocabulary_kl,)
+        states: States | None = None
+        if objective.vocabulary_kl is not None:
+            states = self.scores(batch, rows, temperature=temperature, reference=True, states=True)[1]
+        elif objective.distils_vocabulary and batch.teacher is not None and batch.teacher.states is not None:
+            said, states, how = teacher_logprobs(batch, objective), batch.teacher.states, ("exact", objective.teacher)
+            # nothing is compared where the term has no token
+            states = replace(states, place=np.where(np.isfinite(cast(Any, said)), states.place, -1))
+            states = None if (states.place[rows] < 0).all() else states
         weights, device = loss_weights(batch, objective, max_completion_length), self.policy.device
         loss = StepLoss(batch, objective, *weights, device, reference, trainer_old, correction, selected, entropy_coef)
         parameters, scale = self.policy.trainable_parameters(), self._scale
 
         def accumulate() -> Gradients:
             self.optimizer.zero_grad(set_to_none=True)
-            kept = np.zeros((2 if exact is None else 3, *batch.mask.shape), np.float32)
+            kept = np.zeros((2 if states is None else 4, *batch.mask.shape), np.float32)
             scored = np.zeros(batch.mask.shape, np.bool_)
-            packs, lanes = self._packs(batch.episodes, rows, exact_kl=exact is not None)
+            # a head that is no matrix needs the other weights in the model
+            alone = states is not None and self.policy.held.head().weight is None
+            packs, lanes = self._packs(batch.episodes, rows, alone=alone)
+            if states is not None:
+                packs = [pack.apart(states.place) for pack in packs]
             total = self._share.sum(parameters, len(packs), side_by_side=lanes > 1)
 
             def gradient(pack: Pack) -> tuple[torch.Tensor, list[LossTerms], Sequence[torch.Tensor | None]]:
+                compared = None
+                if states is not None:
+                    place = torch.from_numpy(states.place[pack.rows[pack.row[pack.first]], pack.column[pack.first]])
+                    compared = ReferenceDistribution(states.hidden[place], self._heads[states.whose], *how)
                 if self._is_walked(pack):
                     walk = partial(walk_gradient, pack=pack, loss=loss, scale=scale)
-                    return *self._walk(pack, batch.episodes, walk, temperature, **scoring), ()
+                    values, terms = self._walk(pack, batch.episodes, walk, compared, **scoring)
+                    return torch.stack(values), terms, ()
                 supports = pack.support(batch.episodes)
-                found = self.policy.score(pack, temperature=temperature, supports=supports, **scoring)
-                terms = loss.of(pack, found.logp, found.entropy, found.exact_kl)
+                found = self.policy.score(pack, supports=supports, compared=compared, **scoring)
+                one = loss.of(pack, found.logp, found.entropy, found.exact_kl)
                 own = torch.stack([each.detach() for each in found.known()])
-                return own, [terms], total.differentiate(terms.loss * scale)
+                return own, [one], total.differentiate(one.loss * scale)
 
             def add(packs: Sequence[Pack]) -> Iterator[tuple[NDArray[np.float32], dict[str, float]]]:
                 for own, terms, grads in map_in_threads(gradient, packs, lanes):
@@ -207,9 +242,10 @@ class Learner:
                     pack.put(values[pack.pair], whole)
                 pack.put(np.ones(pack.num_targets, np.bool_), scored)
             total.finish()
-            logp, uncertainty, kl = *kept[:2], kept[2] if exact else None
+            names = ("divergence", "mass") if objective.distils_vocabulary else ("kl",)
+            found = dict(zip(names, kept[2:], strict=False))
             tokens = count_tokens(batch.episodes, rows, sum(map(self._size, packs)))
-            return Gradients(_added(parts), logp, scored, uncertainty, kl, tokens)
+            return Gradients(_added(parts), kept[0], scored, kept[1], tokens=tokens, **found)
 
         def run() -> Gradients:
             self.policy.train()
@@ -291,15 +327,14 @@ class Learner:
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def _packs(
-        self, episodes: Sequence[Episode], rows: NDArray[np.int64], *, exact_kl: bool = False
+        self, episodes: Sequence[Episode], rows: NDArray[np.int64], *, alone: bool = False
     ) -> tuple[list[Pack], int]:
         """Micro-batches, and how many of them run side by side; together these stay within the token budget."""
         pack = partial(pack_episodes, episodes, rows.tolist(), shared=self.policy.prefix_sharing_obstacle is None)
         budget = 1 if self.policy.rows_apart else self.tokens_per_micro_batch
         packs = pack(budget)
         most = _REPEATED * count_tokens(episodes, rows, 0).unique
-        # exact KL switches adapters off and on inside each pass
-        beside = self._side_by_side and self._share.alone and self.policy.runs_side_by_side and not exact_kl
+        beside = self._side_by_side and self._share.alone and self.policy.runs_side_by_side and not alone
         if beside and torch.get_num_threads() >= _LANES:
             share = max(budget // _LANES, 1)
             rounds = -(-most // (share * _LANES))
@@ -322,16 +357,21 @@ class Learner:
         return too_large and self._share.alone and self.policy.can_walk
 
     def _walk(
-        self, pack: Pack, episodes: Sequence[Episode], walk: Callable[..., Kept], temperature: float, **options: Any
+        self,
+        pack: Pack,
+        episodes: Sequence[Episode],
+        walk: Callable[..., Kept],
+        compared: ReferenceDistribution | None = None,
+        **options: Any,
     ) -> Kept:
         """Walk a pack's pieces, each scored on the path that it hangs on."""
         pieces, support = pieces_of(pack, self.tokens_per_micro_batch), pack.support(episodes)
-        capacity = int(pack.position_ids.max()) + 1
-        paths = Paths(TreePath(capacity), TreePath(capacity))
+        path = TreePath(int(pack.position_ids.max()) + 1)
 
         def score(piece: Piece) -> TokenScores:
             own = None if support is None else support.take(piece.scored)
-            return self.policy.score(piece, temperature=temperature, supports=own, paths=paths, **options)
+            against = compared and replace(compared, hidden=compared.hidden[torch.from_numpy(piece.scored)])
+            return self.policy.score(piece, supports=own, path=path, compared=against, **options)
 
         return walk(pieces, score=score)
 

@@ -24,12 +24,10 @@ With a `Support` the softmax runs over the kept ids of each token only (others g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
@@ -44,6 +42,7 @@ from covey.pytorch.rounding import wide_dtype
 from covey.types import Support
 
 ExactKL = Literal["exact", "exact_weighted"]
+_REVERSE_KL = Distillation()
 _EXCLUDED = -1e30  # finite: 0 * -inf would be NaN
 _WEIGHT_EPS = 1e-8  # as printed in usmle-qa.md
 CHUNK_BYTES = 256 << 20
@@ -56,12 +55,9 @@ class ReferenceDistribution:
     """What a divergence over the vocabulary compares with: a reference, or a teacher, which may have fewer ids."""
 
     hidden: Tensor  # [S, d] of the reference at the same tokens, without gradient; in any memory
-    logits: Callable[[Tensor], Tensor]  # hidden states [c, d] -> the reference's logits [c, W], before temperature
-    kind: ExactKL | Distillation = "exact"
-
-    def take(self, index: NDArray[np.int64]) -> ReferenceDistribution:
-        """For some of the tokens."""
-        return replace(self, hidden=self.hidden[torch.from_numpy(index)])
+    logits: Callable[[Tensor], Tensor] | None  # hidden states [c, d] -> logits [c, W], before temperature
+    kind: ExactKL = "exact"
+    how: Distillation = _REVERSE_KL
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +68,7 @@ class TokenScores:
         logp: `[S]` log-probability of each token, float32, differentiable.
         entropy: `[S]` entropy of the distribution that it was drawn from, or None where it was not asked for.
         exact_kl: `[S]` divergence from the reference, differentiable, or None where it was not asked for.
-        mass: `[S]` the teacher's probability of the ids that are compared, where these are not all.
+        mass: `[S]` the probability that it is compared over has under the reference, likewise.
         hidden: `[S, d]` the hidden states, where they were asked for.
     """
 
@@ -119,15 +115,16 @@ def score_tokens(
     """
     temperature = temperature or 1.0
     vocab_size = len(head.weight) if head.weight is not None else _width_of(head, hidden)
-    rows = chunk_rows or max(1, _CHUNK_BYTES.get(hidden.device.type, 64 << 20) // (4 * vocab_size))
+    buffers = 1 if reference is None else 2
+    rows = chunk_rows or max(1, _CHUNK_BYTES.get(hidden.device.type, 64 << 20) // (4 * vocab_size * buffers))
     kept = _DeviceSupport.of(support, targets)
     job = _Job(targets, head, temperature, entropy, entropy_grad, kept, reference, rows, vocab_size)
     if head.weight is None:
         logp, ent, kl, mass = _score_by_module(hidden, job)
     else:
         logp, ent, kl, mass = cast(Any, _Score).apply(hidden, head.weight, head.bias, job, torch.is_grad_enabled())
-    kl, mass = (None if reference is None else kl), (mass if job.over_k else None)
-    return TokenScores(logp, ent if entropy else None, kl, mass)
+    compared = (None, None) if reference is None else (kl, mass)
+    return TokenScores(logp, ent if entropy else None, *compared)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,7 +178,7 @@ class _Job:
 
     def reference_logq(self, start: int, stop: int) -> Tensor | None:
         """`[c, V]` log-probabilities of the reference under the same temperature and support."""
-        if self.reference is None:
+        if self.reference is None or self.reference.logits is None:
             return None
         with torch.no_grad():
             held = self.reference.hidden[start:stop].to(self.targets.device)
@@ -191,12 +188,6 @@ class _Job:
                 z = functional.pad(z, (0, max(self.width - width, 0)))  # the kept ids are the policy's
                 z = self.kept.exclude(z, start, self.targets[start:stop])[:, :width]
             return torch.log_softmax(z, dim=-1)
-
-    @property
-    def over_k(self) -> bool:
-        """Whether a divergence leaves ids out."""
-        how = None if self.reference is None else self.reference.kind
-        return isinstance(how, Distillation) and how.top_k > 0
 
 
 @dataclass(slots=True, eq=False)
@@ -209,12 +200,11 @@ class _Chunk:
     slope: Tensor | None  # f, [c, V]; None = 1
     p: Any = None
     entropy: Any = None
-    difference: Any = None  # log p - log q, [c, V]
     kl: Any = None
+    pull: Any = None  # r of the divergence, [c, V]
+    mass: Any = None
     ratio: Any = None  # 1 / (q + eps) / V, [c, V]
     weight: Any = None
-    pull: Any = None  # r of a teacher's divergence, [c, V]
-    mass: Any = None
 
     def value(self) -> Tensor | None:
         """The divergence as it is returned."""
@@ -238,9 +228,7 @@ class _Chunk:
 
     def kl_gradient(self) -> Tensor:
         """`f r` of the divergence."""
-        if self.pull is not None:
-            return self.scale_by_slope(self.pull)
-        r = (self.difference - self.kl[:, None]).mul_(self.p)
+        r = self.pull
         if self.ratio is not None:
             r.mul_(self.weight[:, None])
             r.add_((self.ratio - self.weight[:, None]).mul_(self.p).mul_(self.kl[:, None]))
@@ -272,14 +260,10 @@ def _compute(
         chunk.entropy = -_row_dot(chunk.p, logp_v)
     logq = job.reference_logq(start, start + len(h))
     if logq is not None and job.reference is not None:
-        if isinstance(job.reference.kind, Distillation):
-            chunk.kl, chunk.pull, chunk.mass = compare(logp_v, logq, job.reference.kind)
-            return chunk
+        chunk.kl, chunk.pull, chunk.mass = compare(logp_v, logq, job.reference.how)
         if job.reference.kind == "exact_weighted":
             chunk.ratio = logq.exp().add_(_WEIGHT_EPS).reciprocal_().div_(logq.shape[1])
             chunk.weight = _row_dot(chunk.p, chunk.ratio)
-        chunk.difference = torch.sub(logp_v, logq, out=logq)
-        chunk.kl = _row_dot(chunk.p, chunk.difference)
     return chunk
 
 
@@ -295,7 +279,7 @@ class _Score(torch.autograd.Function):
         logp = torch.empty(len(hidden), dtype=wide_dtype(hidden.dtype), device=hidden.device)
         entropy = torch.empty_like(logp) if job.entropy else logp.new_empty(0)
         kl = torch.empty_like(logp) if job.reference is not None else logp.new_empty(0)
-        mass = torch.empty_like(logp) if job.over_k else logp.new_empty(0)
+        mass = torch.empty_like(kl)
         factor = job.head.scale / job.temperature
         asked = {"logp": True, "entropy": job.entropy and job.entropy_grad, "kl": job.reference is not None}
         wanted = [name for name, is_asked in asked.items() if is_asked]
@@ -310,9 +294,7 @@ class _Score(torch.autograd.Function):
                 entropy[start:stop] = chunk.entropy
             value = chunk.value()
             if value is not None:
-                kl[start:stop] = value
-            if job.over_k:
-                mass[start:stop] = chunk.mass
+                kl[start:stop], mass[start:stop] = value, chunk.mass
             for name in reversed(vectors):  # the entropy's destroys logp_v, which the divergence's reads; logp's p
                 sign = -1 if name == "logp" else 1
                 _product_rounded(vectors[name][start:stop], chunk.gradient(name), operand.T, sign * factor)
@@ -388,14 +370,10 @@ def _score_by_module(hidden: Tensor, job: _Job) -> tuple[Tensor, Tensor, Tensor,
         logq = job.reference_logq(start, start + len(h))
         if logq is None or job.reference is None:
             return logp, entropy, empty, empty
-        if isinstance(job.reference.kind, Distillation):
-            kl, _, mass = compare(logp_v, logq, job.reference.kind)
-            return logp, entropy, kl, mass if job.over_k else empty
-        p = logp_v.exp()
-        kl = _row_dot(p, logp_v - logq)
+        kl, _, mass = compare(logp_v, logq, job.reference.how)
         if job.reference.kind == "exact_weighted":
-            kl = kl * _row_dot(p, 1.0 / (logq.exp() + _WEIGHT_EPS)) / logq.shape[1]
-        return logp, entropy, kl, empty
+            kl = kl * _row_dot(logp_v.exp(), 1.0 / (logq.exp() + _WEIGHT_EPS)) / logq.shape[1]
+        return logp, entropy, kl, mass
 
     parts = [checkpoint(chunk_scores, hidden[start:stop], start, use_reentrant=False) for start, stop in job.chunks()]
     if not parts:  # still of the graph: the backward of what others attend to begins here

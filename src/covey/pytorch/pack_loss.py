@@ -23,7 +23,7 @@ from torch import Tensor
 
 from covey.algorithms import Correction, LossTerms, Objective, mismatch_correction, policy_loss
 from covey.pytorch.logprobs import TokenScores
-from covey.rollout.learning import FloatNT, entropy_weights
+from covey.rollout.learning import FloatNT, entropy_weights, teacher_logprobs
 from covey.rollout.packing import Pack
 from covey.rollout.walking import Piece, walk
 from covey.types import Batch, BoolArray, IntArray
@@ -51,7 +51,7 @@ class StepLoss:
         self, pack: Pack, logp: Tensor, entropy: Tensor | None, exact_kl: Tensor | None, rows: IntArray | None = None
     ) -> LossTerms:
         """The loss of a pack's rows (None = all) and its metrics, which add up over the parts of a step. `logp`,
-        `entropy` and `exact_kl` are `[U]` of its distinct targets: each enters the loss of every row that has it.
+        `entropy` and `exact_kl`, or a teacher's divergence, are `[U]` of its distinct targets, for every row with it.
         """
         view = _RowView(pack, rows, self.device)
         current, mask = view.scatter(logp), view.of(self.batch.mask)
@@ -70,6 +70,7 @@ class StepLoss:
             self.objective,
             ref=view.of(self.reference),
             kl=None if exact_kl is None else view.scatter(exact_kl),
+            teacher=view.of(teacher_logprobs(self.batch, self.objective)),
             entropy=None if entropy is None else view.scatter(entropy),
             correction=factor,
             kl_weights=kl_weights,
@@ -110,16 +111,16 @@ class _RowView:
 
 
 @torch.no_grad()
-def walk_scores(pieces: Sequence[Piece], pack: Pack, score: Score) -> Tensor:
-    """`[k, U]` log-probabilities of a pack's targets; then entropies and divergences, where `score` finds them."""
+def walk_scores(pieces: Sequence[Piece], pack: Pack, score: Score) -> list[Tensor]:
+    """Of a pack's U targets what `score` finds of its pieces', in the order of `TokenScores.known`."""
     values: list[Tensor] = []
     walk(pieces, lambda piece: _note(values, pack, piece, score(piece)), lambda piece, _: None)
-    return torch.stack(values)
+    return values
 
 
 def walk_gradient(
     pieces: Sequence[Piece], pack: Pack, score: Score, loss: StepLoss, scale: float
-) -> tuple[Tensor, list[LossTerms]]:
+) -> tuple[list[Tensor], list[LossTerms]]:
     """Add the gradient of `scale` times a pack's loss to the parameters' `grad`; `score` finds entropies always.
     Returns what `walk_scores` does, and the terms of the pieces in which rows end.
     """
@@ -132,7 +133,7 @@ def walk_gradient(
             slopes.extend(torch.zeros_like(value) for value in values)
         if len(piece.rows):
             leaves = [value.clone().requires_grad_() for value in values]
-            logp, entropy, *kl = leaves
+            logp, entropy, *kl = leaves  # and what has no gradient
             terms.append(loss.of(pack, logp, entropy, kl[0] if kl else None, piece.rows))
             given = torch.autograd.grad(terms[-1].loss * scale, leaves, allow_unused=True)
             for slope, own in zip(slopes, given, strict=True):
@@ -146,13 +147,13 @@ def walk_gradient(
         torch.autograd.backward([value for value, _ in known], [slope[index] for _, slope in known])
 
     walk(pieces, forward, backward)
-    return torch.stack(values), terms
+    return values, terms
 
 
 def _note(values: list[Tensor], pack: Pack, piece: Piece, found: TokenScores) -> None:
     """Put a piece's scores in their places among the pack's."""
     if not values:
-        values.extend(value.new_zeros(len(pack.targets)) for value in found.known())
+        values.extend(value.new_zeros(len(pack.targets), *value.shape[1:]) for value in found.known())
     index = torch.from_numpy(piece.scored).to(found.logp.device)
     for whole, value in zip(values, found.known(), strict=True):
         whole[index] = value.detach()

@@ -48,7 +48,10 @@ class PackedModel:
         prefix_sharing_obstacle: why prompts are not shared when scoring, or None when they are.
         fused: the fused layers, None where `fused_obstacle` says why.
         rows_apart: rows of different lengths may not be run together, not even padded.
+        ids: of the vocabulary these first ones are scored alone; None = all.
     """
+
+    ids: int | None = None
 
     def __init__(
         self,
@@ -60,8 +63,8 @@ class PackedModel:
         autocast: str = "none",
         trains: bool = True,
     ) -> None:
-        """Take a loaded model whose `requires_grad` flags say what is trained. `ModelError` where nothing is and it
-        `trains`, or its log-probabilities cannot be reproduced from its parts.
+        """Take a loaded model whose `requires_grad` flags say what is trained. `ModelError` where nothing is, unless it
+        `trains` nothing, or its log-probabilities cannot be reproduced from its parts.
         """
         self.loaded, self.checkpoints = loaded, gradient_checkpointing
         self._set_model(loaded.model)
@@ -107,7 +110,8 @@ class PackedModel:
         return self.lm.device
 
     def head(self) -> Head:
-        return Head.of(self.lm)
+        head = Head.of(self.lm)
+        return head if self.ids is None else head.first(self.ids)
 
     def hidden(self, pack: Pack | Piece, path: TreePath | None = None) -> Tensor:
         """`[U, d]` the hidden states that predict the pack's targets."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -22,7 +22,6 @@ from covey.adapters import check_fits
 from covey.errors import ModelError
 from covey.files import save_tokenizer
 from covey.functions import later
-from covey.pytorch.models.form import Head
 from covey.pytorch.models.loading import context_length, load_model, says_quantised, trained_dtype
 from covey.pytorch.models.lora import attach, save_adapter
 from covey.pytorch.models.narrow import widen_trained
@@ -32,9 +31,9 @@ from covey.pytorch.reference import Reference, ReferenceUpdate
 
 if TYPE_CHECKING:
     from covey.pytorch import logprobs
-    from covey.pytorch.attention.tree_layout import Paths
+    from covey.pytorch.attention.tree_layout import TreePath
     from covey.pytorch.engine import merge
-    from covey.pytorch.logprobs import ExactKL, TokenScores
+    from covey.pytorch.logprobs import ReferenceDistribution, TokenScores
     from covey.rollout.learning import Weights
     from covey.rollout.packing import Pack
     from covey.rollout.walking import Piece
@@ -58,7 +57,7 @@ class Policy:
         folder: with its config and safetensors, or its hub id; None = there is none.
         reference: see `Reference`.
         teacher: other weights that score what was sampled; None = there are none.
-        teachers: more of them, by what `algorithm.teacher` calls their weights.
+        teachers: others, by what `algorithm.teacher` calls their weights; networks are policies.
         prefix_sharing_obstacle: why prompts are not shared when scoring, or None when they are.
         fused_obstacle: why the fused layers are not used, or None when they are.
         rows_apart: rows of different lengths may not be run together, not even padded.
@@ -72,7 +71,7 @@ class Policy:
     def __init__(self, held: PackedModel, reference: Reference, host: HostMemory | None = None) -> None:
         """A policy of these parts; `load` makes them."""
         self.held, self.reference, self.host = held, reference, host
-        self.teachers: dict[str, Reference] = {}
+        self.teachers: dict[str, Reference | Policy] = {}
         loaded = held.loaded
         self.model, self.tokenizer, self.eos_token_ids = loaded.model, loaded.tokenizer, loaded.eos_token_ids
         self.source, self.folder = loaded.source, loaded.folder
@@ -157,9 +156,9 @@ class Policy:
             if teacher["weights"] not in ("ema", "base"):
                 policy.teacher.hold(teacher["weights"])
             for name in teacher.get("more", ()):
-                policy.teachers[name] = Reference(trained, host=host)
+                policy.teachers[name] = held_on_to = Reference(trained, host=host)
                 if name != "base":
-                    policy.teachers[name].hold(name)
+                    held_on_to.hold(name)
         return policy
 
     @property
@@ -194,39 +193,37 @@ class Policy:
         pack: Pack | Piece,
         *,
         temperature: float = 1.0,
-        reference: bool = False,
         entropy: bool = False,
         entropy_grad: bool = False,
+        states: bool = False,
         supports: Support | None = None,
-        exact_kl: ExactKL | None = None,
-        paths: Paths | None = None,
+        compared: ReferenceDistribution | None = None,
+        path: TreePath | None = None,
     ) -> TokenScores:
         """Score the U targets of a pack, in its order, under the sampling distribution.
 
         Args:
             pack: one micro-batch, or a piece of one that is walked.
             temperature: that the tokens were sampled at.
-            reference: score under the reference policy, without gradients.
             entropy: return entropies too.
             entropy_grad: make them differentiable.
+            states: return the hidden states too, without gradients.
             supports: kept ids of each target (`pack.support(episodes)`).
-            exact_kl: return the exact divergence from the reference too; runs the reference once.
-            paths: what the pieces before a piece have left.
+            compared: return the divergence from it too; its `logits` None = of the policy's own head.
+            path: what the pieces before a piece have left.
 
         Returns differentiable scores `[U]`; under `torch.no_grad()` nothing is kept for a backward pass.
         """
-        if reference:
-            with self.reference.active():
-                return self.score(pack, temperature=temperature, entropy=entropy, supports=supports, paths=paths)
-        compared = None
-        if exact_kl is not None:
-            with self.reference.active():
-                hidden = self.held.hidden(pack, None if paths is None else paths.reference).detach()
-                compared = logprobs.ReferenceDistribution(
-                    hidden, self._reference_logits(self.held.head().frozen()), exact_kl
-                )
-        return logprobs.score_tokens(
-            self.held.hidden(pack, None if paths is None else paths.own),
+        if compared is not None and compared.logits is None:
+            compared = replace(compared, logits=self.held.head().frozen().logits)
+        if self.held.ids is not None and (largest := max(pack.token_ids.max(), pack.targets.max())) >= self.held.ids:
+            raise ModelError(
+                f"algorithm.teacher.weights={self.source}: a row has the token id {largest}, and the ids that both "
+                f"networks have end at {self.held.ids - 1}; use a teacher with all of the policy's ids"
+            )
+        hidden = self.held.hidden(pack, path)
+        found = logprobs.score_tokens(
+            hidden,
             torch.from_numpy(pack.targets).to(self.device),
             self.held.head(),
             temperature=temperature,
@@ -235,13 +232,18 @@ class Policy:
             support=supports,
             reference=compared,
         )
+        return replace(found, hidden=hidden.detach()) if states else found
 
-    def _reference_logits(self, head: Head) -> Callable[[Tensor], Tensor]:
+    def head_under(self, other: Reference | None) -> Callable[[Tensor], Tensor] | None:
+        """States `[c, d]` -> logits `[c, V]` by the head with other weights, None = the policy's, as they are now."""
+        active = nullcontext if other is None else other.active
+        with active():
+            head = self.held.head().frozen()
         if head.weight is not None:
-            return head.logits  # bound to the reference's weights as they are now
+            return head.logits
 
         def logits(hidden: Tensor) -> Tensor:
-            with self.reference.active():
+            with active():
                 return head.logits(hidden)
 
         return logits

@@ -31,6 +31,8 @@ class Gradients:
     scored: BoolArray  # `[N, T]` the tokens that were
     entropy: FloatNT  # `[N, T]` entropies in nats, likewise
     kl: FloatNT | None = None  # `[N, T]` the KL over the vocabulary, likewise, where the objective has one
+    divergence: FloatNT | None = None  # `[N, T]` that of a teacher, likewise
+    mass: FloatNT | None = None  # `[N, T]` the teacher's probability of the ids that are compared
     tokens: TokenCounts | None = None  # what the pass was given and took, where it is known
 
 
@@ -105,7 +107,8 @@ class Learner(Protocol):
         reference: bool = False,
         teacher: bool | str = False,
         entropy: bool = False,
-    ) -> tuple[FloatNT, FloatNT | None]: ...
+        states: bool = False,
+    ) -> tuple[FloatNT, Any]: ...
 
     def forward_backward(
         self,
@@ -152,17 +155,31 @@ def entropy_weights(batch: Batch, objective: Objective) -> FloatNT | None:
     return np.asarray(token_weights(mask, count_step(mask), "token_mean"), np.float32)
 
 
+def teacher_logprobs(batch: Batch, objective: Objective) -> FloatNT | None:
+    """`[N, T]` log-probabilities under the teacher, NaN where its term has no token; None where there is no term."""
+    if batch.teacher is None or objective.teacher is None:
+        return None
+    covered = batch.mask if objective.kl_aggregation is None else batch.sampled
+    found = np.where(covered, batch.teacher.logprobs, np.float32(np.nan))
+    found[:, : objective.teacher.skip] = np.nan
+    return found
+
+
 def rows_with_gradient(batch: Batch, objective: Objective) -> NDArray[np.int64]:
     """Rows whose gradient can differ from zero; the others are not run at all.
 
     A row without an active token adds nothing, unless masks leave the KL alone. A row with advantage 0 (a tied group)
-    adds nothing unless a KL or entropy term acts on it, or the loss says that it does.
+    adds nothing unless a KL, an entropy term or a teacher's acts on it, or the loss says that it does.
     """
     if objective.beta > 0 and objective.kl_aggregation is not None:
         return np.flatnonzero(batch.sampled.any(axis=1))
     active = batch.mask.any(axis=1)
     if not objective.needs_every_row:
         active &= ((batch.advantages != 0) & batch.mask).any(axis=1)
+        active &= objective.teacher is None or objective.teacher.task_coef != 0
+    taught = teacher_logprobs(batch, objective)
+    if taught is not None:
+        active |= np.isfinite(taught).any(axis=1)
     return np.flatnonzero(active)
 
 

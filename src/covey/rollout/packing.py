@@ -33,7 +33,7 @@ dropped, and no token is repeated for it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -110,6 +110,13 @@ class Pack:
     def leave(self) -> IntArray:
         """`[M]` packed index after the last token that sees each token: `k <= q < leave[k]`."""
         return leave_of(self.branches, self.num_tokens)
+
+    def apart(self, kinds_NT: IntArray) -> Pack:
+        """The same with a target of its own for each of `kinds` that its sampled tokens have, of the whole batch."""
+        kinds = np.unique(kinds_NT[self.rows[self.row], self.column], return_inverse=True)[1]
+        _, first, pair = np.unique(self.pair * len(kinds) + kinds, return_index=True, return_inverse=True)
+        of = self.pair[first]
+        return replace(self, score_at=self.score_at[of], targets=self.targets[of], pair=pair)
 
     def put(self, values_S: NDArray[Any], into_NT: NDArray[Any]) -> None:
         """Write values `[S]` of this pack into an array `[N, T]` of the whole batch."""

@@ -202,6 +202,7 @@ class Recipe:
     config: GRPOConfig
     shape: Shape
     fused: bool
+    teacher: float = 0.0  # bytes of its weights
 
     @classmethod
     def of(cls, config: GRPOConfig) -> Recipe:
@@ -233,7 +234,12 @@ class Recipe:
                 f"model.quantization={chosen.quantization!r}: {chosen.model} ({type(base).__name__}) has no linear "
                 "layers that could be quantised; set model.quantization to none"
             )
-        return cls(config, Shape.of(model), is_known(base))
+        shape, how, teacher = Shape.of(model), config.algorithm.teacher, 0.0
+        for source in () if how is None else filter(lambda source: source.is_network, how.sources.values()):
+            dtype, trusts = "bfloat16" if chosen.dtype == "auto" else chosen.dtype, chosen.trust_remote_code
+            other = empty_model(source.weights, dtype=dtype, use_peft=False, trust_remote_code=trusts)
+            teacher += float(sum(p.nbytes for p in other.parameters()))
+        return cls(config, shape, is_known(base), teacher)
 
     @property
     def prompt(self) -> int:
@@ -250,7 +256,8 @@ class Recipe:
         dtype = dtype_of(config)
         sampler_dtype = dtype if sampling.sampler_dtype == "model" else sampling.sampler_dtype
         copied = not chosen.use_peft or chosen.adapter is not None or algorithm.reference_update != "none"
-        exact = algorithm.kl_estimator.startswith("exact") and algorithm.beta > 0
+        objective = algorithm.objective()
+        over_vocabulary = objective.vocabulary_kl is not None or objective.distils_vocabulary
         if own is None:  # of agents all that is said in a conversation, or in a turn's history
             said = 0 if played.world is None else played.max_conversation_tokens
             own = max(said, sampling.max_completion_length)
@@ -269,8 +276,7 @@ class Recipe:
             reference_copy=copied and uses_reference(config),
             tokens=optim.tokens_per_micro_batch if tokens is None else tokens,
             longest=self.prompt + own,
-            vectors=1 + algorithm.objective().differentiates_entropy + exact,
-            exact_kl=exact,
+            vectors=1 + objective.differentiates_entropy + over_vocabulary,
             exact_sum=config.distributed.learners > 1 or config.distributed.samplers is not None,
             samples=not elsewhere and sampling.engine == "covey",
             sampler_dtype=sampler_dtype,
@@ -283,6 +289,8 @@ class Recipe:
         chosen = self.choices(**changed)
         found = phases(self.shape, chosen)
         found["held"]["CUDA and its libraries"] = CONTEXT_BYTES
+        if self.teacher:
+            found["held"]["teacher"] = self.teacher
         if self.config.sampling.engine == "vllm" and not self.config.distributed.samplers:
             # with less than its weights and one completion it does not start
             least = found["held"]["weights"] + chosen.longest * kv_bytes(self.shape, chosen.dtype)

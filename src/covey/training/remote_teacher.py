@@ -29,7 +29,7 @@ View = tuple[tuple[int, ...], int]
 
 
 class TeacherServer:
-    """A server whose `scores` are those of a teacher; it takes views of up to `longest` tokens.
+    """A server whose `scores` are those of a teacher; it takes views of up to `context_length` tokens.
 
     Raises `ConfigError`: it has no such model or another tokenizer, or cannot score as the run samples; `ServingError`:
     it does not answer.
@@ -46,7 +46,9 @@ class TeacherServer:
         own: dict[str, Any] = next((model for model in known if name in ("", model.get("id"))), {})
         self._is_covey, self._named = own.get("owned_by") == "covey", {"model": own.get("id")}
         lengths = [int(model["max_model_len"]) for model in known if model.get("max_model_len")]
-        self.longest = min([*lengths, MOST_SCORED] if self._is_covey else [n - 1 for n in lengths], default=1 << 40)
+        self.context_length = min(
+            [*lengths, MOST_SCORED] if self._is_covey else [n - 1 for n in lengths], default=1 << 40
+        )
 
         def require(holds: object, otherwise: str) -> None:
             if not holds:

@@ -40,7 +40,9 @@ from covey.training.checkpoint import (
 from covey.training.schedule import Elapsed, TrainerState
 from covey.training.step import scorer, step_batch, step_update
 from covey.training.tables import StoredStep, read_step
+from covey.training.teaching import make_teacher
 from covey.training.update import Update
+from covey.types import Teacher
 
 EXACT, ALIKE, HALF = 1e-6, 1e-3, 3e-2
 """Tolerances: of what the same program computes on the same machine; of what another one does, in float32; and with
@@ -277,13 +279,19 @@ class _Rerun:
         plan.restore({"index": facts.phase, "start": start, "learning_rate_factor": facts.learning_rate_factor})
         phase = plan.at(Elapsed())
         self.learner.tokens_per_micro_batch = stored.facts.tokens_per_micro_batch
+        teacher: Teacher | None = None if stored.taught is None else lambda groups, batch: stored.taught
+        if (how := config.algorithm.teacher) is not None and how.over_vocabulary:
+            teacher = make_teacher(config, self.policy, self.learner, phase.temperature)
+            if how.context != "none":
+                said = f"algorithm.teacher.context={how.context!r}: contexts are not stored; replay a run without one"
+                raise RunFolderError(f"step {facts.step} was trained on the teacher's distributions; {said}")
         batch = step_batch(
             stored.groups,
             config,
             reward_weights=config.rewards.reward_weights or [1.0] * len(stored.groups[0].reward_parts),
             has_answer=stored.has_answer,
             score=scorer(self.learner, phase.temperature),
-            teacher=None if (said := stored.taught) is None else lambda groups, batch: said,
+            teacher=teacher,
         )
         length = setup.run_length(config, plan, stored.facts.prompts)
         done = step_update(self.learner, batch, config, phase, length, self.state, None)

@@ -1,4 +1,4 @@
-"""The teachers of a run: other weights of the policy's network, or servers, which score views of the rows."""
+"""The teachers of a run, which score views of the rows: other weights of the policy, other networks, or servers."""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ class ViewTeacher:
 
     voices: Sequence[tuple[Views, Learner | TeacherServer, str | bool]]
     temperature: float
+    states: bool
 
     def __call__(self, groups: Sequence[Group], batch: Batch) -> Taught:
         """Log-probabilities under the sampling distribution's temperature and kept ids."""
         began, too_long = time.perf_counter(), 0
-        found = np.full(batch.mask.shape, np.nan, np.float32)
+        found, states = np.full(batch.mask.shape, np.nan, np.float32), None
+        how: dict[str, Any] = {"temperature": self.temperature, "states": self.states}
         for views_of, scorer, weights in self.voices:
             views, longer = views_of(groups)
             too_long += longer
             rows = np.array([n for n, view in enumerate(views) if view is not None], np.int64)
             if len(rows):
                 seen = tuple(view or own for view, own in zip(views, batch.episodes, strict=True))
-                asked = replace(batch, episodes=seen)
-                scores = scorer.scores(asked, rows, temperature=self.temperature, teacher=weights)[0]
+                scores, states = scorer.scores(replace(batch, episodes=seen), rows, teacher=weights, **how)
                 found[rows] = np.where(batch.sampled[rows], scores[rows], np.nan)
-        return Taught(found, too_long, time.perf_counter() - began)
+        return Taught(found, too_long, time.perf_counter() - began, states)
 
 
 def open_servers(config: GRPOConfig, tokenizer: Any) -> dict[str, TeacherServer]:
@@ -71,14 +72,15 @@ def make_teacher(
     voices: list[Any] = []
     for name, source in how.sources.items():
         server = servers.get(source.weights)
-        longest = policy.context_length if server is None else min(server.longest, policy.context_length)
+        holders = policy, server, getattr(policy, "teachers", {}).get(source.weights)
+        longest = min(each.context_length for each in holders if hasattr(each, "context_length"))
 
         def serves(group: Group, name: str = name) -> bool:
             return how.name_of(group.prompt.columns) == name
 
         views = Views(source, render, longest, serves)
         voices.append((views, server or learner, source.weights != "live" and source.weights))
-    return ViewTeacher(voices, temperature)
+    return ViewTeacher(voices, temperature, how.over_vocabulary)
 
 
 def measured(config: GRPOConfig, batch: Batch, groups: Sequence[Group]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from covey.algorithms import Objective, mean_metrics
 from covey.algorithms.masks import masks_by_policy, policy_masks
 from covey.config.algorithm import AlgorithmConfig
-from covey.rollout.learning import FloatNT, Gradients, Learner, rows_with_gradient
+from covey.rollout.learning import FloatNT, Gradients, Learner, rows_with_gradient, teacher_logprobs
 from covey.training.schedule import TrainerState
 from covey.types import Batch, BoolArray
 
@@ -192,7 +192,7 @@ def update(
         norm = learner.optim_step(learning_rate)
         if number == 0:
             result.metrics |= views.told_by(done, alone=len(parts) == 1)
-        passes.append(_pass_metrics(done.gradients, norm, algorithm, state))
+        passes.append(_pass_metrics(done.gradients, norm, algorithm, state) | _taught_metrics(done))
         if done.gradients.tokens is not None:
             tokens.update({f"tokens/{kind}": count for kind, count in asdict(done.gradients.tokens).items()})
         scale = getattr(learner, "loss_scale", None)  # of PyTorch's learner, where there is float16
@@ -249,6 +249,16 @@ def _pass_metrics(
     if state.entropy_coef is not None:
         found["entropy_coef"] = state.entropy_coef
     return found
+
+
+def _taught_metrics(done: Pass) -> dict[str, float]:
+    """Means over tokens of one pass, where the teacher's distributions were compared with the policy's."""
+    said, how, found = teacher_logprobs(done.batch, done.objective), done.objective.teacher, done.gradients
+    there = None if said is None else np.isfinite(said) & done.batch.mask & found.scored
+    if how is None or there is None or not there.any() or found.divergence is None:
+        return {}
+    over = {"divergence": found.divergence} | ({"mass": found.mass} if how.top_k else {})
+    return {f"teacher/{name}": float(values[there].mean()) for name, values in over.items()}
 
 
 def _own_rows(batch: Batch) -> Rows:
@@ -311,7 +321,8 @@ def _of_all_passes(passes: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _means(passes: list[dict[str, float]]) -> dict[str, float]:
-    return {name: float(np.mean([each[name] for each in passes])) for name in passes[0]}
+    names = dict.fromkeys(name for each in passes for name in each)
+    return {name: float(np.mean([each[name] for each in passes if name in each])) for name in names}
 
 
 def _mismatch_metrics(

@@ -92,13 +92,6 @@ class TreePath:
         return keys[start:stop], values[start:stop]
 
 
-class Paths(NamedTuple):
-    """The paths of one walk: the policy's, and its reference's where both are run."""
-
-    own: TreePath
-    reference: TreePath
-
-
 class Run:
     """`count` branches of one length, one after another: the slice of the pack from `start` on."""
 

@@ -373,7 +373,13 @@ class Head:
         return raw if self.softcap is None else torch.tanh(raw / self.softcap) * self.softcap
 
     def frozen(self) -> Head:
-        """The same head on its present weights, detached: a later exchange of data does not reach it."""
-        weight = None if self.weight is None else self.weight.detach()
-        bias = None if self.bias is None else self.bias.detach()
+        """The same head on its present weights, whatever becomes of them: those that are trained are copied."""
+        both = (self.weight, self.bias)
+        weight, bias = (x if x is None else x.detach().clone() if x.requires_grad else x.detach() for x in both)
         return Head(weight, bias, self.scale, self.softcap, self.module)
+
+    def first(self, ids: int) -> Head:
+        """The head of the first ids of the vocabulary. Raises `ModelError`: it can only be called."""
+        if self.weight is None:
+            raise ModelError(f"{type(self.module).__name__}: an output head of which no part can be taken")
+        return Head(self.weight[:ids], None if self.bias is None else self.bias[:ids], self.scale, self.softcap)
