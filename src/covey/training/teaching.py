@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,7 +59,7 @@ def open_servers(config: GRPOConfig, tokenizer: Any) -> dict[str, TeacherServer]
 
 
 def make_teacher(
-    config: GRPOConfig, policy: Any, learner: Learner, temperature: float, servers: Mapping[str, TeacherServer]
+    config: GRPOConfig, policy: Any, learner: Learner, temperature: float, servers: Any = MappingProxyType({})
 ) -> Teacher | None:
     """The teacher that the settings ask for, None = none."""
     how = config.algorithm.teacher
