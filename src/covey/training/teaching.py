@@ -59,7 +59,11 @@ def open_servers(config: GRPOConfig, tokenizer: Any) -> dict[str, TeacherServer]
 
 
 def make_teacher(
-    config: GRPOConfig, policy: Any, learner: Learner, temperature: float, servers: Any = MappingProxyType({})
+    config: GRPOConfig,
+    policy: Any,
+    learner: Learner,
+    temperature: float,
+    servers: Mapping[str, TeacherServer] = MappingProxyType({}),
 ) -> Teacher | None:
     """The teacher that the settings ask for, None = none."""
     how = config.algorithm.teacher
@@ -73,7 +77,7 @@ def make_teacher(
     voices: list[Any] = []
     for name, source in how.sources.items():
         server = servers.get(source.weights)
-        holders = policy, server, getattr(policy, "teachers", {}).get(source.weights)
+        holders: tuple[Any, ...] = policy, server, getattr(policy, "teachers", {}).get(source.weights)
         longest = min(each.context_length for each in holders if hasattr(each, "context_length"))
 
         def serves(group: Group, name: str = name) -> bool:
