@@ -17,7 +17,6 @@ from covey.pytorch.models import quantised
 from covey.pytorch.models.loading import chosen_device
 from covey.pytorch.models.quantised import quantised_layers
 from covey.pytorch.policy import Policy
-from covey.pytorch.teacher import load_network
 from covey.types import Prompt
 
 if TYPE_CHECKING:
@@ -71,8 +70,9 @@ class PyTorchBackend:
             narrows=config.distributed.learner_kind != "sharded",  # whose slices have one type
         )
         if teacher is not None and teacher.is_network:
-            trusts = chosen.trust_remote_code
-            policy.network = load_network(teacher.weights, policy, dtype=dtype, trust_remote_code=trusts)
+            from covey.pytorch.teacher import load_network
+
+            policy.network = load_network(teacher.weights, policy, dtype, chosen.trust_remote_code)
         return policy
 
     def make_sampler(self, config: GRPOConfig, policy: Any, **how: Any) -> engine.Engine | vllm_engine.VLLMEngine:
