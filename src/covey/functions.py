@@ -207,7 +207,7 @@ def find_factory(kind: str, name: str, factories: Mapping[str, Callable[..., Mad
         base = f"{base}:{attribute}"
         return base, load_object(base, kind), listed
     if base not in factories:
-        raise ConfigError(f"{kind}={base!r}: no such {kind}; {_nearest(base, sorted(factories))}")
+        raise ConfigError(f"{kind}={base!r}: no such {kind}; {nearest(base, sorted(factories))}")
     factory = factories[base]
     return base, load_object(factory, kind) if isinstance(factory, str) else factory, listed
 
@@ -237,7 +237,7 @@ def make_named(
     parameters = inspect.signature(factory).parameters
     for option in options:
         if option not in parameters:
-            raise ConfigError(f"{kind}={base!r} has no option {option!r}; {_nearest(option, parameters)}")
+            raise ConfigError(f"{kind}={base!r} has no option {option!r}; {nearest(option, parameters)}")
     if problem := number_problem(factory, options):
         raise ConfigError(f"{kind}={name!r}: {problem}")
     try:
@@ -283,11 +283,12 @@ def _read_options(kind: str, name: str, listed: str) -> dict[str, Any]:
         option, equals, value = item.partition("=")
         if not equals:
             raise ConfigError(f"{kind}={name!r}: {item!r} is not an option; write name:option=value,option=value")
-        options[option.strip()] = _read_value(value.strip())
+        options[option.strip()] = read_value(value.strip())
     return options
 
 
-def _read_value(text: str) -> Any:
+def read_value(text: str) -> Any:
+    """The number, true, false or none that a text names, else the text."""
     words: dict[str, Any] = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
@@ -299,6 +300,7 @@ def _read_value(text: str) -> Any:
     return text
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What to write in place of a name that is not known, for an error."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known) or '(none)'}"

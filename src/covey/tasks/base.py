@@ -186,6 +186,7 @@ _TASKS: dict[str, Callable[..., Task] | str] = {
     "code": "covey.tasks.code:Code",
     "gsm8k": "covey.tasks.gsm8k:GSM8K",
     "json": "covey.tasks.fields:Fields",
+    "reasoning_gym": "covey.tasks.reasoning_gym:ReasoningGym",
     "usmle": "covey.tasks.usmle:USMLE",
 }
 """Imported when they are asked for."""
