@@ -221,7 +221,7 @@ def make_named(
     has under that name is no such thing.
     """
     base, factory, listed = find_factory(kind, name, factories)
-    options = _read_options(kind, name, listed) | options
+    options = read_options(kind, name, listed) | options
     wanted = [public for public in vars(needs) if not public.startswith("_")]
     if not isinstance(factory, type) and any(hasattr(factory, public) for public in wanted):
         if options:
@@ -277,18 +277,18 @@ def _checked(kind: str, base: str, made: Any, wanted: Sequence[str], needs: type
     return made
 
 
-def _read_options(kind: str, name: str, listed: str) -> dict[str, Any]:
+def read_options(kind: str, name: str, listed: str) -> dict[str, Any]:
+    """Options that are listed after a name, `a=1,b=true`. Raises `ConfigError`: one has no value."""
     options: dict[str, Any] = {}
     for item in filter(None, listed.split(",")):
         option, equals, value = item.partition("=")
         if not equals:
             raise ConfigError(f"{kind}={name!r}: {item!r} is not an option; write name:option=value,option=value")
-        options[option.strip()] = read_value(value.strip())
+        options[option.strip()] = _read_value(value.strip())
     return options
 
 
-def read_value(text: str) -> Any:
-    """The number, true, false or none that a text names, else the text."""
+def _read_value(text: str) -> Any:
     words: dict[str, Any] = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]

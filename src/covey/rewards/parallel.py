@@ -27,7 +27,7 @@ from covey.processes import end_python, start_python
 from covey.rewards.jail import messages
 from covey.rewards.verifier import Verifier
 
-_START_SECONDS = 60.0
+_START_SECONDS = 180.0
 _SERVE = "import sys; from covey.rewards.parallel import serve; serve(int(sys.argv[1]))"
 
 
@@ -61,7 +61,10 @@ class WorkerPool:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="covey-verify")
 
     def map(self, items: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The function's results, in order; an exception takes the place of a result that there is not."""
+        """The function's results, in order; an exception takes the place of a result that there is not.
+
+        Raises `NotStartedError`: a process cannot be started, which is no item's fault.
+        """
         return list(self._threads.map(self._one, items))
 
     def close(self) -> None:
@@ -74,6 +77,8 @@ class WorkerPool:
         worker = self._free.get()
         try:
             return worker.apply(item, self._time_limit)
+        except NotStartedError:
+            raise
         except Exception as error:
             return error
         finally:

@@ -10,11 +10,10 @@ if TYPE_CHECKING:
     from covey.tasks.dataset import DataOrder, Row, WeightedOrder, build_prompts, load_rows
     from covey.tasks.fields import Fields
     from covey.tasks.gsm8k import GSM8K
-    from covey.tasks.reasoning_gym import ReasoningGym
     from covey.tasks.usmle import USMLE
 
 __all__ = [
-    "GSM8K", "USMLE", "Code", "DataOrder", "Fields", "ReasoningGym", "Row", "Task", "WeightedOrder", "build_prompts",
+    "GSM8K", "USMLE", "Code", "DataOrder", "Fields", "Row", "Task", "WeightedOrder", "build_prompts",
     "configured_task", "get_task", "load_rows", "register_task", "task_names", "task_options",
 ]  # fmt: skip
 
@@ -26,7 +25,6 @@ __getattr__ = when_used(
         "covey.tasks.dataset": "DataOrder Row WeightedOrder build_prompts load_rows",
         "covey.tasks.fields": "Fields",
         "covey.tasks.gsm8k": "GSM8K",
-        "covey.tasks.reasoning_gym": "ReasoningGym",
         "covey.tasks.usmle": "USMLE",
     },
 )
