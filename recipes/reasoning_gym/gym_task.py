@@ -14,6 +14,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache, partial
+from importlib import metadata
 from typing import Any, ClassVar
 
 from covey.errors import ConfigError, DataError
@@ -26,6 +27,8 @@ from covey.tasks.base import Task, as_prompt, question_key
 from covey.tasks.dataset import Row
 
 log = logging.getLogger(__name__)
+VERSION = "0.1.25"
+"""Of reasoning-gym, whose scorers were read."""
 HELD_OUT = 2_000_000_000
 """Seed of the first held-out item. Each item has a seed of its own; those of training are below 1.1 billion."""
 REFUSED = {
@@ -113,6 +116,7 @@ class ReasoningGym(Task):
         self, dataset: str, answer: str = "tags", config: str = "", num_train: int = 2000, num_eval: int = 100,
         seconds: float = 5.0,
     ) -> None:  # fmt: skip
+        self._given = (dataset, answer, config, num_train, num_eval, seconds)
         self._options = _options(dataset.split("|"), config)
         if answer not in _FORMS:
             raise ConfigError(f"answer={answer!r}: {nearest(answer, _FORMS)}")
@@ -123,6 +127,9 @@ class ReasoningGym(Task):
         how: dict[str, Any] = {"workers": 2, "time_limit": float(seconds), "memory_mb": 2048}
         self._pool = WorkerPool(work, prepare=partial(_prepare, self._options), **how)
         self._known: dict[tuple[Any, ...], float | Exception] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReasoningGym, self._given  # another process that scores has processes of its own
 
     @property
     def reward_funcs(self) -> list[RewardFunction]:
@@ -195,8 +202,12 @@ def _options(datasets: Sequence[str], config: str) -> dict[str, str]:
     """Options of each dataset, as JSON."""
     try:
         from reasoning_gym.factory import DATASETS
+
+        found = metadata.version("reasoning-gym")
     except ImportError:
         raise ConfigError("data.task='reasoning_gym' needs a package: pip install 'covey[reasoning-gym]'") from None
+    if found != VERSION:
+        log.warning("reasoning-gym %s: install %s; scorers of others may run answers as code", found, VERSION)
     kinds = {name: kind for name, (_, kind) in DATASETS.items() if name not in REFUSED}
     items = [item.strip() for item in config.split("|") if item]
     owners = {item: item.partition("=")[0].rpartition(".")[0] for item in items}

@@ -151,9 +151,7 @@ def serve(channel: int) -> None:
         return
     messages.send(channel, {"ready": True})
     while (message := messages.receive(channel)) is not None:
-        signal.setitimer(
-            signal.ITIMER_REAL, message["alarm"]
-        )  # the kernel ends this process where nobody is left to do so
+        signal.setitimer(signal.ITIMER_REAL, message["alarm"])  # ends this process where nobody is left to do so
         try:
             answer = {"result": function(*message["item"])}
         except BaseException as error:
