@@ -159,7 +159,7 @@ def test_installing_is_the_same_everywhere() -> None:
     lines = [[block for block in blocks(page, "sh") if "venv" in block] for page in (README, INDEX)]
     assert (lines[0], len(lines[0][0].splitlines())) == (lines[1], 3)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = set(re.findall(r"`(\w+)`", INDEX.split("| extra ")[1].split("\n\n")[0]))
+    extras = set(re.findall(r"`([\w-]+)`", INDEX.split("| extra ")[1].split("\n\n")[0]))
     assert extras == set(project["optional-dependencies"]) - {"dev", "docs"}
     for page in (README, INDEX):
         assert not re.search(r"pip install covey", page)

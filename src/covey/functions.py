@@ -207,7 +207,7 @@ def find_factory(kind: str, name: str, factories: Mapping[str, Callable[..., Mad
         base = f"{base}:{attribute}"
         return base, load_object(base, kind), listed
     if base not in factories:
-        raise ConfigError(f"{kind}={base!r}: no such {kind}; {_nearest(base, sorted(factories))}")
+        raise ConfigError(f"{kind}={base!r}: no such {kind}; {nearest(base, sorted(factories))}")
     factory = factories[base]
     return base, load_object(factory, kind) if isinstance(factory, str) else factory, listed
 
@@ -221,7 +221,7 @@ def make_named(
     has under that name is no such thing.
     """
     base, factory, listed = find_factory(kind, name, factories)
-    options = _read_options(kind, name, listed) | options
+    options = read_options(kind, name, listed) | options
     wanted = [public for public in vars(needs) if not public.startswith("_")]
     if not isinstance(factory, type) and any(hasattr(factory, public) for public in wanted):
         if options:
@@ -237,7 +237,7 @@ def make_named(
     parameters = inspect.signature(factory).parameters
     for option in options:
         if option not in parameters:
-            raise ConfigError(f"{kind}={base!r} has no option {option!r}; {_nearest(option, parameters)}")
+            raise ConfigError(f"{kind}={base!r} has no option {option!r}; {nearest(option, parameters)}")
     if problem := number_problem(factory, options):
         raise ConfigError(f"{kind}={name!r}: {problem}")
     try:
@@ -277,7 +277,8 @@ def _checked(kind: str, base: str, made: Any, wanted: Sequence[str], needs: type
     return made
 
 
-def _read_options(kind: str, name: str, listed: str) -> dict[str, Any]:
+def read_options(kind: str, name: str, listed: str) -> dict[str, Any]:
+    """Options that are listed after a name, `a=1,b=true`. Raises `ConfigError`: one has no value."""
     options: dict[str, Any] = {}
     for item in filter(None, listed.split(",")):
         option, equals, value = item.partition("=")
@@ -299,6 +300,7 @@ def _read_value(text: str) -> Any:
     return text
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What to write in place of a name that is not known, for an error."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known) or '(none)'}"

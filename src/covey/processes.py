@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 
-def start_python(code: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Run `code` in a new Python process, which finds the modules that this one finds.
+def start_python(code: str, **variables: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Run `code` in a new Python process, which finds the modules that this one finds, with environment `variables`.
 
     Its standard input is empty and what it prints to standard output is dropped.
     """
@@ -27,7 +27,7 @@ def start_python(code: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)} | variables,
         )
     return process, ours
 

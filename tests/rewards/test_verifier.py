@@ -1,6 +1,8 @@
 """Verifiers and reward functions, each as the other; process pools: limits that fire, order, failures."""
 
+import base64
 import os
+import pickle
 import signal
 import sys
 import time
@@ -14,8 +16,10 @@ from slow_verifiers import Slow
 
 import covey.rewards
 from covey.errors import RewardError
+from covey.processes import start_python
 from covey.rewards import SupportsBatchVerify, Verifier, exact_match, reward_name, verifier_from_reward
-from covey.rewards.parallel import ParallelVerifier, WorkerPool
+from covey.rewards.jail import messages
+from covey.rewards.parallel import _SERVE, NotStartedError, ParallelVerifier, WorkerPool
 from fakes import raises
 
 
@@ -112,3 +116,18 @@ def test_what_cannot_be_found_in_another_process() -> None:
 
     local.__module__ = "__main__"
     raises(RewardError, "move it to a module", WorkerPool, local, workers=1, time_limit=1)
+
+
+def test_a_process_that_does_not_start_is_no_items_fault() -> None:
+    pool = WorkerPool(len, workers=1, time_limit=1, prepare=partial(int, "one"))
+    raises(NotStartedError, "did not start: .*invalid literal", pool.map, [("a",)])
+
+
+def test_a_process_without_its_parent_ends_itself() -> None:
+    process, channel = start_python(_SERVE)
+    with channel:
+        functions = base64.b64encode(pickle.dumps((Slow().verify, int))).decode()
+        messages.send(channel.fileno(), {"functions": functions, "files": {}, "memory": 4 << 30})
+        assert messages.receive(channel.fileno()) == {"ready": True}
+        messages.send(channel.fileno(), {"item": ["", "forever"], "alarm": 0.2})
+        assert process.wait(30) == -signal.SIGALRM

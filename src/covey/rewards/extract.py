@@ -139,12 +139,15 @@ def as_number(value: Any) -> Fraction | None:
 
 def last_number(text: str) -> Fraction | None:
     """The last number in the text, None if there is none (or if it is absurdly long)."""
-    cut = len(text) > MAX_TAIL
-    tail = text[-MAX_TAIL:]
-    found = _last(_NUMBER_IN_TEXT, tail)
-    if found is None or (cut and found.start() == 0):  # may be the end of a longer number
-        return None
-    return parse_number(found.group())
+    return parse_number(last_number_text(text))
+
+
+def last_number_text(text: str) -> str:
+    """The last number as it is written, with `$` and commas; "" if there is none."""
+    found = _last(_NUMBER_IN_TEXT, text[-MAX_TAIL:])
+    if found is None or (len(text) > MAX_TAIL and found.start() == 0):  # may be the end of a longer number
+        return ""
+    return found.group()
 
 
 def boxed_content(text: str) -> str | None:

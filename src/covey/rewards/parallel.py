@@ -13,6 +13,7 @@ import pickle
 import queue
 import resource
 import select
+import signal
 import socket
 import threading
 import weakref
@@ -26,12 +27,16 @@ from covey.processes import end_python, start_python
 from covey.rewards.jail import messages
 from covey.rewards.verifier import Verifier
 
-_START_SECONDS = 60.0
+_START_SECONDS = 180.0
 _SERVE = "import sys; from covey.rewards.parallel import serve; serve(int(sys.argv[1]))"
 
 
 class ItemTimeout(Exception):  # noqa: N818
     """An item took longer than its limit."""
+
+
+class NotStartedError(RewardError):
+    """The process that was to work on an item could not be started, whatever the item."""
 
 
 class WorkerPool:
@@ -56,7 +61,10 @@ class WorkerPool:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="covey-verify")
 
     def map(self, items: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The function's results, in order; an exception takes the place of a result that there is not."""
+        """The function's results, in order; an exception takes the place of a result that there is not.
+
+        Raises `NotStartedError`: a process cannot be started, which is no item's fault.
+        """
         return list(self._threads.map(self._one, items))
 
     def close(self) -> None:
@@ -69,6 +77,8 @@ class WorkerPool:
         worker = self._free.get()
         try:
             return worker.apply(item, self._time_limit)
+        except NotStartedError:
+            raise
         except Exception as error:
             return error
         finally:
@@ -89,7 +99,7 @@ class _Worker:
             self.stop()
             self._start()
         assert self._channel is not None
-        answer = self._ask({"item": list(item)}, time_limit)
+        answer = self._ask({"item": list(item), "alarm": time_limit + 5.0}, time_limit)
         if "error" in answer:
             raise RewardError(str(answer["error"]))
         return answer["result"]
@@ -99,15 +109,18 @@ class _Worker:
         self._channel = None
 
     def _start(self) -> None:
-        process, ours = start_python(_SERVE)
+        process, ours = start_python(_SERVE, PYTHONHASHSEED="0")  # so that a resumed run sees sets in the same order
         self._channel = ours
         self._stop = weakref.finalize(self, end_python, process, ours)
         functions = base64.b64encode(pickle.dumps(self._functions)).decode()
         told = {"functions": functions, "files": USER_FILES, "memory": self._memory_mb << 20}
-        answer = self._ask(told, _START_SECONDS)
+        try:
+            answer = self._ask(told, _START_SECONDS)
+        except (ItemTimeout, RewardError) as error:
+            answer = {"error": error}
         if "error" in answer:
             self.stop()
-            raise RewardError(f"a process for {self._functions[0]!r:.80} did not start: {answer['error']}")
+            raise NotStartedError(f"a process for {self._functions[0]!r:.80} did not start: {answer['error']}")
 
     def _ask(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
         assert self._channel is not None
@@ -138,10 +151,12 @@ def serve(channel: int) -> None:
         return
     messages.send(channel, {"ready": True})
     while (message := messages.receive(channel)) is not None:
+        signal.setitimer(signal.ITIMER_REAL, message["alarm"])  # ends this process where nobody is left to do so
         try:
             answer = {"result": function(*message["item"])}
         except BaseException as error:
             answer = {"error": f"{type(error).__name__}: {error}"[:500]}
+        signal.setitimer(signal.ITIMER_REAL, 0)
         messages.send(channel, answer)
 
 

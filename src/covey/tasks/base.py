@@ -182,10 +182,11 @@ class FileTask(Task):
 
 
 _TASKS: dict[str, Callable[..., Task] | str] = {
-    "arithmetic": "covey.recipes.arithmetic.arithmetic:Arithmetic",  # the recipe's file, which is installed
+    "arithmetic": "covey.recipes.arithmetic.arithmetic:Arithmetic",  # files of recipes are installed
     "code": "covey.tasks.code:Code",
     "gsm8k": "covey.tasks.gsm8k:GSM8K",
     "json": "covey.tasks.fields:Fields",
+    "reasoning_gym": "covey.recipes.reasoning_gym.gym_task:ReasoningGym",
     "usmle": "covey.tasks.usmle:USMLE",
 }
 """Imported when they are asked for."""
