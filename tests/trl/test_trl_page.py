@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from covey.config.names import FIELDS, SECTIONS
-from covey.trl.arguments import DEFAULTS, FORMER, MEANINGS, GRPOConfig, Meaning
+from covey.trl.arguments import FORMER, MEANINGS, GRPOConfig, Meaning, defaults
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-trl.md"
 
@@ -36,7 +36,7 @@ def translated() -> Iterator[str]:
     yield "| TRL's field | its default | in Covey | Covey's default |\n| - | - | - | - |"
     for name, meaning in of_kind(MEANINGS, "same", "translated"):
         text = f"{meaning.text}.{name}" if meaning.kind == "same" else meaning.text
-        yield f"| `{name}` | {shown(DEFAULTS[name])} | {text} | {ours(name)} |"
+        yield f"| `{name}` | {shown(defaults(GRPOConfig)[name])} | {text} | {ours(name)} |"
 
 
 def refused() -> Iterator[str]:
