@@ -91,16 +91,20 @@ def test_views() -> None:
         seen.clear()
         return Views(TeacherConfig(context=context, weights="live"), render, longest)([of])
 
-    found, too_long = view("column:hint")
+    found, _ = view("column:hint")
     assert seen == [[content[0], {"role": "user", "content": "{context}?\n\nthink"}]]  # once, and nothing filled twice
     assert [v.token_ids.tolist() for v in found] == [[1, 2, 3, 21, 22], [1, 2, 3, 31], [1, 2, 3, 41]]
-    assert [v.sampled.tolist() for v in found][0] == [False, False, False, True, True]
+    assert next(v.sampled.tolist() for v in found) == [False, False, False, True, True]
     assert view("column:empty") == view("column:nothing") == ([None] * 3, 0)
     found, _ = view("solution")  # the only success has no teacher itself
     assert [v is None for v in found] == [False, True, False]
     assert "yes {prompt}" in seen[0][1]["content"]
     found, _ = view("feedback")  # of what failed; what could not be scored has not
     assert [v is None for v in found] == [False, True, True]
+    found, _ = view("solution+feedback|column:hint")  # what is to be had of both, else the column
+    assert [v is None for v in found] == [False] * 3
+    texts = ["{context}?\n\nyes {prompt}\n\ntoo short", "{context}?\n\nthink", "{context}?\n\nyes {prompt}"]
+    assert [each[1]["content"] for each in seen] == texts
     assert view("solution", longest=4)[1] == 1
     text = replace(group, prompt=Prompt(np.array([7, 8]), "q", {"hint": "think"}))
     view("column:hint", of=text)

@@ -66,8 +66,8 @@ class TeacherSource(Section, frozen=True):
     @property
     def choices(self) -> list[list[tuple[str, str]]]:
         """Contexts of which the first that is to be had is read: of each its parts, (kind, column)."""
-        found = [[part.partition(":")[::2] for part in one.split("+")] for one in self.context.split("|")]
-        return [] if self.context == "none" else found
+        named = self.context.split("|") if self.context != "none" else []
+        return [[part.partition(":")[::2] for part in one.split("+")] for one in named]
 
     @property
     def columns(self) -> list[str]:
@@ -134,6 +134,9 @@ class TeacherConfig(TeacherSource, frozen=True):
     tail: bool = True
     """With top_k: all other ids count as one more; false = both are renormalised over the k."""
 
+    ratio_cap: float | None = Field(default=None, gt=0)
+    """For use = loss: a token's divergence times its ratio to the policy that sampled, at most this; none = alone."""
+
     @property
     def sources(self) -> Mapping[str, TeacherSource]:
         """The teachers by name; a single one has none."""
@@ -148,7 +151,7 @@ class TeacherConfig(TeacherSource, frozen=True):
         """Of the loss; None where the teacher speaks through the advantages."""
         if self.use != "loss":
             return None
-        named = ("coef", "task_coef", "estimator", "beta", "top_k", "tail")
+        named = ("coef", "task_coef", "estimator", "beta", "top_k", "tail", "ratio_cap")
         return Distillation(**{name: getattr(self, name) for name in named}, skip=self.skip_tokens)
 
     @property
@@ -178,8 +181,9 @@ class TeacherConfig(TeacherSource, frozen=True):
             yield f"clip={self.clip} with use='loss': it has no effect; remove it"
         if self.estimator in _REFUSED:
             yield f"estimator={self.estimator!r}: as a loss {_REFUSED[self.estimator]}"
-        for name in ("estimator",) * (self.use != "loss") + ("beta", "top_k", "tail") * (not self.over_vocabulary):
+        any_loss, over_all = ("estimator", "ratio_cap"), ("beta", "top_k", "tail")
+        for name in any_loss * (self.use != "loss") + over_all * (not self.over_vocabulary):
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                yield f"{name}={value!r}: no effect; set use to loss{', estimator to exact' * (name != 'estimator')}"
+                yield f"{name}={value!r}: no effect; set use to loss{', estimator to exact' * (name in over_all)}"
         if not self.tail and self.top_k < 2:
             yield f"tail=False with top_k={self.top_k}: compares nothing; set top_k to 2 or more, or tail to true"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cache, partial
+from functools import partial
 from importlib import util
 from typing import Any, Literal, cast
 
@@ -384,15 +384,13 @@ FORMER_NAMES = {name: meaning.text for name, meaning in FORMER.items() if meanin
 """Options that were called otherwise -> what they are called now."""
 
 
-@cache
-def meanings(config: type[GRPOConfig]) -> dict[str, Meaning]:
-    """What becomes of each field that can be given to a config."""
+def meanings(config: Any) -> dict[str, Meaning]:
+    """What becomes of each field that can be given to a config, `GRPOConfig` or a class made of it."""
     known = MEANINGS | FORMER | {field.name: _MEANING_OF[field] for field in fields(config) if field in _MEANING_OF}
     return {field.name: known[field.name] for field in fields(config) if field.init and field.name in known}
 
 
-@cache
-def defaults(config: type[GRPOConfig]) -> dict[str, Any]:
+def defaults(config: Any) -> dict[str, Any]:
     return {
         field.name: field.default
         if field.default is not MISSING

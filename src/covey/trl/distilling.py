@@ -26,9 +26,12 @@ _HELD = {"vllm_importance_sampling_correction": False, "use_bias_correction_kl":
 _WEIGHTS = "algorithm.teacher.weights"
 _BETA = "algorithm.teacher.beta: 1 reverse KL, 0 forward KL"
 _MODE = "algorithm.teacher.estimator: k1+ for sampled_token, else exact"
-_CLIP = "with one optimiser step for a generation that ratio is 1; with more, only None is possible"
+_CLIP = "algorithm.teacher.ratio_cap, where a generation has several optimiser steps"
 _LOADED = "dtype is the policy's; quantization_config and the like are refused"
 _LIVE = "a live teacher runs in this process, with the same result for sampled_token; leave it out"
+_NO_BEST = "there are no rewards to compare evaluations by; leave it out"
+_REPROMPT = "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n"
+_SOLUTION = "\nCorrect solution:\n\n{successful_previous_attempt}\n\n"
 _FEEDBACK = "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n"
 _DOCTOR = "covey doctor OUTPUT_DIR/covey says what a run lacks"
 _Mode = Literal["sampled_token", "full_logits", "topk_logits"]
@@ -57,6 +60,8 @@ class DistillationConfig(GRPOConfig):
     _rewarded = False
 
     beta: float = _becomes(_BETA, 1.0)
+    load_best_model_at_end: bool = _refused(_NO_BEST, False)
+    metric_for_best_model: str | None = _refused(_NO_BEST, None)
     teacher_model_name_or_path: str | None = _becomes(f"{_WEIGHTS}, where no teacher_model is passed", None)
     teacher_model_revision: str | None = _refused("download it, and pass its folder as teacher_model", None)
     teacher_model_init_kwargs: dict[str, Any] | str | None = _becomes(_LOADED, None)
@@ -97,9 +102,8 @@ class _SelfDistillation(GRPOConfig):
             raise ConfigError(f"{said}: one token has a reverse KL only; set alpha to 1.0, or topk_logits")
         if mode == "topk_logits" and alpha == 0:
             raise ConfigError(f"{said}: k ids would be the teacher's, in TRL the policy's; set full_logits")
-        if (clip := self.distillation_is_clip) is not None and (steps := self.optimizer_steps_per_generation) > 1:
-            words = f"distillation_is_clip={clip} with {steps} optimiser steps for a generation"
-            raise ConfigError(f"{words}: that ratio is not computed; set it to None, or num_iterations=1")
+        if self.optimizer_steps_per_generation > 1:  # else that ratio is 1
+            teacher["ratio_cap"] = self.distillation_is_clip
         teacher |= {"estimator": "k1+"} if mode == "sampled_token" else {"beta": alpha}
         if mode == "topk_logits":
             teacher |= {"top_k": self.distillation_topk or 0, "tail": self.distillation_add_tail}
@@ -116,6 +120,8 @@ class SDFTConfig(_SelfDistillation):
     distillation_mode: _Mode = _becomes(_MODE, "topk_logits")
     distillation_topk: int | None = _becomes("algorithm.teacher.top_k, with topk_logits", 100)
     teacher_model_kind: str = _becomes(_WEIGHTS, "base", "ema, base or live.")
+    load_best_model_at_end: bool = _refused(_NO_BEST, False)
+    metric_for_best_model: str | None = _refused(_NO_BEST, None)
     generate_from_teacher: bool = _refused("completions are the policy's own; leave it out", False)
     teacher_prompt_template: str = _becomes("algorithm.teacher.template", "{prompt}\n\n{privileged_context}")
     num_loss_tokens_to_skip: int = _becomes("algorithm.teacher.skip_tokens, which a row's mean counts as 0", 0)
@@ -137,12 +143,8 @@ class SDPOConfig(_SelfDistillation):
     success_reward_threshold: float = _becomes("algorithm.teacher.success", 1.0)
     dont_reprompt_on_self_success: bool = _refused("no completion is its own teacher's context; leave it True", True)
     max_reprompt_len: int = _warned("prompts are not cut: one too long for the model has no teacher", 10240)
-    reprompt_template: str = _becomes(
-        "algorithm.teacher.template", "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n"
-    )
-    solution_template: str = _becomes(
-        "algorithm.teacher.around", "\nCorrect solution:\n\n{successful_previous_attempt}\n\n"
-    )
+    reprompt_template: str = _becomes("algorithm.teacher.template", _REPROMPT)
+    solution_template: str = _becomes("algorithm.teacher.around", _SOLUTION)
     feedback_template: str = _becomes("algorithm.teacher.around", _FEEDBACK)
     include_environment_feedback: bool = _becomes("algorithm.teacher.context: column:privileged_context", False)
     environment_feedback_only_without_solution: bool = _becomes("algorithm.teacher.context: A|B in place of A+B", False)
@@ -152,12 +154,11 @@ class SDPOConfig(_SelfDistillation):
 
     def taught(self) -> dict[str, Any]:
         weight, text, used = self.distillation_weight, self.reprompt_template, dict[str, str]()
-        for name, context, use in (
-            ("solution", "solution", self.use_successful_as_teacher),
-            ("feedback", "column:privileged_context", self.include_environment_feedback),
-        ):
-            used |= {f"{{{name}}}": context} if use else {}
-            text = text if use else text.replace(f"{{{name}}}", "")
+        given = ("{solution}", "solution", self.use_successful_as_teacher)
+        more = ("{feedback}", "column:privileged_context", self.include_environment_feedback)
+        for place, context, use in (given, more):
+            used |= {place: context} if use else {}
+            text = text if use else text.replace(place, "")
         places = "".join(used)
         if not used or text.count(places) != 1:
             raise ConfigError(

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
-from torch import nn
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 from covey.errors import ConfigError
 from covey.trl.distilling import DistillationConfig, SDFTConfig, SDPOConfig
@@ -37,11 +36,8 @@ class _Teaching(GRPOTrainer):
 
 
 class DistillationTrainer(_Teaching):
-    """Trains a model on its own completions towards the distributions of another, as TRL 1.16's `DistillationTrainer`.
-
-    Arguments are TRL's, and as for `GRPOTrainer`: `model`, `teacher_model` (a name, a folder, or a loaded model, which
-    is written to `output_dir/teacher`), `args`, `train_dataset`, `eval_dataset`, `processing_class`, `callbacks`,
-    `optimizers`, `quantization_config`, `peft_config`, `tools`. Raises as `GRPOTrainer`.
+    """Trains a model on its own completions towards the distributions of another, `teacher_model`: a name, a folder, or
+    a loaded model, which is written to `output_dir/teacher`. All else is as for `GRPOTrainer`.
     """
 
     _config_class, _suffix = DistillationConfig, "-Distillation"
@@ -49,28 +45,23 @@ class DistillationTrainer(_Teaching):
     _arguments += "quantization_config peft_config tools"
 
     def _taught(self) -> dict[str, Any]:
-        args, given = self.args, self._teacher_model
-        teacher = args.teacher_model_name_or_path if given is None else given
+        args: Any = self.args
+        teacher: Any = args.teacher_model_name_or_path if self._teacher_model is None else self._teacher_model
         options = as_mapping("teacher_model_init_kwargs", args.teacher_model_init_kwargs)
         if more := {name: value for name, value in options.items() if name not in _FREE and value is not None}:
             raise ConfigError(f"teacher_model_init_kwargs={more}: the teacher is loaded without; leave it out")
         if teacher is None or isinstance(teacher, PeftModel):
             raise ConfigError("teacher_model: pass the name of a whole model, or one; merge_and_unload() an adapter")
-        if isinstance(teacher, nn.Module):
+        if isinstance(teacher, PreTrainedModel):
             folder = Path(str(args.output_dir), "teacher")
-            tokenizer = AutoTokenizer.from_pretrained(model_source(teacher), trust_remote_code=args.trust_remote_code)
-            for part in (teacher, tokenizer):
-                part.save_pretrained(folder)
+            AutoTokenizer.from_pretrained(model_source(teacher)).save_pretrained(folder)
+            teacher.save_pretrained(folder)
             teacher = folder
         return dict(args.taught(str(teacher)))
 
 
 class SDPOTrainer(_Teaching):
-    """Trains a model towards itself after it has read a right answer or feedback, as TRL 1.16's `SDPOTrainer`.
-
-    Arguments are TRL's, and as for `GRPOTrainer`: `model`, `reward_funcs`, `args`, `train_dataset`, `eval_dataset`,
-    `processing_class`, `reward_processing_classes`, `callbacks`, `optimizers`, `peft_config`. Raises as `GRPOTrainer`.
-    """
+    """Trains a model towards itself after it has read a right answer or feedback. All else is as for `GRPOTrainer`."""
 
     _config_class, _suffix = SDPOConfig, "-SDPO"
     _arguments = "reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks "
@@ -78,18 +69,13 @@ class SDPOTrainer(_Teaching):
 
 
 class SDFTTrainer(_Teaching):
-    """Trains a model towards itself after it has read a row's `privileged_context`, as TRL 1.16's `SDFTTrainer`.
-
-    Arguments are TRL's, and as for `GRPOTrainer`: `model`, `args`, `train_dataset`, `eval_dataset`, `processing_class`,
-    `callbacks`, `optimizers`, `peft_config`. Raises as `GRPOTrainer`.
-    """
+    """Trains a model towards itself after it has read a row's `privileged_context`. All else as for `GRPOTrainer`."""
 
     _config_class, _suffix = SDFTConfig, "-SDFT"
 
     def _training_rows(self, dataset: Any) -> list[dict[str, Any]]:
-        """A context that is a conversation becomes its texts, a line for each message."""
         rows = super()._training_rows(dataset)
         for row in rows:
-            if isinstance(said := row.get("privileged_context"), list):
+            if isinstance(said := row.get("privileged_context"), list):  # of messages
                 row["privileged_context"] = "\n".join(str(message["content"]) for message in said)
         return rows
