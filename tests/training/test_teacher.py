@@ -91,7 +91,7 @@ def test_views() -> None:
         seen.clear()
         return Views(TeacherConfig(context=context, weights="live"), render, longest)([of])
 
-    found, _ = view("column:hint")
+    found, _too_long = view("column:hint")
     assert seen == [[content[0], {"role": "user", "content": "{context}?\n\nthink"}]]  # once, and nothing filled twice
     assert [v.token_ids.tolist() for v in found] == [[1, 2, 3, 21, 22], [1, 2, 3, 31], [1, 2, 3, 41]]
     assert next(v.sampled.tolist() for v in found) == [False, False, False, True, True]

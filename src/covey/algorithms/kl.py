@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from array_api_compat import array_namespace
 
@@ -114,6 +115,10 @@ def exact_weighted_kl(policy: Array, reference: Array) -> Array:
 
 VOCABULARY_KL: dict[str, Callable[[Array, Array], Array]] = {"exact": exact_kl, "exact_weighted": exact_weighted_kl}
 """`kl_estimator` -> `f(policy, reference)` on log-probabilities `[..., V]` over the vocabulary."""
+
+
+Use = Literal["sum", "reweigh", "gate", "position", "loss"]
+"""What a teacher is used for, see `covey.algorithms.teaching`; loss = a `Distillation`."""
 
 
 @dataclass(frozen=True, slots=True)

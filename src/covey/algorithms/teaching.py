@@ -17,16 +17,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import update_wrapper
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from covey.algorithms.estimators import Estimator
+from covey.algorithms.kl import Use
 from covey.algorithms.outcomes import Outcomes
 from covey.types import Batch, Group
 
-Use = Literal["sum", "reweigh", "gate", "position", "loss"]
 Floats = NDArray[np.float64]
 
 

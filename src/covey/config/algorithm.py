@@ -12,7 +12,6 @@ from covey.algorithms.down_sampling import DownSampling, find_down_sampling, rea
 from covey.algorithms.losses import default_epsilon, find_loss, function_name, loss_name
 from covey.algorithms.mismatch import Correction, read_correction
 from covey.algorithms.objective import Objective, make_objective
-from covey.algorithms.teaching import taught
 from covey.config.section import Options, Section
 from covey.config.teacher import TeacherConfig
 from covey.errors import ConfigError
@@ -187,6 +186,8 @@ class AlgorithmConfig(Section, frozen=True):
         own, teacher = find_estimator(self.adv_estimator, self.adv_parameters), self.teacher
         if teacher is None:
             return own
+        from covey.algorithms.teaching import taught  # loaded where there is a teacher
+
         names = ("use", "coef", "task_coef", "reweigh_share", "reweigh_range", "gate_slope")
         return taught(own, teacher.may_teach, **{name: getattr(teacher, name) for name in names})
 

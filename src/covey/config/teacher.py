@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from covey.algorithms.kl import Distillation
-from covey.algorithms.teaching import Use
+from covey.algorithms.kl import Distillation, Use
 from covey.config.section import Section
 from covey.types import Group
 

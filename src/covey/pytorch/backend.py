@@ -17,7 +17,6 @@ from covey.pytorch.models import quantised
 from covey.pytorch.models.loading import chosen_device
 from covey.pytorch.models.quantised import quantised_layers
 from covey.pytorch.policy import Policy
-from covey.pytorch.teacher import load_network
 from covey.types import Prompt
 
 if TYPE_CHECKING:
@@ -72,10 +71,9 @@ class PyTorchBackend:
             narrows=config.distributed.learner_kind != "sharded",  # whose slices have one type
         )
         for source in filter(lambda source: source.is_network, sources):
-            trusts = chosen.trust_remote_code
-            policy.teachers[source.weights] = load_network(
-                source.weights, policy, dtype=dtype, trust_remote_code=trusts
-            )
+            from covey.pytorch.teacher import load_network
+
+            policy.teachers[source.weights] = load_network(source.weights, policy, dtype, chosen.trust_remote_code)
         return policy
 
     def make_sampler(self, config: GRPOConfig, policy: Any, **how: Any) -> engine.Engine | vllm_engine.VLLMEngine:

@@ -216,10 +216,10 @@ class Policy:
         """
         if compared is not None and compared.logits is None:
             compared = replace(compared, logits=self.held.head().frozen().logits)
-        if self.held.ids is not None and (largest := max(pack.token_ids.max(), pack.targets.max())) >= self.held.ids:
+        if (ids := self.held.ids) is not None and (most := max(*pack.token_ids, *pack.targets)) >= ids:
             raise ModelError(
-                f"algorithm.teacher.weights={self.source}: a row has the token id {largest}, and the ids that both "
-                f"networks have end at {self.held.ids - 1}; use a teacher with all of the policy's ids"
+                f"algorithm.teacher.weights={self.source}: a row has the token id {most}, and the ids that "
+                f"both networks have end at {ids - 1}; use a teacher with all of the policy's ids"
             )
         hidden = self.held.hidden(pack, path)
         found = logprobs.score_tokens(

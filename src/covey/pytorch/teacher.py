@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from covey.errors import ModelError
 from covey.pytorch.models.loading import load_model
 from covey.pytorch.packed_model import PackedModel
@@ -11,14 +9,14 @@ from covey.pytorch.policy import Policy
 from covey.pytorch.reference import Reference
 
 
-def load_network(source: str, policy: Policy, **how: Any) -> Policy:
-    """The model at `source` beside the policy, without anything to train it; `how` are options of `load_model`.
+def load_network(source: str, policy: Policy, dtype: str, trust_remote_code: bool) -> Policy:
+    """The model at `source` beside the policy, without anything to train it; arguments are those of `load_model`.
 
     It is scored over the ids that both have, since embeddings of one vocabulary may be padded differently. Raises
     `ModelError`: there is no such model, or its tokenizer gives one of these ids another token.
     """
     try:
-        loaded = load_model(source, device=str(policy.device), **how)
+        loaded = load_model(source, device=str(policy.device), dtype=dtype, trust_remote_code=trust_remote_code)
     except ModelError as error:
         raise ModelError(f"algorithm.teacher.weights: {error}") from error
     loaded.model.requires_grad_(False)

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from covey.algorithms import Estimator, Outcomes, Turns, combine_masks, combine_rewards, soft_overlong_punishment
 from covey.algorithms.down_sampling import DownSampling
 from covey.algorithms.masks import completion_masks
-from covey.algorithms.teaching import gap, prepared
 from covey.rollout.scoring import HasAnswer, has_text
 from covey.types import Batch, BoolArray, Group, IntArray, Teacher, Trajectory
 
@@ -94,6 +93,8 @@ def make_batch(
     if teacher is not None and how_taught is not None:
         batch = replace(batch, teacher=teacher(groups, batch))
     if batch.teacher is not None and how_taught is not None and how_taught.term is None:
+        from covey.algorithms.teaching import gap, prepared  # loaded where there is a teacher
+
         # the ratio of the loss starts from the same: with a correction from the trainer's own
         old = batch.old_logprobs if algorithm.correction is None or score is None else score(batch)
         gaps = gap(batch.teacher.logprobs, old, skip=how_taught.skip_tokens, clip=how_taught.clip)

@@ -19,13 +19,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from covey.errors import RewardCountError, RewardError, place_of, raised_at, running_at
-from covey.overseer import overseen
+from covey.functions import later
+
+if TYPE_CHECKING:
+    from covey import overseer
+else:  # loaded with the first reward
+    (overseer,) = later("covey", "overseer")
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +59,7 @@ def call_with_timeout(work: Callable[[], Any], timeout: float | None, name: str)
     by its name.
     """
     if timeout is None:
-        with overseen([name], threading.get_ident()):
+        with overseer.overseen([name], threading.get_ident()):
             return _guarded(work)
     outcome: list[Any] = []
     context, known = contextvars.copy_context(), threading.Event()
@@ -65,7 +70,7 @@ def call_with_timeout(work: Callable[[], Any], timeout: float | None, name: str)
 
     thread = threading.Thread(target=call, name="covey-reward", daemon=True)
     thread.start()
-    with overseen([name], thread.ident or 0, timeout) as python_runs:
+    with overseer.overseen([name], thread.ident or 0, timeout) as python_runs:
         known.set()
         until = time.monotonic() + timeout
         while thread.is_alive() and (left := until - time.monotonic()) > 0:
@@ -107,7 +112,7 @@ class AsyncRunner:
         outcomes: list[Any] = [Failure(None)] * len(awaitables)
         loop = self._running_loop()
         until = None if timeout is None else time.monotonic() + timeout + _GRACE_SECONDS
-        with overseen(names, self._thread.ident or 0, timeout) as python_runs:
+        with overseer.overseen(names, self._thread.ident or 0, timeout) as python_runs:
             future = asyncio.run_coroutine_threadsafe(_gather(awaitables, outcomes, timeout), loop)
             try:
                 while until is None or time.monotonic() < until:

@@ -279,7 +279,7 @@ class _Rerun:
         plan.restore({"index": facts.phase, "start": start, "learning_rate_factor": facts.learning_rate_factor})
         phase = plan.at(Elapsed())
         self.learner.tokens_per_micro_batch = stored.facts.tokens_per_micro_batch
-        teacher: Teacher | None = None if stored.taught is None else lambda groups, batch: stored.taught
+        teacher: Teacher | None = None if (told := stored.taught) is None else lambda groups, batch: told
         if (how := config.algorithm.teacher) is not None and how.over_vocabulary:
             teacher = make_teacher(config, self.policy, self.learner, phase.temperature)
             if how.context != "none":

@@ -255,7 +255,7 @@ def _taught_metrics(done: Pass) -> dict[str, float]:
     """Means over tokens of one pass, where the teacher's distributions were compared with the policy's."""
     said, how, found = teacher_logprobs(done.batch, done.objective), done.objective.teacher, done.gradients
     there = None if said is None else np.isfinite(said) & done.batch.mask & found.scored
-    if how is None or there is None or not there.any() or found.divergence is None:
+    if how is None or there is None or not there.any() or found.divergence is None or found.mass is None:
         return {}
     over = {"divergence": found.divergence} | ({"mass": found.mass} if how.top_k else {})
     return {f"teacher/{name}": float(values[there].mean()) for name, values in over.items()}
