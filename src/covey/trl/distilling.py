@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from covey.errors import ConfigError
 from covey.trl.arguments import FORMER, GRPOConfig, _becomes, _idle, _refused, _same, _warned
@@ -95,18 +95,20 @@ class _SelfDistillation(GRPOConfig):
             teacher |= {"ema_decay": round(1 - self.teacher_update_rate, 12), "update_steps": self.teacher_sync_steps}
         elif kind not in ("base", "live"):
             raise ConfigError(f"teacher_model_kind={kind!r}: no such weights; give ema, base or live")
-        if mode not in _Mode.__args__:  # type: ignore[attr-defined]
-            raise ConfigError(f"distillation_mode={mode!r}: no such objective; give one of {_Mode.__args__}")  # type: ignore[attr-defined]
+        if mode not in get_args(_Mode):
+            raise ConfigError(f"distillation_mode={mode!r}: no such objective; give one of {get_args(_Mode)}")
         said = f"distillation_alpha={alpha} with distillation_mode={mode!r}"
         if mode == "sampled_token" and alpha != 1:
             raise ConfigError(f"{said}: one token has a reverse KL only; set alpha to 1.0, or topk_logits")
         if mode == "topk_logits" and alpha == 0:
             raise ConfigError(f"{said}: k ids would be the teacher's, in TRL the policy's; set full_logits")
+        if mode == "topk_logits" and not self.distillation_topk:
+            raise ConfigError(f"distillation_topk={self.distillation_topk}: say how many ids topk_logits compares")
         if self.optimizer_steps_per_generation > 1:  # else that ratio is 1
             teacher["ratio_cap"] = self.distillation_is_clip
         teacher |= {"estimator": "k1+"} if mode == "sampled_token" else {"beta": alpha}
         if mode == "topk_logits":
-            teacher |= {"top_k": self.distillation_topk or 0, "tail": self.distillation_add_tail}
+            teacher |= {"top_k": self.distillation_topk, "tail": self.distillation_add_tail}
         return {"beta": 0.0, "teacher": teacher}
 
 

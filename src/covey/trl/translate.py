@@ -242,7 +242,8 @@ def _of_teacher(args: GRPOConfig, message: str) -> str:
     said = re.sub(r"^algorithm\.teacher(\.|=.*?: (?=\w+=))", "", message, flags=re.DOTALL)
     own = f".teacher.{said.partition('=')[0]}"
     fields = [] if said == message else [n for n, m in meanings(type(args)).items() if re.search(rf"{own}\b", m.text)]
-    return "".join(f"{name}={getattr(args, name)!r}: it becomes " for name in fields[:1]) + said
+    given = [f"{name}={getattr(args, name)!r}" for name in fields if getattr(args, name) is not None]
+    return "".join(f"{each}: it becomes " for each in given[:1]) + said
 
 
 def in_trl_words(message: str) -> str:
