@@ -108,6 +108,7 @@ HISTORIES = {
     "evaluations between enough steps": ([*EVALUATED, history(1, kl=9.0)[0]], ["kl_high"]),
     "more than one is no share that is right": (history(reward=1.97, **TIED), ["groups_tied"]),
     "nor is less than nothing": (history(reward=-0.5, **TIED), ["groups_tied"]),
+    "a teacher teaches tied groups": (history(reward=0.0, **ALL_ALIKE | {"teacher/tied_rows": 1.0}), []),
     "accuracy says how much is right": (history(reward=3.0, accuracy=0.05, **TIED), ["groups_all_wrong"]),
 }
 

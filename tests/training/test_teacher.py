@@ -101,6 +101,10 @@ def test_views() -> None:
     assert "yes {prompt}" in seen[0][1]["content"]
     found, _ = view("feedback")  # of what failed; what could not be scored has not
     assert [v is None for v in found] == [False, True, True]
+    found, _ = view("solution+feedback|column:hint")  # what is to be had of both, else the column
+    assert [v is None for v in found] == [False] * 3
+    texts = ["{context}?\n\nyes {prompt}\n\ntoo short", "{context}?\n\nthink", "{context}?\n\nyes {prompt}"]
+    assert [each[1]["content"] for each in seen] == texts
     assert view("solution", longest=4)[1] == 1
     text = replace(group, prompt=Prompt(np.array([7, 8]), "q", {"hint": "think"}))
     view("column:hint", of=text)

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from covey.config.names import FIELDS, SECTIONS
-from covey.trl.arguments import DEFAULTS, FORMER, MEANINGS, GRPOConfig, Meaning
+from covey.trl.arguments import FORMER, MEANINGS, GRPOConfig, Meaning, defaults, meanings
+from covey.trl.distilling import DistillationConfig, SDFTConfig, SDPOConfig
 
+TAUGHT: list[tuple[Any, int]] = [(DistillationConfig, 150), (SDPOConfig, 176), (SDFTConfig, 158)]
+PIPE = r"\|"  # in a table
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-trl.md"
 
 
@@ -36,7 +39,7 @@ def translated() -> Iterator[str]:
     yield "| TRL's field | its default | in Covey | Covey's default |\n| - | - | - | - |"
     for name, meaning in of_kind(MEANINGS, "same", "translated"):
         text = f"{meaning.text}.{name}" if meaning.kind == "same" else meaning.text
-        yield f"| `{name}` | {shown(DEFAULTS[name])} | {text} | {ours(name)} |"
+        yield f"| `{name}` | {shown(defaults(GRPOConfig)[name])} | {text} | {ours(name)} |"
 
 
 def refused() -> Iterator[str]:
@@ -58,13 +61,29 @@ def earlier() -> Iterator[str]:
     yield from (f"| `{name}` | {m.text} |" for name, m in sorted(FORMER.items()))
 
 
+def taught() -> Iterator[str]:
+    """Where they are not `GRPOConfig`'s."""
+    yield "| config | TRL's field | its default | in Covey |\n| - | - | - | - |"
+    said = {"refused": "refused: ", "warned": "no effect: ", "machinery": "ignored: "}
+    for config, _ in TAUGHT:
+        new = {name: m for name, m in meanings(config).items() if m is not meanings(GRPOConfig).get(name)}
+        for name, m in sorted(new.items()):
+            text = said.get(m.kind, "") + (f"{m.text}.{name}" if m.kind == "same" else m.text)
+            cells = (config.__name__, f"`{name}`", shown(defaults(config)[name]), text)
+            yield f"| {' | '.join(cell.replace('|', PIPE) for cell in cells)} |"
+
+
 def test_every_field_has_a_meaning() -> None:
     """All 191 of TRL's, and those of earlier versions; the time limit of reward functions is Covey's own."""
     assert {field.name for field in fields(GRPOConfig)} == set(MEANINGS) | set(FORMER) | {"reward_timeout"}
     assert len(MEANINGS) == 191
+    for config, count in TAUGHT:  # of TRL's
+        assert len(meanings(config)) == len([field for field in fields(config) if field.init]) == count
 
 
-@pytest.mark.parametrize("part", [translated, refused, warned, ignored, earlier], ids=lambda part: part.__name__)
+@pytest.mark.parametrize(
+    "part", [translated, refused, warned, ignored, earlier, taught], ids=lambda part: part.__name__
+)
 def test_the_page_says_what_is_so(part: Any) -> None:
     if not PAGE.is_file():
         pytest.skip("not run from a source tree")

@@ -290,7 +290,8 @@ def test_the_engine_samples_where_nothing_was_replaced_and_the_reference_stays(m
 def test_what_trl_has_besides_is_one_sentence(name: str) -> None:
     import covey.trl
 
-    raises(ImportError, rf"^covey\.trl has no {name}: it has GRPO only; import it from trl", getattr, covey.trl, name)
+    words = rf"^covey\.trl has no {name}: it has GRPO and teachers; import it from trl"
+    raises(ImportError, words, getattr, covey.trl, name)
     assert not hasattr(covey.trl, "nonsense")
     if name[0].isupper():
         raises(ImportError, f"^covey has no {name}; if it is TRL's, see covey.trl", getattr, covey, name)

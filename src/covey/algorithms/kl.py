@@ -125,7 +125,8 @@ Use = Literal["sum", "reweigh", "gate", "position", "loss"]
 class Distillation:
     """A teacher's term of the loss: `task_coef` times the surrogate, plus `coef` times the policy's divergence from the
     teacher, without a row's first `skip` sampled tokens. The estimator `exact` is over the vocabulary
-    (`covey.pytorch.divergences`); those of `KL_ESTIMATORS` look at the sampled token.
+    (`covey.pytorch.divergences`); those of `KL_ESTIMATORS` look at the sampled token. With `ratio_cap` a token's
+    divergence is multiplied by its ratio to the policy that sampled, at most this, a constant (SDPO, arXiv 2601.20802).
     """
 
     coef: float = 1.0
@@ -135,6 +136,7 @@ class Distillation:
     top_k: int = 0
     tail: bool = True
     skip: int = 0
+    ratio_cap: float | None = None
 
 
 def compute_unbiased_kl(current_logits: Array, reference_logits: Array) -> Array:

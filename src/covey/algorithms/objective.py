@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from array_api_compat import array_namespace
 
-from covey.algorithms.arrays import Array, as_mask, lookup, masked, stop_gradient, unknown_name
+from covey.algorithms.arrays import Array, as_mask, bounded_exp, lookup, masked, stop_gradient, unknown_name
 from covey.algorithms.kl import KL_ESTIMATORS, OFF_POLICY_KL, VOCABULARY_KL, Distillation
 from covey.algorithms.loss_function import Loss, LossInputs, try_out
 from covey.algorithms.losses import RATIOS, find_loss, grpo
@@ -250,6 +250,9 @@ def policy_loss(
             distance, kl = masked(kl, there), None
         elif bool(xp.any(there)):
             raise ConfigError("a teacher's loss over the vocabulary needs its distributions, which were not given")
+        if distance is not None and taught.ratio_cap is not None:
+            ratio = bounded_exp(masked(stop_gradient(logp) - old, there))
+            distance = distance * xp.minimum(ratio, xp.full_like(ratio, taught.ratio_cap))
     divergence = None if kl is None else masked(kl, kl_mask)
     if objective.kl_estimator in KL_ESTIMATORS:
         divergence = None if ref is None else objective.estimate_kl(logp, ref, old, kl_mask)

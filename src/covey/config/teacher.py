@@ -18,6 +18,7 @@ DEFAULT_TEMPLATES = {
     "solution": "{prompt}\n\nThis is a right answer:\n{context}\n\nNow write your own.",
     "feedback": "{prompt}\n\nAn earlier answer of yours was wrong:\n{context}\n\nNow answer correctly.",
 }
+_PART = "(solution|feedback|column:[^+|]+)"
 _REFUSED = {
     "k1": "its gradient has no teacher in it; use k1+",
     "k3": "its gradient is the forward KL's; use estimator='exact' with beta=0, or k3+ for the reverse KL's",
@@ -35,11 +36,14 @@ class TeacherSource(Section, frozen=True):
     """Weights of the same network: ema (moving average of the policy's), base (those at the start), live (the
     policy's, before the step), or the folder of an adapter. Or another network with the same tokenizer, of any width:
     the folder, .gguf file or hub id of a model; or, behind a server, http://HOST:PORT or http://HOST:PORT#MODEL."""
-    context: Annotated[str, Field(pattern=r"^(none|solution|feedback|column:.+)$")] = "none"
+    context: Annotated[str, Field(pattern=rf"^(none|{_PART}([+|]{_PART})*)$")] = "none"
     """What the teacher reads besides the prompt: none, solution (another completion of the group that succeeded),
-    feedback (what reward functions said of this completion), column:NAME of the dataset."""
+    feedback (what reward functions said of this completion), column:NAME of the dataset. A+B = both, where they are to
+    be had; A|B = B where there is no A."""
     template: str | None = None
     """The last user message as the teacher reads it, with {prompt} and {context}."""
+    around: dict[Literal["solution", "feedback", "column"], str] = Field(default_factory=dict)
+    """Text around each part of the context, with {context}; parts without one are set apart by empty lines."""
     success: float = 1.0
     """Reward from which a completion is a solution; below it there is feedback."""
 
@@ -59,21 +63,27 @@ class TeacherSource(Section, frozen=True):
         return not (self.is_own or self.is_remote or self.weights == "live")
 
     @property
-    def column(self) -> str | None:
+    def choices(self) -> list[list[tuple[str, str]]]:
+        """Contexts of which the first that is to be had is read: of each its parts, (kind, column)."""
+        named = self.context.split("|") if self.context != "none" else []
+        return [[part.partition(":")[::2] for part in one.split("+")] for one in named]
+
+    @property
+    def columns(self) -> list[str]:
         """Of the dataset, with what the teacher reads."""
-        kind, _, name = self.context.partition(":")
-        return name if kind == "column" else None
+        return [name for one in self.choices for _, name in one if name]
 
     @property
     def text(self) -> str:
         """The template."""
-        return self.template or DEFAULT_TEMPLATES.get(self.context.partition(":")[0], "{prompt}")
+        kinds = [kind for one in self.choices for kind, _ in one]
+        return self.template or (DEFAULT_TEMPLATES[kinds[0] if len(kinds) == 1 else "column"] if kinds else "{prompt}")
 
     def may_teach(self, group: Group) -> bool:
         """True if some completion of a group may have a teacher."""
-        if self.context == "solution":
-            return len(group.rewards) > 1 and bool((group.rewards >= self.success).any())
-        return self.context != "feedback" or bool((group.rewards < self.success).any())
+        good = group.rewards >= self.success
+        may = {"solution": len(good) > 1 and bool(good.any()), "feedback": bool((group.rewards < self.success).any())}
+        return not self.choices or any(may.get(kind, True) for one in self.choices for kind, _ in one)
 
     def problems(self) -> Iterator[str]:
         if self.weights == "live" and self.context == "none":
@@ -93,7 +103,7 @@ class TeacherConfig(TeacherSource, frozen=True):
     key: str | None = None
     """With teachers: the column of the dataset that names a row's teacher."""
     teachers: dict[str, TeacherSource] = Field(default_factory=dict)
-    """Several teachers by name, each a table of weights, context, template and success."""
+    """Several teachers by name, each a table of weights, context, template, around and success."""
     ema_decay: float = Field(default=0.95, ge=0, lt=1)
     """Share of the old average that an update keeps."""
     update_steps: int = Field(default=1, ge=1)
@@ -123,6 +133,9 @@ class TeacherConfig(TeacherSource, frozen=True):
     tail: bool = True
     """With top_k: all other ids count as one more; false = both are renormalised over the k."""
 
+    ratio_cap: float | None = Field(default=None, gt=0)
+    """For use = loss: a token's divergence times its ratio to the policy that sampled, at most this; none = alone."""
+
     @property
     def sources(self) -> Mapping[str, TeacherSource]:
         """The teachers by name; a single one has none."""
@@ -137,7 +150,7 @@ class TeacherConfig(TeacherSource, frozen=True):
         """Of the loss; None where the teacher speaks through the advantages."""
         if self.use != "loss":
             return None
-        named = ("coef", "task_coef", "estimator", "beta", "top_k", "tail")
+        named = ("coef", "task_coef", "estimator", "beta", "top_k", "tail", "ratio_cap")
         return Distillation(**{name: getattr(self, name) for name in named}, skip=self.skip_tokens)
 
     @property
@@ -154,8 +167,8 @@ class TeacherConfig(TeacherSource, frozen=True):
         yield from super().problems()
         if (self.key is None) == bool(self.teachers):
             yield f"key={self.key!r} with {len(self.teachers)} teachers: set both, or none of them"
-        if self.teachers and any(getattr(self, n) != f.default for n, f in TeacherSource.model_fields.items()):
-            yield "weights, context, template or success beside teachers: each teacher has its own; move them there"
+        if self.teachers and any(getattr(self, name) != value for name, value in TeacherSource().model_dump().items()):
+            yield "weights, context, template, ... beside teachers: each teacher has its own; move them there"
         if self.over_vocabulary and (self.teachers or self.is_remote):
             which = "several teachers" if self.teachers else f"weights={self.weights!r}"
             yield f"{which} with estimator='exact': it takes one teacher, in this process; set estimator to k1+"
@@ -167,8 +180,9 @@ class TeacherConfig(TeacherSource, frozen=True):
             yield f"clip={self.clip} with use='loss': it has no effect; remove it"
         if self.estimator in _REFUSED:
             yield f"estimator={self.estimator!r}: as a loss {_REFUSED[self.estimator]}"
-        for name in ("estimator",) * (self.use != "loss") + ("beta", "top_k", "tail") * (not self.over_vocabulary):
+        any_loss, over_all = ("estimator", "ratio_cap"), ("beta", "top_k", "tail")
+        for name in any_loss * (self.use != "loss") + over_all * (not self.over_vocabulary):
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                yield f"{name}={value!r}: no effect; set use to loss{', estimator to exact' * (name != 'estimator')}"
+                yield f"{name}={value!r}: no effect; set use to loss{', estimator to exact' * (name in over_all)}"
         if not self.tail and self.top_k < 2:
             yield f"tail=False with top_k={self.top_k}: compares nothing; set top_k to 2 or more, or tail to true"

@@ -294,6 +294,8 @@ def _rewards(recent: _Window, limits: Thresholds, *, of_one: bool) -> Iterator[D
     unscored = recent.above("frac_reward_none", limits.none_rewards)
     if unscored is not None and unscored - (recent.mean("agent/failed_ratio") or 0.0) > limits.none_rewards:
         yield _say("rewards_none", recent, share=unscored)
+    if (recent.mean("teacher/tied_rows") or 0.0) > 0.5:
+        return  # a teacher teaches groups with equal rewards
     rewards, spread = recent.values("reward"), recent.mean("reward_std")
     right, named, unless = recent.mean("accuracy"), "accuracy", ""
     begin = _beginning(recent)

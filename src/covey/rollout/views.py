@@ -57,15 +57,23 @@ class Views:
 
     def _context(self, group: Group, row: int) -> str:
         """What is shown for a row; empty where there is nothing."""
-        teacher = self.teacher
-        if teacher.column is not None:
-            value = group.prompt.columns.get(teacher.column)
+        around = self.teacher.around
+        for choice in self.teacher.choices:
+            found = [(kind, text) for kind, column in choice if (text := self._part(group, row, kind, column))]
+            if found:
+                parts = [around[kind].replace("{context}", text) if kind in around else text for kind, text in found]
+                return ("" if around else "\n\n").join(parts)
+        return ""
+
+    def _part(self, group: Group, row: int, kind: str, column: str) -> str:
+        rewards, least = group.rewards, self.teacher.success
+        if kind == "column":
+            value = group.prompt.columns.get(column)
             return "" if value is None else str(value)
-        if teacher.context == "feedback":
+        if kind == "feedback":
             said = group.feedback[row] if group.feedback else None
-            return (said or "") if group.rewards[row] < teacher.success else ""
-        others = (n for n in np.flatnonzero(group.rewards >= teacher.success) if n != row)
-        solution = next(others, None)
+            return (said or "") if rewards[row] < least else ""
+        solution = next((n for n in np.flatnonzero(rewards >= least) if n != row), None)
         return "" if solution is None else group.episodes[solution].text.strip()
 
     def _prompt(self, content: str | list[Message], context: str) -> str | list[Message]:

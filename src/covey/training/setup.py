@@ -482,9 +482,10 @@ def check_teacher(config: GRPOConfig, rows: Sequence[Mapping[str, Any]], *, play
                 f"{words}: a world's episodes have no context yet; set it to none, with weights base, ema or an "
                 "adapter's folder"
             )
-        if teacher.column is not None and not any(teacher.column in row for row in rows):
-            there = ", ".join(sorted({name for row in rows[:100] for name in row}))
-            raise ConfigError(f"{words}: no training row has the column {teacher.column!r}; there is {there}")
+        for column in teacher.columns:
+            if not any(column in row for row in rows):
+                there = ", ".join(sorted({name for row in rows[:100] for name in row}))
+                raise ConfigError(f"{words}: no training row has the column {column!r}; there is {there}")
 
 
 def require_memory(config: GRPOConfig) -> None:

@@ -6,6 +6,7 @@ Names, defaults and meanings are TRL 1.16's; `docs/coming-from-trl.md` lists the
 """
 
 from covey.trl.arguments import GRPOConfig
+from covey.trl.distilling import DistillationConfig
 from covey.trl.scripts import (
     DatasetConfig,
     DatasetMixtureConfig,
@@ -18,10 +19,13 @@ from covey.trl.scripts import (
     get_quantization_config,
 )
 from covey.trl.tables import RichProgressCallback
+from covey.trl.teachers import DistillationTrainer
 from covey.trl.trainer import GRPOTrainer
 
 __all__ = ["DatasetConfig", "DatasetMixtureConfig", "GRPOConfig", "GRPOTrainer", "ModelConfig", "RichProgressCallback"]
 __all__ += [
+    "DistillationConfig",
+    "DistillationTrainer",
     "ScriptArguments",
     "TrlParser",
     "get_dataset",
@@ -34,5 +38,5 @@ __all__ += [
 def __getattr__(name: str) -> object:
     if name[:1].isupper() or name in ("is_conversational", "apply_chat_template", "extract_prompt"):
         more = ", and train on what it saves" if name.endswith(("Trainer", "Config")) else ""
-        raise ImportError(f"covey.trl has no {name}: it has GRPO only; import it from trl{more}")
+        raise ImportError(f"covey.trl has no {name}: it has GRPO and teachers; import it from trl{more}")
     raise AttributeError(f"module 'covey.trl' has no attribute {name!r}")

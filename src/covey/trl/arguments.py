@@ -88,6 +88,7 @@ class GRPOConfig(TrainingArguments):
         ConfigError: batch sizes do not fit each other, or another combination that TRL refuses.
     """
 
+    _rewarded = True  # others have no rewards, and groups of one
     _VALID_DICT_FIELDS = [
         *TrainingArguments._VALID_DICT_FIELDS,
         "model_init_kwargs",
@@ -271,7 +272,7 @@ class GRPOConfig(TrainingArguments):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r}: it counts something; give a whole number, 1 or more")
-        if group < 2:
+        if group < 1 + self._rewarded:
             raise ConfigError(f"num_generations={group}: completions of a prompt are compared; give 2 or more")
         sampled, steps = self.generation_batch_size, self.steps_per_generation
         if sampled is None and steps is None and size * self.gradient_accumulation_steps < group:
@@ -304,6 +305,10 @@ class GRPOConfig(TrainingArguments):
                 f"per_device_eval_batch_size={self.per_device_eval_batch_size}: must be a multiple of the "
                 f"{in_evaluations} completions for each prompt (num_generations_eval, num_generations); change one"
             )
+
+    def taught(self) -> dict[str, Any]:
+        """Covey's settings of a teacher, if there is one."""
+        return {}
 
     @property
     def optimizer_steps_per_generation(self) -> int:
@@ -378,12 +383,21 @@ MEANINGS |= _ALL | {name: Meaning(kind, text) for kind, text, names in _INHERITE
 FORMER_NAMES = {name: meaning.text for name, meaning in FORMER.items() if meaning.text in MEANINGS}
 """Options that were called otherwise -> what they are called now."""
 
-DEFAULTS: dict[str, Any] = {
-    field.name: field.default
-    if field.default is not MISSING
-    else (field.default_factory() if field.default_factory is not MISSING else None)
-    for field in fields(GRPOConfig)
-}
+
+def meanings(config: Any) -> dict[str, Meaning]:
+    """What becomes of each field that can be given to a config, `GRPOConfig` or a class made of it."""
+    known = MEANINGS | FORMER | {field.name: _MEANING_OF[field] for field in fields(config) if field in _MEANING_OF}
+    return {field.name: known[field.name] for field in fields(config) if field.init and field.name in known}
+
+
+def defaults(config: Any) -> dict[str, Any]:
+    return {
+        field.name: field.default
+        if field.default is not MISSING
+        else (field.default_factory() if field.default_factory is not MISSING else None)
+        for field in fields(config)
+    }
+
 
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "fsdp": ("", [], None, False),
@@ -397,7 +411,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
 def was_set(args: GRPOConfig, name: str) -> bool:
     """Does the field ask for something, i.e. is it not TRL's default and none of its equals?"""
     value = getattr(args, name)
-    return value != DEFAULTS[name] and value not in _NOTHING.get(name, (None,))
+    return value != defaults(type(args))[name] and value not in _NOTHING.get(name, (None,))
 
 
 def vllm_is_installed() -> bool:
@@ -409,7 +423,7 @@ def warned(args: GRPOConfig) -> Iterator[str]:
     if args.use_vllm and args.vllm_mode == "colocate" and not vllm_is_installed():
         why = "vLLM is not installed here, and Covey's engine samples in this process"
         yield f"use_vllm=True with vllm_mode='colocate' has no effect: {why}"
-    for name, meaning in (MEANINGS | FORMER).items():
+    for name, meaning in meanings(type(args)).items():
         if meaning.kind == "warned" and was_set(args, name):
             yield f"{name}={getattr(args, name)!r:.200} has no effect: {meaning.text}"
 
@@ -418,7 +432,7 @@ def check(args: GRPOConfig) -> None:
     """Refuse what cannot be: one `ConfigError` with a line for every field that asks for something impossible."""
     problems = [
         f"{name}={getattr(args, name)!r:.200}: is not possible in Covey; {meaning.text}"
-        for name, meaning in MEANINGS.items()
+        for name, meaning in meanings(type(args)).items()
         if meaning.kind == "refused" and was_set(args, name)
     ]
     if problems:

@@ -25,9 +25,10 @@ from transformers.trainer_utils import SaveStrategy
 import covey
 from covey.algorithms import policy_loss
 from covey.errors import ConfigError
-from covey.rollout.learning import loss_weights
+from covey.rollout.learning import loss_weights, teacher_logprobs
 from covey.rollout.scoring import PROVIDED
 from covey.training.evaluate import Evaluation, rollout_metrics
+from covey.training.teaching import measured
 from covey.trl.arguments import GRPOConfig
 from covey.types import Group
 
@@ -274,6 +275,8 @@ class Run(covey.GRPOTrainer):
             known["ref"] = self.learner.scores(batch, rows, temperature=temperature, reference=True)[0]
         if objective.differentiates_entropy:
             known["entropy"] = self.learner.scores(batch, rows, temperature=temperature, entropy=True)[1]
+        if objective.teacher is not None and not objective.distils_vocabulary:
+            known["teacher"] = teacher_logprobs(batch, objective)
         logp = batch.old_logprobs  # the policy that sampled is the one that is measured
         if objective.loss.select is not None:
             known["selected"] = objective.select(logp, logp, batch.advantages, batch.mask, known.get("entropy"))
@@ -282,4 +285,5 @@ class Run(covey.GRPOTrainer):
         terms = policy_loss(old, old, of(batch.advantages), masks, of(weights), objective, **given)
         sums, tokens = terms.metrics, max(float(terms.metrics["active_tokens"]), 1.0)
         means = {name: float(sums[f"{name}_sum"]) / tokens for name in ("kl", "entropy") if f"{name}_sum" in sums}
-        return {"loss": float(terms.loss), **means}
+        means |= measured(self.args, batch, groups)
+        return means if objective.distils_vocabulary else {"loss": float(terms.loss), **means}

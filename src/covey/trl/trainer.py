@@ -100,11 +100,13 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
             All are also a `ValueError` or `RuntimeError`.
     """
 
+    _config_class, _suffix = GRPOConfig, "-GRPO"
+
     def __init__(
         self,
         model: Any,
         reward_funcs: Any = None,
-        args: GRPOConfig | None = None,
+        args: Any = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
@@ -118,10 +120,12 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         environment_factory: Any = None,
     ) -> None:
         require_one_process()
-        self.args = args = GRPOConfig(f"{model_name(model)}-GRPO") if args is None else args
-        if not isinstance(args, GRPOConfig):
+        config = self._config_class
+        self.args = args = config(f"{model_name(model)}{self._suffix}") if args is None else args
+        if not isinstance(args, config) or args._rewarded != config._rewarded:
             raise ConfigError(
-                f"args={args!r:.200}: pass a covey.trl.GRPOConfig (beside a covey.GRPOConfig use covey.GRPOTrainer)"
+                f"args={args!r:.200}: pass a covey.trl {config.__name__} (beside a covey.GRPOConfig use "
+                "covey.GRPOTrainer)"
             )
         _ = args.device  # scripts read args.distributed_state, which is made with it
         for sentence in warned(args):
@@ -155,6 +159,7 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         self._own, self._metric = compare_rewards(args, self._named)
         placed, more = place_model(args, model, processing_class, lora=lora, quantization_config=quantization_config)
         more |= {"output_dir": str(self._root / RUN_FOLDER), "metric_for_best_model": self._metric}
+        more |= self._taught()
         self._config = settings(args, num_prompts=len(self._rows), lora=lora, **more, **acting.settings())
         self._peft_config, self._optimizers = peft_config, optimizers
         self._rates = Rates()
@@ -175,6 +180,10 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         if args.push_to_hub:
             self.init_hf_repo()
         self.callback_handler.on_init_end(args, self.state, self._flow.control)
+
+    def _taught(self) -> dict[str, Any]:
+        """Covey's settings of a teacher."""
+        return self.args.taught()
 
     def _training_rows(self, dataset: Any) -> list[dict[str, Any]]:
         """All rows; of a stream, which may never end, as many as the run needs."""

@@ -17,7 +17,7 @@ from covey.algorithms import LOSSES
 from covey.config.data import NO_TIMEOUT
 from covey.config.names import FIELDS, SECTIONS
 from covey.errors import ConfigError
-from covey.trl.arguments import MEANINGS, GRPOConfig, check, vllm_is_installed
+from covey.trl.arguments import MEANINGS, GRPOConfig, check, meanings, vllm_is_installed
 
 NEVER = 10**9  # in steps: when to log, save and evaluate is decided by transformers' callbacks
 # `generation_kwargs` that Covey's sampler has -> its settings
@@ -216,12 +216,13 @@ def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> 
     }
     if args.disable_dropout and lora:
         values["lora_dropout"] = 0.0
+    own = values["loss_parameters"] | more.get("loss_parameters", {})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of settings without effect: they are TRL's defaults, nobody has chosen them
         try:
-            return covey.GRPOConfig(**(values | _generation(args) | more))
+            return covey.GRPOConfig(**(values | _generation(args) | more | {"loss_parameters": own}))
         except ConfigError as error:
-            raise ConfigError(in_trl_words(str(error))) from error
+            raise ConfigError(in_trl_words(_of_teacher(args, str(error)))) from error
 
 
 _TRL_WORDS = {
@@ -234,6 +235,15 @@ _TRL_WORDS = {
     "importance_sampling_correction": "vllm_importance_sampling_mode",
 }
 """Covey's fields that a TRL user has given under another name."""
+
+
+def _of_teacher(args: GRPOConfig, message: str) -> str:
+    """An error of the teacher's table begins with the field that was given."""
+    said = re.sub(r"^algorithm\.teacher(\.|=.*?: (?=\w+=))", "", message, flags=re.DOTALL)
+    own = f".teacher.{said.partition('=')[0]}"
+    fields = [] if said == message else [n for n, m in meanings(type(args)).items() if re.search(rf"{own}\b", m.text)]
+    given = [f"{name}={getattr(args, name)!r}" for name in fields if getattr(args, name) is not None]
+    return "".join(f"{each}: it becomes " for each in given[:1]) + said
 
 
 def in_trl_words(message: str) -> str:
