@@ -50,6 +50,7 @@ CASES = [
     ("groups_all_wrong", {"frac_reward_zero_std": 0.9}, "90%", "num_generations"),
     ("groups_all_right", {"frac_reward_zero_std": 0.9}, "90%", "harder prompts"),
     ("groups_tied", {"frac_reward_zero_std": 0.8}, "80%", "dynamic_sampling"),
+    ("teacher_silent", {"teacher/rows": 0.0}, "no completion", "algorithm.teacher.context"),
     ("rewards_none", {"frac_reward_none": 0.5}, "50%", "0.0 for a wrong"),
     ("episodes_failed", {"agent/failed_ratio": 0.35, "frac_reward_none": 0.4}, "35%", "environment.step_seconds"),
     ("episodes_failed", WORLD_BREAKS, "60%", "column error"),

@@ -111,7 +111,7 @@ def every(value: float) -> Any:
 
 SPOILT = {
     "no log-probability of token [0-9]+, position [0-9]+ of row 1": [last({"999": {"logprob": -1.0}}), last(None)],
-    "no log-probability of": [every(float("nan")), every(-float("inf"))],
+    "no log-probability of": [every(float("nan")), every(-float("inf")), every(3.0), every(-1e308)],
     "its answer cannot be read": [lambda c: c[0]["prompt_logprobs"].pop(), lambda c: c.pop()],
     "no such model": [lambda choices: choices.clear()],
 }

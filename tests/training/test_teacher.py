@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from learner_cases import make_batch, make_learner
 from training_runs import Settings, always, build, first_letter_early, same_weights, steps_of, trained
 
@@ -146,8 +147,10 @@ def test_a_tied_run_learns_from_its_teacher_alone(settings: Settings) -> None:
     assert not same_weights(alone, run)
     first = steps_of(run)[0]
     assert (first["teacher/rows"], first["teacher/tied_rows"], first["teacher/too_long"]) == (1.0, 1.0, 0.0)
-    words = "no training row has the column 'hint'"
+    words = "no training row has something in the column 'hint'"
     raises(ConfigError, words, build, settings, always, name="hint", teacher={"context": "column:hint"})
+    alone_in_group = {"teacher": {"context": "solution"}, "num_generations": 1, "adv_estimator": "reinforce_plus_plus"}
+    raises(ConfigError, "has no other completion", build, settings, always, name="one", **alone_in_group)
     world = {"world": "house:rooms=2", "max_completion_length": 16, "teacher": {"context": "solution"}}
     raises(ConfigError, "a world's episodes have no context yet", build, settings, **world)
 
@@ -165,6 +168,12 @@ def test_resume_and_replay_have_the_same_bits(settings: Settings) -> None:
     assert same_weights(whole, again)
     assert same_weights(whole.policy.teacher.state_dict(), again.policy.teacher.state_dict())
     assert not same_weights(whole.policy.teacher.state_dict(), again.policy.state_dict())
+    late = trained(settings, first_letter_early, name="late", **what | {"teacher": None, "max_steps": 2})
+    before = {name: tensor.clone() for name, tensor in late.policy.state_dict().items()}
+    late = trained(settings, first_letter_early, name="late", resume=2, **what | {"max_steps": 3})
+    after = late.policy.state_dict()
+    average = {name: (tensor + before[name]) / 2 for name, tensor in after.items()}  # it began at step 2
+    assert all(torch.allclose(average[name], held) for name, held in late.policy.teacher.state_dict().items())
     folder = RunFolder.read(whole.args.output_dir)
     rows = read_table(sorted(folder.ledger.iterdir())[-1])
     assert "teacher_logp" in rows[0]
@@ -192,6 +201,8 @@ def test_an_adapter_as_the_teacher_and_the_policy_s_own_base(settings: Settings,
     ("table", "words"),
     [
         ({"weights": "live"}, "the policy would be its own teacher"),
+        ({"weights": ""}, "empty, or an address with a password"),
+        ({"weights": "http://me:pass@host"}, "COVEY_TEACHER_TOKEN"),
         ({"weights": "/nowhere"}, "there is no such file or folder"),
         ({"template": "x"}, "needs {context} in it"),
         ({"use": "gate", "discount": 0.5}, "discount=0.5 with use='gate': it has no effect"),

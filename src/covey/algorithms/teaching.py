@@ -150,4 +150,5 @@ def _agreements(groups: Sequence[Group], gaps: Floats, rows: NDArray[np.bool_]) 
         for i, better in enumerate(group.rewards):
             for j, worse in enumerate(group.rewards):
                 if better > worse and np.isfinite([means[i], means[j]]).all():
-                    yield 1.0 if means[i] > means[j] else 0.5 if means[i] == means[j] else 0.0
+                    apart = means[i] - means[j]
+                    yield 0.5 if abs(apart) < 1e-5 else float(apart > 0)  # rounding says nothing

@@ -26,7 +26,7 @@ _REFUSED = {
 
 
 def _whole(value: str) -> str:
-    return os.path.abspath(value) if value not in OWN_WEIGHTS and os.path.exists(value) else value
+    return os.path.abspath(value) if value not in ("", *OWN_WEIGHTS) and os.path.exists(value) else value
 
 
 class TeacherSource(Section, frozen=True):
@@ -91,6 +91,8 @@ class TeacherSource(Section, frozen=True):
                 "weights='live' with context='none': the policy would be its own teacher, and the gap only the "
                 "difference of sampler and trainer; set context, or weights to ema, base or an adapter's folder"
             )
+        if not self.weights.strip() or (self.is_remote and "@" in self.weights.partition("#")[0]):
+            yield "weights: empty, or an address with a password in it; give that in COVEY_TEACHER_TOKEN"
         if self.weights.startswith(("/", ".", "~")) and not os.path.exists(os.path.expanduser(self.weights)):
             yield f"weights={self.weights!r}: there is no such file or folder; give one, a hub id, ema, base or live"
         if self.template is not None and (self.context == "none" or "{context}" not in self.template):

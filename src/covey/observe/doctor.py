@@ -89,6 +89,8 @@ episodes_failed: the environment failed in {share:.0%} of the episodes {last}, w
    raise environment.step_seconds
 rewards_none: no reward function could score {share:.0%} of the completions {last}, which are not trained on
 -> Return 0.0 for a wrong or unreadable answer, and None only if the reward does not apply
+teacher_silent: no completion {last} had a teacher: there was no context for it to read, or none that fits the model
+-> Look at algorithm.teacher.context, success and teacher/too_long. feedback needs a reward function that says something
 groups_all_right: {about}, and the {named} is {right:.2f}: the prompts are too easy now{unless}
 -> Stop here, use harder prompts, or set algorithm.dynamic_sampling=3 to skip solved prompts
 reward_never_nonzero: the reward was 0 for every completion of the last {total} steps
@@ -294,6 +296,8 @@ def _rewards(recent: _Window, limits: Thresholds, *, of_one: bool) -> Iterator[D
     unscored = recent.above("frac_reward_none", limits.none_rewards)
     if unscored is not None and unscored - (recent.mean("agent/failed_ratio") or 0.0) > limits.none_rewards:
         yield _say("rewards_none", recent, share=unscored)
+    if total >= limits.min_steps and recent.values("teacher/rows") and not recent.mean("teacher/rows"):
+        yield _say("teacher_silent", recent)
     if (recent.mean("teacher/tied_rows") or 0.0) > 0.5:
         return  # a teacher teaches groups with equal rewards
     rewards, spread = recent.values("reward"), recent.mean("reward_std")

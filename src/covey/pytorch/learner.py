@@ -314,8 +314,10 @@ class Learner:
         """
         self.policy.load_state_dict(tensors["policy"])
         self.policy.reference.load_state_dict(tensors["reference"])
-        if self.policy.teacher is not None:
-            self.policy.teacher.load_state_dict(tensors.get("teacher", {}))
+        if self.policy.teacher is not None and "teacher" in tensors:
+            self.policy.teacher.load_state_dict(tensors["teacher"])
+        elif self.policy.teacher is not None:  # given since: an average begins here
+            self.policy.teacher.begin()
         moments = {name: tensor for name, tensor in tensors["optimizer"].items() if not LossScale.owns(name)}
         restore_optimizer(self.optimizer, self.policy.named_trainable_parameters(), moments, self._host)
         if self.loss_scale is not None:

@@ -119,6 +119,11 @@ class Reference:
             self._keep(name, theirs[bare].detach().to(held[name]))
         self._settle()
 
+    def begin(self) -> None:
+        """Start an average at the policy as it is now; without an average nothing changes."""
+        if self._update == "ema":
+            self.copy_current()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward pass with the reference's weights, without gradients."""
         with self.active():

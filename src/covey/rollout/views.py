@@ -81,7 +81,7 @@ class Views:
             return self._filled(content, context)
         last = max((n for n, message in enumerate(content) if message["role"] == "user"), default=None)
         if last is None:
-            return [{"role": "user", "content": self._filled("", context)}, *content]
+            return [*content, {"role": "user", "content": self._filled("", context)}]
         asked = content[last]
         return [
             *content[:last],

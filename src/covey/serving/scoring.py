@@ -45,6 +45,7 @@ class Scorer:
         both, nothing = zip(map(np.array, asked.token_ids), asked.start, strict=True), np.zeros(0, np.float32)
         episodes = [Episode(ids, np.arange(len(ids)) >= start, nothing, "", "length", 0) for ids, start in both]
         first, k = np.cumsum([0, *(episode.num_sampled for episode in episodes)]), asked.top_k
+        k = min(k, self._model.lm.config.get_text_config().vocab_size)
         found = np.zeros((first[-1], 1 + 2 * k))
         adapter = getattr(weights.tensors(), "adapter", None)
         try:

@@ -333,7 +333,7 @@ def checked_state(checkpoint: Checkpoint, own: Mapping[str, Mapping[str, Any]], 
     """The counters of a checkpoint whose contents make sense: hashes tell damage, not what somebody has hashed anew."""
     where, fix = f"checkpoint {checkpoint.path}", "delete it to resume from the one before"
     missing = [name for name in ("trainer", "plan", "random", "tokens_per_micro_batch") if name not in checkpoint.state]
-    missing += [f"the tensors of {name}" for name in own if name not in checkpoint.tensors]
+    missing += [f"the tensors of {name}" for name in own if name not in (*checkpoint.tensors, "teacher")]
     if missing:
         raise CheckpointError(f"{where}: it lacks {', '.join(missing)}; {fix}")
     with damage_explained(checkpoint):

@@ -22,6 +22,8 @@ from covey.types import Batch
 
 _SETTING, _IDS, _AT_ONCE = "algorithm.teacher.weights", 16_384, 4
 """The setting with the address; token ids of a request, unless one view has more; requests at a time."""
+_MOST_NEGATIVE, _ROUNDING = -1e6, 1e-3
+"""Between these a log-probability lies, but for -inf, which cannot teach."""
 _PROBE = "A teacher reads 3.14159 + 2 = 5.14, once more:\n\tfür x in naïve_Ω: 你好, мир! 🙂"
 
 View = tuple[tuple[int, ...], int]
@@ -109,9 +111,11 @@ class TeacherServer:
                     [((entry or {}).get(str(token)) or {}).get("logprob") for entry, token in row] for row in entries
                 ]
                 said = [values[start:] for values, start in zip(each, starts, strict=True)]
+            if any(type(value) not in (float, int, type(None)) for values in said for value in values):
+                raise TypeError("a log-probability that is no number")
             found = [np.array(values, np.float64) for values in said]
             for (own, start), rows, values in zip(part, part.values(), found, strict=True):
-                at = start + int(np.argmin(np.isfinite([*values, np.nan])))
+                at = start + int(np.argmin([*(values > _MOST_NEGATIVE) & (values < _ROUNDING), False]))
                 if at != len(own):
                     raise ServingError(f"no log-probability of token {own[at]}, position {at} of row {rows[0]}")
             return found

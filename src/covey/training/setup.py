@@ -483,9 +483,11 @@ def check_teacher(config: GRPOConfig, rows: Sequence[Mapping[str, Any]], *, play
                 "adapter's folder"
             )
         for column in teacher.columns:
-            if not any(column in row for row in rows):
+            if not any(row.get(column) not in (None, "") for row in rows):
                 there = ", ".join(sorted({name for row in rows[:100] for name in row}))
-                raise ConfigError(f"{words}: no training row has the column {column!r}; there is {there}")
+                raise ConfigError(f"{words}: no training row has something in the column {column!r}; there is {there}")
+        if teacher.context == "solution" and config.largest_group == 1:
+            raise ConfigError(f"{words}: a group of 1 has no other completion; raise sampling.num_generations")
 
 
 def require_memory(config: GRPOConfig) -> None:

@@ -130,9 +130,14 @@ class SDFTConfig(_SelfDistillation):
 
     def taught(self) -> dict[str, Any]:
         found, text = super().taught(), self.teacher_prompt_template.replace("{privileged_context}", "{context}")
-        found["teacher"] |= {"context": "column:privileged_context", "template": text}
+        found["teacher"] |= {"context": "column:privileged_context", "template": _formatted(text)}
         found["teacher"]["skip_tokens"] = self.num_loss_tokens_to_skip
         return found
+
+
+def _formatted(template: str) -> str:
+    """What `str.format`, which TRL uses, makes of doubled braces."""
+    return template.replace("{{", "{").replace("}}", "}")
 
 
 @_without(_STABLE)
@@ -161,18 +166,24 @@ class SDPOConfig(_SelfDistillation):
         for place, context, use in (given, more):
             used |= {place: context} if use else {}
             text = text if use else text.replace(place, "")
-        places = "".join(used)
-        if not used or text.count(places) != 1:
+        if not used:
             raise ConfigError(
-                f"reprompt_template={self.reprompt_template!r:.200}: what the teacher reads is {places or 'nothing'}, "
-                "which must stand in it once, side by side; change it, or use_successful_as_teacher"
+                "use_successful_as_teacher=False: without include_environment_feedback=True there is no teacher; set "
+                "one of them to True, or use GRPOTrainer"
+            )
+        places = "".join(used)
+        if text.count(places) != 1:
+            raise ConfigError(
+                f"reprompt_template={self.reprompt_template!r:.200}: what the teacher reads is {places}, which "
+                "must stand in it once, side by side and in this order; change it"
             )
         solution = self.solution_template.replace("{successful_previous_attempt}", "{context}")
+        feedback = self.feedback_template.replace("{feedback_raw}", "{context}")
         found = super().taught()
         found["teacher"] |= {
             "context": ("|" if self.environment_feedback_only_without_solution else "+").join(used.values()),
-            "template": text.replace(places, "{context}"),
-            "around": {"solution": solution, "column": self.feedback_template.replace("{feedback_raw}", "{context}")},
+            "template": _formatted(text.replace(places, "{context}")),
+            "around": {"solution": _formatted(solution), "column": _formatted(feedback)},
             "success": self.success_reward_threshold,
             "coef": weight,
             "task_coef": round(1 - weight, 12),

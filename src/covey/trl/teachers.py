@@ -77,5 +77,6 @@ class SDFTTrainer(_Teaching):
         rows = super()._training_rows(dataset)
         for row in rows:
             if isinstance(said := row.get("privileged_context"), list):  # of messages
-                row["privileged_context"] = "\n".join(str(message["content"]) for message in said)
+                chat = all(isinstance(one, dict) for one in said)
+                row["privileged_context"] = "\n".join(str(one["content"]) for one in said) if chat else str(said)
         return rows
