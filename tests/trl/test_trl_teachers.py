@@ -132,7 +132,7 @@ def test_what_is_impossible_is_one_clear_error(model_folder: Path, tmp_path: Pat
         (DistillationTrainer, {"teacher_model": str(model_folder)}, {"beta": 2.0}, "beta"),
         (SDPOTrainer, sdpo, {"distillation_alpha": 0.5}, "one token has a reverse KL only"),
         (SDPOTrainer, sdpo, LOGITS | {"distillation_alpha": 0.0}, "set full_logits"),
-        (SDPOTrainer, sdpo, {"use_successful_as_teacher": False}, "nothing"),
+        (SDPOTrainer, sdpo, {"use_successful_as_teacher": False}, "there is no teacher"),
         (SDPOTrainer, sdpo, {"dont_reprompt_on_self_success": False}, "leave it True"),
         (SDPOTrainer, sdpo, {"teacher_update_rate": 0.0}, "teacher_update_rate"),
         (SDPOTrainer, sdpo, {"distillation_weight": 1.5}, "distillation_weight"),
