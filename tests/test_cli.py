@@ -22,7 +22,7 @@ from command import Command
 from covey import GRPOTrainer, __version__
 from covey.cli import report
 from covey.cli.weights import config_for
-from covey.config import GRPOConfig, old_names
+from covey.config import GRPOConfig
 from covey.config.text import explain
 from covey.errors import ConfigError
 from covey.observe.console import accept_any_text, print_table
@@ -34,14 +34,14 @@ from covey.tasks import dataset, get_task
 from covey.training.export import kept_weights
 
 
-def test_help_version_and_old_commands(covey: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_version_and_other_commands(covey: Command) -> None:
     out = covey.done("--help")
     for words in ("train", "resume", "eval", "sample", "config", "report", "--install-completion"):
         assert words in out
     assert covey.done("--version") == f"covey {__version__}\n"
-    monkeypatch.setitem(old_names.COMMANDS, "former", "covey doctor RUN")
-    status, _, err = covey("former", "folder")
-    assert (status, "use `covey doctor RUN`" in err) == (2, True)
+    for words, said in ((("plan", "x"), "use `covey doctor RECIPE`"), (("report", "x", "--at=3"), "`covey watch RUN`")):
+        status, _, err = covey(*words)
+        assert (status, said in err) == (2, True)
 
 
 def test_train_eval_sample_report(covey: Command, recipe_folder: Path, tmp_path: Path) -> None:

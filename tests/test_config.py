@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
 from covey.algorithms import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, LOSSES, VOCABULARY_KL, make_objective
-from covey.config import GRPOConfig, old_names
+from covey.config import GRPOConfig
 from covey.config.algorithm import AdvantageEstimator, AlgorithmConfig, KLEstimator
 from covey.config.effects import without_effect
 from covey.config.names import FIELDS, HINTS, MEANS, OPTIONS, SECTIONS, SYNONYMS, canonical_names
@@ -39,10 +38,10 @@ def test_every_name_has_one_meaning() -> None:
     assert len(names) == len(set(names)) == len(FIELDS)
     assert {name: field.annotation for name, field in GRPOConfig.model_fields.items()} == dict(SECTIONS)
     assert not set(MEANS) & set(FIELDS)  # no synonym and no option is also a field
-    assert len(MEANS) == len(SYNONYMS) + len(OPTIONS) + len(old_names.OLD_NAMES)
+    assert len(MEANS) == len(SYNONYMS) + len(OPTIONS)
     assert set(MEANS.values()) <= set(FIELDS)
-    assert set(HINTS.values()) <= set(FIELDS)
-    assert not set(HINTS) & {*MEANS, *FIELDS, *SECTIONS, *old_names.SETTINGS}  # of these none is read
+    assert {field.partition(".")[0] for field in HINTS.values()} <= set(FIELDS)
+    assert not set(HINTS) & {*MEANS, *FIELDS, *SECTIONS}  # of these none is read
     with pytest.raises(AttributeError, match="'lr'; did you mean learning_rate"):
         _ = GRPOConfig().lr
     assert [f"{line.section}.{line.name}" for line in explain() if len(line.meaning) < 10] == []
@@ -295,7 +294,6 @@ def test_bad_overrides_and_unreadable_files(tmp_path: Path) -> None:
 
 
 NONE = "there is no such setting; did you mean"
-DECAY = {"weight_decay": 0.1, "optimizer_parameters": {"weight_decay": 0.2}}
 WRONG = [
     ({"num_generations": 1}, "sampling.num_generations=1: a group needs at least 2 completions to compare; set sampl"),
     ({"num_generations": 1}, " to compare; set sampling.num_generations to 2 or more"),
@@ -363,22 +361,7 @@ WRONG = [
     ({"eval_steps": 0, "load_best_model_at_end": True}, "evaluation.load_best_model_at_end=True: eval_steps=0 makes"),
     ({"eval_steps": 0, "early_stopping_patience": 3}, "evaluation.early_stopping_patience=3: eval_steps=0 makes"),
     ({"num_generations_eval": 4}, "evaluation.num_generations_eval=4: all greedy"),
-    ({"sleep_level": "x"}, "sleep_level='x': must be 0 | 1 | 2; correct it, or write vllm.llm_arguments"),
-    ({"reset_seconds": "long"}, "reset_seconds='long': must be a number, 0 or more; correct it, or write environment."),
-    ({"data": {"shuffle": "no"}}, "data.shuffle='no': must be true | false; correct it, or write data.prompt_order"),
-    ({"reference_update": 3}, "reference_update=3: must be none | copy | ema; correct"),
-    ({"entropy_target": "x"}, "must be a number, 0 or more; correct it, or write algorithm.adaptive_entropy.target"),
-    ({"warmup_ratio": 1.0}, "warmup_ratio=1.0: must be a number, 0 or more, below 1; correct it, or write optim."),
-    (DECAY, "weight_decay=0.1 and optimizer_parameters={'weight_decay': 0.2}: both set optim.optimizer_parameters, to"),
-    ({"shuffle": False, "prompt_order": "random"}, "shuffle=False and prompt_order='random': both set data.prompt_"),
-    ({"dynamic_sampling": 5, "dynamic_sampling_max_tries": 10}, "both set algorithm.dynamic_sampling, to diff"),
-    ({"down_sampling": "first:2", "down_sampling_size": 3}, "down_sampling_size=3 and down_sampling='first:2': both"),
-    ({"down_sampling": "first", "down_sampling_size": 0}, "down_sampling_size=0: must be a whole number, 1 or more"),
-    ({"down_sampling": "frist", "down_sampling_size": 3}, "algorithm.down_sampling='frist': must be none | max"),
     ({"upload_adapters_to_server": False, "inference_server_url": "http://a:1"}, "both set server.inference_serv"),
-    ({"validity_mask": False, "validity_min_length": 5}, "validity_mask=False and validity_min_length=5: both set"),
-    ({"use_adaptive_entropy": False, "adaptive_entropy": {"target": 0.3}}, "both set algorithm.adaptive_entropy"),
-    ({"reset_seconds": 90.0, "step_seconds": "x"}, "environment.step_seconds='x': must be float"),
     ({"learning_rat": 1}, "learning_rat: there is no such setting; did you mean optim.learning_rate?"),
     ({"sampling": {"temprature": 1}}, f"sampling.temprature: {NONE} sampling.temperature?"),
     ({"algoritm": {"beta": 1}}, "algoritm.beta: there is no section 'algoritm'; write algorithm.beta"),
@@ -479,86 +462,27 @@ def test_explain_covers_every_field_once() -> None:
     assert (found, "learning_rate" in shown, rendered("no such thing")[0]) == (2, False, 0)
 
 
-def test_old_names_say_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert GRPOConfig(model={"backend": "pytorch"}) == GRPOConfig.from_overrides(["model.backend=pytorch"])
-    monkeypatch.setitem(old_names.SETTINGS, "old_number", (3, "use new_number"))
-    assert GRPOConfig.from_overrides(["old_number=3"]) == GRPOConfig(sampling={"old_number": 3}) == GRPOConfig()
-    for old, words in (
-        ({"model": {"backend": "jax"}}, r"^model\.backend='jax': this setting was removed; .*covey\.jax\.GRPOTrainer"),
-        ({"sampling": {"old_number": 4}}, r"sampling\.old_number=4: this setting was removed; use new_number"),
+def test_names_of_other_places_say_what_to_write() -> None:
+    for other, words in (
+        ({"model": {"backend": "jax"}}, r"^model\.backend: there is no such setting; .*covey\.jax\.GRPOTrainer"),
+        ({"epsilon_high": 0.3}, r"^epsilon_high: .*did you mean algorithm\.loss_parameters\.epsilon_high\?"),
+        ({"optim": {"adam_beta2": 0.9}}, r"^optim\.adam_beta2: .* mean optim\.optimizer_parameters\.beta2\?"),
     ):
-        raises(ConfigError, words, GRPOConfig, **old)
-    at = {"inference_server_url": "http://127.0.0.1:8000"}  # published names of a server stay
+        raises(ConfigError, words, GRPOConfig, **other)
+
+
+def test_a_server_is_switched_on_and_off() -> None:
+    at = {"inference_server_url": "http://127.0.0.1:8000"}
     assert GRPOConfig(upload_adapters_to_server=True) == GRPOConfig(**at)
     assert GRPOConfig(upload_adapters_to_server=True, inference_server_url="http://a:1").server.urls == ("http://a:1",)
     assert GRPOConfig(**at).replace(upload_adapters_to_server=False) == GRPOConfig()
+    raises(ConfigError, "both set", GRPOConfig, upload_adapters_to_server=False, **at)
     assert GRPOConfig(dynamic_sampling=True).dynamic_sampling == 3
-
-
-BEFORE = Path(__file__).parent / "fixtures" / "settings-of-0.1.0.toml"  # all settings of a run, with their defaults
-CLIP, STEPS = {"epsilon_high": 0.3, "delta": 4.0}, {"discount": 0.9, "step_advantage_weight": 0.5}
-SMALL, SEVEN = {"epsilon": 1e-4}, {"reference_update_steps": 7}
-MASKED = {"importance_sampling_correction": "token_mask", "importance_sampling_floor": 0.5}
-OFF = {"enable_sleep_mode": False, "enable_lora": False}
-RENAMED = [
-    ({"loss_type": "dapo"} | CLIP, {"loss_parameters": CLIP}),
-    ({"loss_type": "cispo", "epsilon_max": 4.0}, {"loss_parameters": {"epsilon_max": 4.0}}),
-    ({"importance_sampling_level": "sequence"}, {"loss_parameters": {"importance_sampling_level": "sequence"}}),
-    ({"std_correction": 0, "adv_parameters": SMALL}, {"adv_parameters": SMALL | {"std_correction": 0}}),
-    ({"world": "house", "adv_estimator": "gigpo"} | STEPS, {"adv_parameters": STEPS}),
-    ({"world": "house", "step_score": "return"}, {"adv_parameters": {"step_score": "return"}}),
-    ({"multi_objective_aggregation": "normalize_then_sum"}, {"adv_estimator": "gdpo"}),
-    ({"use_adaptive_entropy": True, "entropy_target": 0.3}, {"adaptive_entropy": {"target": 0.3}}),
-    ({"max_staleness": 1, "importance_sampling_cap": 2.0}, {"importance_sampling_correction": "auto:2.0"}),
-    (MASKED, {"importance_sampling_correction": "token_mask:0.5:3.0"}),
-    ({"reference_update": "copy"}, {"reference_update_steps": 100}),
-    ({"reference_update": "ema"} | SEVEN, SEVEN | {"reference_ema_decay": 0.99}),
-    ({"reference_drift_threshold": 9.0, "reference_drift_reduction": "sum"}, {"reference_drift_threshold": "sum:9.0"}),
-    ({"validity_mask": True}, {"validity_min_length": 10}),
-    ({"dynamic_sampling": True, "dynamic_sampling_max_tries": 5}, {"dynamic_sampling": 5}),
-    ({"down_sampling": "shortest", "down_sampling_size": 8}, {"down_sampling": "shortest:8"}),
-    ({"down_sampling": "first", "down_sampling_statistics": "group"}, {"down_sampling": "first:4:group"}),
-    ({"down_sampling": "first:8", "down_sampling_statistics": "group"}, {"down_sampling": "first:8:group"}),
-    ({"context_mode": "steps", "max_turn_prompt_tokens": 99}, {"history_length": 2, "max_conversation_tokens": 99}),
-    ({"reset_seconds": 90.0}, {"step_seconds": 30.0}),
-    ({"engine": "vllm", "sleep_level": 0, "merge_adapter": True}, {"llm_arguments": OFF}),
-    ({"engine": "vllm", "max_model_len": 512}, {"llm_arguments": {"max_model_len": 512}}),
-    ({"weight_decay": 0.1, "adam_beta2": 0.99}, {"optimizer_parameters": {"weight_decay": 0.1, "beta2": 0.99}}),
-    ({"warmup_ratio": 0.1}, {"warmup_steps": 0.1}),
-    ({"shuffle": False}, {"prompt_order": "given"}),
-    ({"shuffle": False, "prompt_weighting": "difficulty"}, {"prompt_order": "difficulty"}),
-    ({"ledger_steps": 50}, {"ledger": "sampled:2,all:50"}),
-]
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED)
-def test_old_names_mean_what_they_meant(old: Settings, new: dict[str, Any]) -> None:
-    beside = {name: value for name, value in old.items() if name in FIELDS and name not in new}
-    if "dynamic_sampling" in new:
-        beside = {}
-    meant = GRPOConfig(**{**beside, **new})
-    assert GRPOConfig.from_toml(BEFORE) == GRPOConfig()  # without a word
-    of_before = tomllib.loads(BEFORE.read_text(encoding="utf-8"))
-    everything = {name: value for section in of_before.values() for name, value in section.items()}
-    assert GRPOConfig(**(everything | old)) == meant  # nobody writes a run folder's by hand: no warning
-    with pytest.warns(UserWarning, match=f": the setting is .*; write .*{next(reversed(new))}") as said:
-        assert GRPOConfig(**old) == meant
-    assert len(said) == 1
-    overrides = [f"{name}={tomli_w.dumps({'x': value}).partition('=')[2]}" for name, value in old.items()]
-    if "adv_parameters" not in old:
-        with pytest.warns(UserWarning, match=": the setting is "):
-            assert GRPOConfig.from_overrides(overrides) == meant
 
 
 def test_an_entry_of_a_table_is_set_beside_the_others() -> None:
     config = GRPOConfig(loss_parameters={"delta": 4.0}).with_overrides(["algorithm.loss_parameters.epsilon_high=.3"])
     assert config.loss_parameters == {"delta": 4.0, "epsilon_high": 0.3}
-    words = r"setting is algorithm\.adaptive_entropy\.target, which has no effect"
-    with pytest.warns(UserWarning, match=words) as said:
-        GRPOConfig(entropy_target=0.3)
-    assert (said[0].filename, 'data.prompt_order="given"' in rendered("shuffle")[1]) == (__file__, True)
-    with pytest.warns(UserWarning, match=r"_cap=5\.0.*remove it"):
-        GRPOConfig(importance_sampling_correction="off", importance_sampling_cap=5.0)
 
 
 def test_help_finds_a_setting_by_its_other_names() -> None:
@@ -568,8 +492,6 @@ def test_help_finds_a_setting_by_its_other_names() -> None:
         "use_off_policy_masking": "reference_drift_threshold",
         "off_policy_threshold": "reference_drift_threshold",
         "num_samples_per_prompt": "num_generations",
-        "weight_decay": "optimizer_parameters",
-        "down_sampling_size": "down_sampling",
     }.items():
         found, shown = rendered(name)
         assert (found, f"{setting} " in shown) == (1, True)

@@ -18,7 +18,6 @@ import covey
 from covey.algorithms.losses import function_name, loss_name
 from covey.config import GRPOConfig
 from covey.config.names import FIELDS, OPTIONS, SECTIONS, SYNONYMS
-from covey.config.old_names import PUBLISHED
 from covey.config.section import PathText, Section, Texts
 from fakes import slow
 
@@ -85,7 +84,6 @@ def stub() -> str:
         taken[name] = f"{own} | {taken[name]}" if name in taken else own
     taken |= {name: taken[field] for name, field in SYNONYMS.items() if "." not in name}
     taken |= {name: "float | None" if "threshold" in name else "bool" for name in OPTIONS}
-    taken |= dict.fromkeys(PUBLISHED, "bool")
     lines = ["class Settings(TypedDict, total=False):"]
     lines += ['    """Keyword arguments of `GRPOConfig` and of its `replace`."""', ""]
     lines += [f"    {name}: {taken[name]}" for name in taken]

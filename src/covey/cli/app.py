@@ -30,7 +30,6 @@ from covey.cli.report import report
 from covey.cli.serve import serve, watch
 from covey.cli.weights import AsJson, Overrides, config_for, err, form_of, out, print_json, recipe_file, said_by_signals
 from covey.config.names import canonical_names
-from covey.config.old_names import gone_command
 from covey.config.text import explain as explained
 from covey.config.text import parse_overrides, render_explain
 from covey.config.whole import GRPOConfig
@@ -45,13 +44,31 @@ if TYPE_CHECKING:
     from covey.training.trainer import GRPOTrainer
 
 
+ELSEWHERE: dict[str, str] = {
+    "compare": "covey report RUN RUN",
+    "completions": "covey report RUN --step last",
+    "curve": "covey report RUN -o FILE.png",
+    "questions": "covey report RUN",
+    "plan": "covey doctor RECIPE",
+    "replay": "covey doctor RUN --step N",
+    "imitate": "covey play RECIPE --imitate",
+    "report --at": "covey watch RUN",
+    "report --metric": "covey watch RUN",
+    "report --by-uid": "covey report RUN --question UID",
+    "train --backend": "covey.jax.GRPOTrainer",
+}
+"""A command or option that there is not -> what to type, such as `covey doctor RECIPE`."""
+
+
 class Commands(TyperGroup):
-    """The commands, and what to use in place of those that went."""
+    """The commands, and what to use in place of others."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Refuse a name of an earlier version by the line that names the new one."""
-        if args and (line := gone_command(*args)):
-            raise ConfigError(line)
+        """Refuse a name of `ELSEWHERE` by a line that says what to use."""
+        for name in (*args[:1], *(f"{args[0]} {argument.partition('=')[0]}" for argument in args[1:])):
+            if name in ELSEWHERE:
+                kind = "option" if " " in name else "command"
+                raise ConfigError(f"covey {name}: there is no such {kind}; use `{ELSEWHERE[name]}`")
         return super().resolve_command(ctx, args)
 
 

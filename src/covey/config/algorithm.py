@@ -45,6 +45,10 @@ def _spread(value: Any) -> Any:
     return {True: "group", False: "none"}[value] if isinstance(value, bool) else value
 
 
+def _tries(value: Any) -> Any:
+    return 3 * value if isinstance(value, bool) else value
+
+
 def _loss_s_own(value: Any, info: ValidationInfo) -> Any:
     return default_epsilon(info.data) if value is None else value
 
@@ -139,7 +143,7 @@ class AlgorithmConfig(Section, frozen=True):
     """Optimiser steps between updates of the reference from the policy; none = the reference never changes."""
     reference_ema_decay: float = Field(default=0.0, ge=0, lt=1)
     """Share of the old reference that an update keeps (exponential moving average); 0 = a copy."""
-    dynamic_sampling: int = Field(default=0, ge=0)
+    dynamic_sampling: Annotated[int, BeforeValidator(_tries)] = Field(default=0, ge=0)
     """Replace groups whose rewards are all equal by newly sampled ones (DAPO). The number is how many times a step may
     sample in all before it trains on the groups it has. 0 = off; 3 is usual."""
     down_sampling: Annotated[str, BeforeValidator(function_name), _readable(read_down_sampling)] = "none"

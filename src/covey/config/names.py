@@ -12,7 +12,6 @@ from difflib import get_close_matches
 from enum import Enum
 from typing import Any
 
-from covey.config import old_names
 from covey.config.algorithm import AlgorithmConfig
 from covey.config.data import DataConfig, RewardConfig
 from covey.config.environment import EnvironmentConfig
@@ -64,8 +63,11 @@ OPTIONS: dict[str, str] = {
     "use_unbiased_kl": "kl_estimator",
     "use_off_policy_masking": "reference_drift_threshold",
     "off_policy_threshold": "reference_drift_threshold",
+    "upload_adapters_to_server": "inference_server_url",
 }
-"""Options of usmle-qa.md's `GRPO_CONFIG` that are no field under another name -> the field that they are about."""
+"""Options of usmle-qa.md and inference-server-sync.md that are no field under another name -> the field that they are
+about.
+"""
 
 _HINTS = """
     learning_rate: lr max_lr / use_peft: use_lora lora peft / warmup_steps: warmup / quantization: load_in_4bit
@@ -76,14 +78,25 @@ _HINTS = """
     num_iterations: ppo_epochs / functions: reward_funcs reward_function / epsilon: clip clip_eps clip_range clip_ratio
     / lr_scheduler_type: scheduler lr_scheduler / lora_r: rank lora_rank r / eval_steps: eval_every / save_steps:
     save_every / report_to: logger wandb / output_dir: out output save_dir / overwrite: overwrite_output_dir exist_ok
+    / loss_parameters.*: epsilon_high delta importance_sampling_level sapo_temperature_pos sapo_temperature_neg
+    / adaptive_entropy: use_adaptive_entropy / adaptive_entropy.target: entropy_target / adaptive_entropy.delta:
+    entropy_coef_delta / adaptive_entropy.min: entropy_coef_min / adaptive_entropy.max: entropy_coef_max
+    / adv_parameters.*: std_correction step_score discount / adv_estimator: multi_objective_aggregation
+    / validity_min_length: validity_mask / optimizer_parameters.*: weight_decay / optimizer_parameters.beta1: adam_beta1
+    / optimizer_parameters.beta2: adam_beta2 / optimizer_parameters.epsilon: adam_epsilon / warmup_steps: warmup_ratio
+    / prompt_order: shuffle / llm_arguments.*: tensor_parallel_size max_model_len enforce_eager
 """
 _ENTRIES = (entry.split(":") for entry in _HINTS.split("/"))
-HINTS: dict[str, str] = {name: field.strip() for field, names in _ENTRIES for name in names.split()}
-"""Names of other libraries, which are not read -> the field that the error names."""
+HINTS: dict[str, str] = {name: field.strip().replace("*", name) for field, names in _ENTRIES for name in names.split()}
+"""Names of other libraries, which are not read -> the field, or the entry of a table, that the error names."""
 
-MEANS: dict[str, str] = {**SYNONYMS, **OPTIONS, **old_names.OLD_NAMES}
+MEANS: dict[str, str] = {**SYNONYMS, **OPTIONS}
 """Every other name that is read -> the field that it is about."""
 
+_ELSEWHERE = dict.fromkeys(
+    ("backend", "mesh"), "recipes train with PyTorch; in JAX train with covey.jax.GRPOTrainer (docs/internals.md)"
+)
+"""Names that are looked for among the settings, and where that is."""
 
 _OF_TRL = """
     accelerator_config activation_checkpointing activation_checkpointing_kwargs auto_find_batch_size
@@ -118,8 +131,8 @@ _OF_TRL = """
 
 
 def field_path(field: str) -> str:
-    """`beta` -> `algorithm.beta`."""
-    return f"{FIELDS[field]}.{field}"
+    """`beta` -> `algorithm.beta`, and an entry of a table likewise."""
+    return f"{FIELDS[field.partition('.')[0]]}.{field}"
 
 
 def resolve(path: str) -> str:
@@ -139,8 +152,10 @@ def resolve(path: str) -> str:
         if section not in ("", FIELDS[field]):
             raise ConfigError(f"{path}: {name} is not in section {section}; write {field_path(field)}")
         return field
-    if name in OPTIONS or name in old_names.OLD_NAMES or name in old_names.SETTINGS:
+    if name in OPTIONS:
         return name
+    if name in _ELSEWHERE:
+        raise ConfigError(f"{path}: there is no such setting; {_ELSEWHERE[name]}")
     if name in _OF_TRL.split() and path not in SECTIONS and name not in HINTS:
         raise ConfigError(
             f"{path}: is an option of TRL; run TRL scripts with `from covey.trl import GRPOConfig, GRPOTrainer`, or "
@@ -172,16 +187,15 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
         if path in SECTIONS and isinstance(value, SECTIONS[path]):
             value = {name: getattr(value, name) for name in value.model_fields_set}
         name = path.rpartition(".")[2]
-        is_setting = any(name in known for known in (FIELDS, MEANS, old_names.SETTINGS))
-        if isinstance(value, Mapping) and (path in SECTIONS or (value and not is_setting)):
+        if isinstance(value, Mapping) and (path in SECTIONS or (value and name not in FIELDS and name not in MEANS)):
             yield from _leaves(value, f"{path}.")
         else:
             value = value.value if isinstance(value, Enum) else value
             yield path, value.tolist() if hasattr(value, "tolist") else value  # of NumPy, torch or pandas
 
 
-def _of_the_document(options: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """`OPTIONS` with the meaning that they have in the document: field, value, and the option as it was written."""
+def _of_the_documents(options: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """`OPTIONS` with the meaning that they have in the documents: field, value, and the option as it was written."""
     for name, value in options.items():
         if name != "off_policy_threshold" and not isinstance(value, bool):
             raise ConfigError(f"{name}={value!r}: must be true or false")
@@ -195,6 +209,10 @@ def _of_the_document(options: Mapping[str, Any]) -> Iterator[tuple[str, Any, str
     if mask:  # it compares with the reference, whatever its name says
         threshold = options.get("off_policy_threshold", 0.5) if options.get("use_off_policy_masking", True) else None
         yield "reference_drift_threshold", threshold, ", ".join(f"{name}={value}" for name, value in mask.items())
+    if "upload_adapters_to_server" in options:
+        on = options["upload_adapters_to_server"]
+        url = (known.get("inference_server_url") or "http://127.0.0.1:8000") if on else None
+        yield "inference_server_url", url, f"upload_adapters_to_server={on}"
 
 
 def _plain(field: str, value: Any) -> Any:
@@ -218,7 +236,6 @@ def canonical_names(settings: Mapping[str, Any], base: Mapping[str, Any] | None 
     written: dict[str, str] = {}  # the way in which each was written
     problems: list[str] = []
     options: dict[str, Any] = {}
-    moved: dict[str, Any] = {}
 
     def put(field: str, value: Any, how: str) -> None:
         value = _plain(field, value)
@@ -232,11 +249,7 @@ def canonical_names(settings: Mapping[str, Any], base: Mapping[str, Any] | None 
         except ConfigError as error:
             problems.append(str(error))
             continue
-        if name in old_names.SETTINGS:
-            problems.extend(filter(None, [old_names.gone_setting(path, name, value)]))
-        elif name in old_names.OLD_NAMES:
-            moved[name], written[name] = value, f"{path}={value!r}"
-        elif "." in name:  # an entry, beside those that the table has
+        if "." in name:  # an entry, beside those that the table has
             field, entry = name.split(".")[-2:]
             table = values.get(field, (base or {}).get(field))
             values[field] = {**(dict(table) if isinstance(table, Mapping | Section) else {}), entry: value}
@@ -246,11 +259,10 @@ def canonical_names(settings: Mapping[str, Any], base: Mapping[str, Any] | None 
         else:
             put(name, value, f"{path}={value!r}")
     try:
-        for field, value, how in _of_the_document(options):
+        for field, value, how in _of_the_documents(options, {**(base or {}), **values}):
             put(field, value, how)
-        now = old_names.translate(moved, values, base or {}, written, field_path)
     except ConfigError as error:
         problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
-    return values | now
+    return values

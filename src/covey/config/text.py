@@ -6,7 +6,6 @@ import json
 import math
 import tomllib
 import types
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,8 +18,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from covey.config.names import FIELDS, HINTS, MEANS, SECTIONS, SYNONYMS, canonical_names, field_path, resolve
-from covey.config.old_names import CHOICES, SETTINGS, in_toml
+from covey.config.names import FIELDS, HINTS, MEANS, OPTIONS, SECTIONS, canonical_names, field_path, resolve
 from covey.config.section import shown
 from covey.config.training import PhaseConfig
 from covey.errors import ConfigError
@@ -64,7 +62,7 @@ def explain(filter: str = "") -> list[FieldHelp]:
         line
         for line in lines
         if filter.lower() in f"{line.section}.{line.name} {line.meaning} {line.type} {' '.join(line.also)}".lower()
-        or HINTS.get(filter.lower()) == line.name
+        or HINTS.get(filter.lower(), "").partition(".")[0] == line.name
     ]
 
 
@@ -77,9 +75,6 @@ def render_explain(console: Console, filter: str | None = None) -> int:
     by_section: dict[str, list[FieldHelp]] = defaultdict(list)
     for line in explain(wanted):
         by_section[line.section].append(line)
-    gone = [name for name in SETTINGS if wanted and wanted in name]
-    for name in gone:
-        console.print(escape(f"{name} was removed; {SETTINGS[name][1]}"))
     for section, lines in by_section.items():
         table = Table(title=f"[{section}]".replace("[", r"\["), title_justify="left", title_style="bold", expand=True)
         table.add_column("setting", no_wrap=True)
@@ -92,15 +87,19 @@ def render_explain(console: Console, filter: str | None = None) -> int:
                 meaning += escape("".join(f" {reading}." for name in said for reading in _readings(name)))
             table.add_row(line.name, escape(line.default), meaning)
         console.print(table)
-    return len(gone) + sum(len(lines) for lines in by_section.values())
+    return sum(len(lines) for lines in by_section.values())
 
 
 def _readings(name: str) -> Iterator[str]:
-    """What the values of an old name or option are read as; of a number's, an example."""
-    for value in CHOICES.get(name, (True, False, 50)) if name not in SYNONYMS else ():
-        with suppress(ConfigError), warnings.catch_warnings(action="ignore"):
-            if now := canonical_names({name: value}):
-                yield f"{in_toml(name, value)} is {', '.join(in_toml(field_path(n), v) for n, v in now.items())}"
+    """What the values of an option are read as; of a number's, an example."""
+    for value in ((0.5,) if "threshold" in name else (True, False)) if name in OPTIONS else ():
+        with suppress(ConfigError):
+            told = [f"{field_path(n)}={_in_toml(v)}" for n, v in canonical_names({name: value}).items()]
+            yield f"{name}={_in_toml(value)} is {', '.join(told)}"
+
+
+def _in_toml(value: Any) -> str:
+    return "none" if value is None else json.dumps(value)
 
 
 def type_text(field: FieldInfo) -> str:

@@ -16,7 +16,6 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from covey.algorithms import Estimator, Objective
 from covey.algorithms.arrays import unknown_name
-from covey.config import old_names
 from covey.config.algorithm import AlgorithmConfig
 from covey.config.sampling import SamplingConfig
 from covey.errors import ConfigError
@@ -72,9 +71,6 @@ class GRPOConfig(BaseModel, extra="forbid", frozen=True, strict=True):
             ConfigError: an unknown name, with the nearest one; a value out of range; options that do not fit together.
         """
         named = {_RENAMED.get(name, name): value for name, value in settings.items()}
-        old = {name: named.pop(name) for name in settings if name in old_names.OLD_NAMES}
-        written = {name: f"{name}={value!r}" for name, value in old.items()}
-        named |= old_names.translate(old, named, _DEFAULTS, written, level=3)
         if len(named) < len(settings):
             raise ConfigError(f"{', '.join(settings)}: one of these is given under two names; remove one of the two")
         for name in named:
