@@ -26,7 +26,7 @@ from covey.config import GRPOConfig
 from covey.config.text import explain
 from covey.errors import ConfigError
 from covey.observe.console import accept_any_text, print_table
-from covey.observe.doctor import diagnose, findings
+from covey.observe.doctor import Doctor, diagnose
 from covey.observe.run_folder import RunFolder
 from covey.pytorch import Policy
 from covey.pytorch.models.loading import load_model
@@ -39,9 +39,8 @@ def test_help_version_and_other_commands(covey: Command) -> None:
     for words in ("train", "resume", "eval", "sample", "config", "report", "--install-completion"):
         assert words in out
     assert covey.done("--version") == f"covey {__version__}\n"
-    for words, said in ((("plan", "x"), "use `covey doctor RECIPE`"), (("report", "x", "--at=3"), "`covey watch RUN`")):
-        status, _, err = covey(*words)
-        assert (status, said in err) == (2, True)
+    status, _, err = covey("plan", "recipe")
+    assert (status, "use `covey doctor RECIPE`" in err) == (2, True)
 
 
 def test_train_eval_sample_report(covey: Command, recipe_folder: Path, tmp_path: Path) -> None:
@@ -395,7 +394,7 @@ ODD = [1e308, -1e308, 10**400, float("nan"), float("inf"), None, "text", True, [
 def test_no_number_breaks_the_doctor(odd: Any) -> None:
     for name in [*GOOD, "reward", "kl", "time/samplers_waiting", "mask/x", "learning_rate", "step"]:
         history = [{"step": step, **GOOD, "reward": 0.4, "time/sampling": 1e-300} | {name: odd} for step in range(40)]
-        for one in [*diagnose(history), *(finding.diagnosis for finding in findings(history))]:
+        for one in [*diagnose(history), *(finding.diagnosis for finding in Doctor(history=history).findings())]:
             assert one.message
     broken = [{"loss": odd, "reward": 0.1 * step} for step in range(12)]
     number = isinstance(odd, int | float) and not isinstance(odd, bool)

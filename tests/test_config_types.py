@@ -29,10 +29,9 @@ HEAD = '''"""GRPOConfig's flat names for type checkers and editors. Generated fr
 COVEY_WRITE_DOCS=1 pytest tests/test_config_types.py      # writes it
 """
 
-# ruff: noqa: D403
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Final, Literal, TypedDict
 
 '''
 MORE = {"scale_rewards": "bool", "report_to": 'Literal["tensorboard", "wandb", "trackio", "mlflow", "none"] | None'}
@@ -91,8 +90,8 @@ def stub() -> str:
     for name, field in fields.items():
         if name not in SECTIONS:
             read = type_of(name, field, given=False)
-            meaning = textwrap.indent(textwrap.fill(f'"""{field.description}"""', 110), 8 * " ")
-            lines += ["    @property", f"    def {name}(self) -> {read}:", meaning]
+            meaning = textwrap.indent(textwrap.fill(f'"""{field.description}"""', 114), 4 * " ")
+            lines += [f"    {name}: Final[{read}]", meaning]
     kinds = Section.__subclasses__()
     named = {*kinds, *(more for each in kinds for more in each.__subclasses__())} - {GRPOConfig}
     own = [each for each in named if any(re.search(rf"\b{each.__name__}\b", line) for line in lines)]
@@ -133,7 +132,7 @@ SAID = [
     (3, 'Unexpected keyword argument "learning_rat" for "GRPOConfig"; did you mean "learning_rate"?'),
     (3, 'Argument "max_steps" to "GRPOConfig" has incompatible type "str"; expected "int"'),
     (4, '"GRPOConfig" has no attribute "learning_rat"'),
-    (5, 'Property "max_steps" defined in "Flat" is read-only'),
+    (5, 'Cannot assign to final attribute "max_steps"'),
     (6, 'Unexpected keyword argument "bta" for "replace" of "GRPOConfig"; did you mean "beta"?'),
     (7, 'Incompatible types in assignment (expression has type "int", variable has type "str")'),
 ]

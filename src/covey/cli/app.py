@@ -52,12 +52,8 @@ ELSEWHERE: dict[str, str] = {
     "plan": "covey doctor RECIPE",
     "replay": "covey doctor RUN --step N",
     "imitate": "covey play RECIPE --imitate",
-    "report --at": "covey watch RUN",
-    "report --metric": "covey watch RUN",
-    "report --by-uid": "covey report RUN --question UID",
-    "train --backend": "covey.jax.GRPOTrainer",
 }
-"""A command or option that there is not -> what to type, such as `covey doctor RECIPE`."""
+"""A command that there is not -> what to type."""
 
 
 class Commands(TyperGroup):
@@ -65,10 +61,8 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Refuse a name of `ELSEWHERE` by a line that says what to use."""
-        for name in (*args[:1], *(f"{args[0]} {argument.partition('=')[0]}" for argument in args[1:])):
-            if name in ELSEWHERE:
-                kind = "option" if " " in name else "command"
-                raise ConfigError(f"covey {name}: there is no such {kind}; use `{ELSEWHERE[name]}`")
+        if args and args[0] in ELSEWHERE:
+            raise ConfigError(f"covey {args[0]}: there is no such command; use `{ELSEWHERE[args[0]]}`")
         return super().resolve_command(ctx, args)
 
 

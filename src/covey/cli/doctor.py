@@ -15,7 +15,7 @@ from covey.cli.weights import AsJson, Overrides, err, out, recipe_file
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError
 from covey.observe.console import print_table, say, visible
-from covey.observe.doctor import Diagnosis, Finding, findings
+from covey.observe.doctor import Diagnosis, Doctor, Finding
 from covey.observe.records import plain
 from covey.observe.run_folder import RunFolder
 
@@ -86,7 +86,7 @@ def _of_run(path: Path, as_json: bool) -> bool:
     if not steps and (kept := sorted(folder.checkpoints.glob("step_*"))) and kept[-1].name != "step_000000":
         what = f"there is a checkpoint {kept[-1].name}, but metrics.jsonl has no step"
         raise ConfigError(f"{path}: {what}; restore metrics.jsonl from a backup")
-    found, last_step = findings(records), max(steps, default=0)
+    found, last_step = Doctor(history=records).findings(), max(steps, default=0)
     if failure := folder.failure():
         why, _, fix = failure.rpartition("\n")
         found.append(Finding(Diagnosis("run_failed", why, fix), last_step, last_step, True))

@@ -3,10 +3,9 @@
 COVEY_WRITE_DOCS=1 pytest tests/test_config_types.py      # writes it
 """
 
-# ruff: noqa: D403
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Final, Literal, TypedDict
 
 from covey.config.algorithm import AdaptiveEntropy, AlgorithmConfig
 from covey.config.data import DataConfig, RewardConfig
@@ -219,73 +218,48 @@ class Settings(TypedDict, total=False):
 class Flat:
     """Fields that are read without the name of their section."""
 
-    @property
-    def dtype(self) -> Literal["auto", "float32", "bfloat16", "float16"]:
-        """Number format of weights and arithmetic. auto = bfloat16 on a GPU, else float32; float32 if use_peft is
-        false. On a CPU bfloat16 is that of frozen matrices and their products alone: half the memory, and half the
-        time on a processor with AVX512-BF16 or AMX.
-        """
-    @property
-    def quantization(self) -> Literal["none", "nf4", "int8", "torchao_int8"]:
-        """Number format of the frozen linear layers under the adapter (QLoRA): nf4 (4 bits) or int8 of bitsandbytes,
-        or torchao_int8 (extra quantization). It needs use_peft.
-        """
-    @property
-    def device(self) -> str:
-        """auto, cpu, cuda or cuda:N; auto = the first GPU if there is one."""
-    @property
-    def gradient_checkpointing(self) -> bool:
-        """Recompute activations in the backward pass. This is about 30 % slower and takes far less memory."""
-    @property
-    def trust_remote_code(self) -> bool:
-        """Run Python code that comes with the model. Use it only for models that you trust."""
-    @property
-    def use_peft(self) -> bool:
-        """Train a LoRA adapter on the frozen model; false trains all weights."""
-    @property
-    def lora_r(self) -> int:
-        """Rank of the adapter."""
-    @property
-    def lora_alpha(self) -> float:
-        """Scale of the adapter: its output is multiplied by alpha / r."""
-    @property
-    def lora_dropout(self) -> float:
-        """Dropout before the adapter during training."""
-    @property
-    def lora_target_modules(self) -> str | tuple[str, ...]:
-        """Layers with an adapter: all-linear, a name such as q_proj, a list of names, or a regular expression."""
-    @property
-    def prefix_sharing(self) -> bool:
-        """Compute shared prefixes of sequences once in training; false = compute each sequence by itself."""
-    @property
-    def fused_layers(self) -> bool:
-        """Train LoRA with hand-written layers, which keep half the activations. They exist for Llama-like models
-        (Llama, Qwen, Gemma, Mistral, Phi, GLM and others). false = the model's own layers, as with all other
-        models.
-        """
-    @property
-    def adapter(self) -> str | None:
-        """Folder of a PEFT adapter to start from; none = a new one."""
-    @property
-    def loss_type(self) -> str:
-        """The loss. grpo averages over the tokens of a completion, then over completions; dapo over all tokens; bnpo
-        over all tokens that are trained; dr_grpo divides by a constant. gspo and gspo_token use one ratio per
-        completion, luspo too, times length; gmpo uses the geometric mean of clipped ratios. Others: cispo, sapo,
-        vespo, clip_cov and kl_cov (limit tokens of high covariance), reinforce (no ratio, no clip), reinforce_kept
-        (usmle-qa.md to the letter: mean over the completions that masks keep, KL over all sampled tokens). Your own:
-        FILE.py:NAME.
-        """
-    @property
-    def loss_parameters(self) -> dict[str, bool | int | float | str]:
-        """Parameters of the loss by name. Losses that clip: epsilon_high (upper clip range; default epsilon, for dapo
-        0.28), delta (cap on the ratio, which also bounds the loss of negative advantages), importance_sampling_level
-        (token, sequence or gspo_token). cispo: epsilon_max. sapo: sapo_temperature_pos, sapo_temperature_neg. vespo:
-        { k_pos = 2.0 } and so on.
-        """
-    @property
-    def adv_estimator(
-        self,
-    ) -> (
+    dtype: Final[Literal["auto", "float32", "bfloat16", "float16"]]
+    """Number format of weights and arithmetic. auto = bfloat16 on a GPU, else float32; float32 if use_peft is false.
+    On a CPU bfloat16 is that of frozen matrices and their products alone: half the memory, and half the time on a
+    processor with AVX512-BF16 or AMX."""
+    quantization: Final[Literal["none", "nf4", "int8", "torchao_int8"]]
+    """Number format of the frozen linear layers under the adapter (QLoRA): nf4 (4 bits) or int8 of bitsandbytes, or
+    torchao_int8 (extra quantization). It needs use_peft."""
+    device: Final[str]
+    """auto, cpu, cuda or cuda:N; auto = the first GPU if there is one."""
+    gradient_checkpointing: Final[bool]
+    """Recompute activations in the backward pass. This is about 30 % slower and takes far less memory."""
+    trust_remote_code: Final[bool]
+    """Run Python code that comes with the model. Use it only for models that you trust."""
+    use_peft: Final[bool]
+    """Train a LoRA adapter on the frozen model; false trains all weights."""
+    lora_r: Final[int]
+    """Rank of the adapter."""
+    lora_alpha: Final[float]
+    """Scale of the adapter: its output is multiplied by alpha / r."""
+    lora_dropout: Final[float]
+    """Dropout before the adapter during training."""
+    lora_target_modules: Final[str | tuple[str, ...]]
+    """Layers with an adapter: all-linear, a name such as q_proj, a list of names, or a regular expression."""
+    prefix_sharing: Final[bool]
+    """Compute shared prefixes of sequences once in training; false = compute each sequence by itself."""
+    fused_layers: Final[bool]
+    """Train LoRA with hand-written layers, which keep half the activations. They exist for Llama-like models (Llama,
+    Qwen, Gemma, Mistral, Phi, GLM and others). false = the model's own layers, as with all other models."""
+    adapter: Final[str | None]
+    """Folder of a PEFT adapter to start from; none = a new one."""
+    loss_type: Final[str]
+    """The loss. grpo averages over the tokens of a completion, then over completions; dapo over all tokens; bnpo over
+    all tokens that are trained; dr_grpo divides by a constant. gspo and gspo_token use one ratio per completion,
+    luspo too, times length; gmpo uses the geometric mean of clipped ratios. Others: cispo, sapo, vespo, clip_cov and
+    kl_cov (limit tokens of high covariance), reinforce (no ratio, no clip), reinforce_kept (usmle-qa.md to the
+    letter: mean over the completions that masks keep, KL over all sampled tokens). Your own: FILE.py:NAME."""
+    loss_parameters: Final[dict[str, bool | int | float | str]]
+    """Parameters of the loss by name. Losses that clip: epsilon_high (upper clip range; default epsilon, for dapo
+    0.28), delta (cap on the ratio, which also bounds the loss of negative advantages), importance_sampling_level
+    (token, sequence or gspo_token). cispo: epsilon_max. sapo: sapo_temperature_pos, sapo_temperature_neg. vespo: {
+    k_pos = 2.0 } and so on."""
+    adv_estimator: Final[
         Literal[
             "grpo",
             "naive_grpo",
@@ -302,528 +276,339 @@ class Flat:
             "grpo_passk",
         ]
         | str
-    ):
-        """How rewards become advantages. grpo: against the group's mean and standard deviation. naive_grpo: the same,
-        with each multi-turn episode counted once. dr_grpo: mean only. rloo: mean of the others. gigpo: for agents,
-        also compares turns that began with the same observation. gdpo: normalises each reward function in its group,
-        then their sum over the batch. reinforce_plus_plus: against the batch; reinforce_plus_plus_baseline: group
-        mean, then batch. remax: against the greedy completion. opo: mean weighted by length. optimal_token_baseline:
-        per token, weighted by gradient length. gpg. grpo_passk: only the best of the group. Your own:
-        FILE.py:FUNCTION or MODULE:FUNCTION.
-        """
-    @property
-    def adv_parameters(self) -> dict[str, bool | int | float | str]:
-        """Parameters of the estimator by name. reinforce_plus_plus: gamma. Estimators that divide by a standard
-        deviation: std_correction (1 divides by G - 1, 0 by G). grpo with agents: step_score, the score of a turn:
-        episode (reward of the whole episode), return (discounted return) or step (the turn's own reward). discount of
-        returns. gigpo: step_advantage_weight (the paper's omega).
-        """
-    @property
-    def scale_rewards(self) -> Literal["group", "batch", "none"]:
-        """Divide advantages by the standard deviation of the group, of the whole batch, or not at all. No effect with
-        an adv_estimator that does not divide, such as dr_grpo and rloo. True means group, False none.
-        """
-    @property
-    def beta(self) -> float:
-        """Weight of the KL divergence from the reference model; 0 turns it off and saves its forward pass."""
-    @property
-    def kl_estimator(self) -> Literal["k1", "k2", "k3", "k1+", "k3+", "abs", "k3_unbiased", "exact", "exact_weighted"]:
-        """How that KL is estimated per token. k3 is never negative; k3_unbiased is also correct off-policy; exact
-        sums over the vocabulary; exact_weighted reproduces a published formula that is not unbiased.
-        """
-    @property
-    def epsilon(self) -> float | None:
-        """Lower clip range: an importance ratio below 1 - epsilon has no further gradient. none = the default of
-        loss_type: 0.2; 0.0003 for gspo and gspo_token; 0.002 for luspo; for gmpo 0.4, a range of log-ratios.
-        """
-    @property
-    def num_iterations(self) -> int:
-        """Passes over each batch of completions (the paper's mu)."""
-    @property
-    def num_minibatches(self) -> int:
-        """Optimiser steps of each pass, on random parts of the batch. Ratios compare with the policy that sampled the
-        batch.
-        """
-    @property
-    def entropy_coef(self) -> float:
-        """Weight of an entropy bonus; 0 = off."""
-    @property
-    def adaptive_entropy(self) -> AdaptiveEntropy | None:
-        """Adapt entropy_coef to keep the entropy at a target (Skywork-OR1). A table, which may be empty: { target =
-        0.2, delta = 0.005, min = 0.0, max = 1.0 }. After each optimiser step entropy_coef moves by delta: up if the
-        entropy (in nats, mean over trained tokens) is at or below target, else down. The bonus acts only after a step
-        with entropy at or below target. none = off.
-        """
-    @property
-    def mask_truncated_completions(self) -> bool:
-        """Leave completions that hit max_completion_length out of the loss."""
-    @property
-    def off_policy_mask_threshold(self) -> float | None:
-        """Remove the policy gradient of a completion with a negative advantage if the mean over its tokens of old -
-        new log-probability, in nats, is above this. Averages and its KL term stay (DeepSeek-V3.2, equation 8). none =
-        off.
-        """
-    @property
-    def reference_drift_threshold(self) -> float | str | None:
-        """Leave a completion out of the loss, whatever its advantage, unless the mean over its tokens of policy -
-        reference log-probability, in nats, is below this; 0.5 in the USMLE recipe. sum:12 = the sum over its tokens.
-        none = off.
-        """
-    @property
-    def keep_sampling_mask(self) -> bool:
-        """Store the ids that top_k, top_p and min_p left for each token, and compute all log-probabilities over those
-        ids only (DeepSeek-V3.2).
-        """
-    @property
-    def validity_min_length(self) -> int | None:
-        """Validity mask: leave a completion out of the loss if it has fewer characters than this, has no valid answer
-        or repeats itself. It still counts in its group's mean. Without invalid completions nothing teaches the valid
-        form. none = off; 10 in the USMLE recipe.
-        """
-    @property
-    def top_entropy_quantile(self) -> float:
-        """Only this fraction of the tokens, those of highest entropy, has a policy gradient. Averages, KL and entropy
-        terms still cover all tokens. 1 = all, 0.2 in arXiv 2506.01939.
-        """
-    @property
-    def importance_sampling_correction(self) -> str:
-        """Correct for a sampler whose log-probabilities differ from the trainer's. token_truncate and
-        sequence_truncate weight tokens or completions by their ratio, capped; token_mask and sequence_mask drop those
-        beyond the cap. The cap is 3 unless given (token_truncate:2), or a smallest and a largest ratio
-        (token_mask:0.5:5: IcePop). auto = token_truncate with vLLM, a server of another kind than covey, a
-        sampling.sampler_dtype narrower than the model's, or schedule.max_staleness above 0; else off.
-        """
-    @property
-    def reference_update_steps(self) -> int | None:
-        """Optimiser steps between updates of the reference from the policy; none = the reference never changes."""
-    @property
-    def reference_ema_decay(self) -> float:
-        """Share of the old reference that an update keeps (exponential moving average); 0 = a copy."""
-    @property
-    def dynamic_sampling(self) -> int:
-        """Replace groups whose rewards are all equal by newly sampled ones (DAPO). The number is how many times a
-        step may sample in all before it trains on the groups it has. 0 = off; 3 is usual.
-        """
-    @property
-    def down_sampling(self) -> str:
-        """Train only on some completions of each group, 4 unless a number is given: max_variance:8 (those whose
-        rewards vary most: PODS), largest_advantage:8 (CPPO), shortest:8 and token_efficiency:8 (GFPO), first:8, or
-        your own, FILE.py:RULE:8. Advantages compare the selected completions or the whole group, as in the rule's
-        paper (group for largest_advantage); append `:selected` or `:group` to choose. none = all.
-        """
-    @property
-    def teacher(self) -> TeacherConfig | None:
-        """A teacher, which says of each sampled token how likely it should be, beside the rewards or in their place.
-        A table: { weights = "ema", context = "solution", use = "sum", coef = 1.0, ... }; docs/teachers.md lists its
-        settings. none = off.
-        """
-    @property
-    def num_generations(self) -> int:
-        """Completions per prompt (the group size G); 2 or more with most values of algorithm.adv_estimator."""
-    @property
-    def max_generations(self) -> int | None:
-        """Most completions per prompt. If the rewards of a group are all equal and below the best of the step,
-        num_generations more are sampled until they differ or this number is reached. none = off.
-        """
-    @property
-    def temperature(self) -> float:
-        """Divides the logits before the softmax; above 1 explores more."""
-    @property
-    def top_k(self) -> int:
-        """Sample only from the k most likely tokens; 0 = all."""
-    @property
-    def top_p(self) -> float:
-        """Sample only from the smallest set of tokens with this total probability; 1 = all."""
-    @property
-    def min_p(self) -> float:
-        """Sample only tokens with at least this fraction of the most likely token's probability; 0 = all."""
-    @property
-    def max_completion_length(self) -> int:
-        """Longest completion, in tokens; longer ones are cut off."""
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """Texts that end a completion, in addition to the model's end-of-sequence tokens."""
-    @property
-    def engine(self) -> Literal["covey", "vllm"]:
-        """The sampler in this process: covey (for CPUs and small models) or vllm, which must be installed; the vllm
-        section configures it. Not measured on a GPU.
-        """
-    @property
-    def sampler_dtype(self) -> Literal["model", "float32", "bfloat16"]:
-        """Number format of the sampler's copy of the weights; model = that of the model. A narrower one can be faster
-        but samples from a slightly different policy, which algorithm.importance_sampling_correction corrects.
-        """
-    @property
-    def kv_cache_gb(self) -> float:
-        """Memory for the KV cache, in GiB. It holds running completions, and earlier prompts and conversations while
-        there is room. Completions that do not fit wait.
-        """
-    @property
-    def max_batch_size(self) -> int:
-        """Completions sampled at the same time; the others wait."""
-    @property
-    def gpu_memory_utilization(self) -> float:
-        """Share of the GPU's memory for vLLM's weights and KV cache. On a CPU, sampling.kv_cache_gb sets the KV
-        cache.
-        """
-    @property
-    def llm_arguments(self) -> dict[str, bool | int | float | str]:
-        """Arguments of vllm.LLM by name; they replace Covey's. Examples: tensor_parallel_size (GPUs that share the
-        model), max_model_len (longest prompt with completion, in tokens), enforce_eager, enable_sleep_mode = false
-        (vLLM keeps its memory during the update), enable_lora = false (send merged weights, as always on CPUs).
-        """
-    @property
-    def dataset(self) -> str | None:
-        """Training prompts: a .jsonl, .json, .csv or .parquet file, or a dataset id on the Hugging Face hub. none =
-        the task's own.
-        """
-    @property
-    def eval_dataset(self) -> str | None:
-        """Held-out prompts, in the same forms as dataset. none = the task's own, or no evaluation."""
-    @property
-    def eval_fraction(self) -> float:
-        """Share of dataset's distinct prompts to hold out for evaluation; 0 = none. A hash of the prompt chooses
-        them, so order and seed do not matter, and rows with equal prompts stay together.
-        """
-    @property
-    def task(self) -> str | None:
-        """The task that writes prompts and scores answers: a name (arithmetic) or FILE.py:TASK. none = the dataset's
-        prompts as they are.
-        """
-    @property
-    def prompts_per_step(self) -> int:
-        """Prompts in each step. A step samples num_generations completions of each."""
-    @property
-    def max_prompt_length(self) -> int | None:
-        """Longest prompt, in tokens. A prompt and max_completion_length must also fit into the model's context. none
-        = only that limit.
-        """
-    @property
-    def long_prompts(self) -> Literal["error", "truncate", "drop"]:
-        """What to do with prompts that are too long. error: stop before training. truncate: keep their last tokens,
-        which can change the question. drop: leave them out. A warning counts the cut or dropped prompts.
-        """
-    @property
-    def prompt_order(self) -> Literal["random", "given", "difficulty"]:
-        """Order of the prompts. random: shuffled again in each epoch. given: as in the dataset. difficulty: drawn at
-        random, most often new prompts and prompts with half of their completions right; needs a task or
-        rewards.correctness.
-        """
-    @property
-    def system_prompt(self) -> str | None:
-        """System message for prompts without one; a text prompt then becomes the user's message. none = add
-        nothing.
-        """
-    @property
-    def prompt_column(self) -> str:
-        """Dataset column that holds the prompt, a string or a list of messages."""
-    @property
-    def chat_template_kwargs(self) -> dict[str, bool | int | float | str]:
-        """More arguments for the chat template, such as enable_thinking."""
-    @property
-    def functions(self) -> tuple[str, ...]:
-        """Reward functions: FILE.py:FUNCTION or MODULE:FUNCTION. An empty list = the task's own."""
-    @property
-    def reward_weights(self) -> tuple[float, ...] | None:
-        """One weight for each reward function, in the same order; none = 1 for each."""
-    @property
-    def correctness(self) -> str | None:
-        """The function that returns 1 for right and 0 for wrong completions: the name of a reward function, or
-        FILE.py:FUNCTION or MODULE:FUNCTION for another one. Accuracy, prompt_order = difficulty and min_accuracy need
-        it. none = the task decides; without a task there is no accuracy.
-        """
-    @property
-    def reward_timeout(self) -> float:
-        """Time limit for one call of a reward function, in seconds; a longer call stops the run. 1e9 = no limit."""
-    @property
-    def soft_overlong_cache(self) -> int:
-        """Length of DAPO's soft overlong penalty, in tokens before max_completion_length. Over this range the penalty
-        rises linearly to 1. Advantages take it off the reward; the metric reward does not. 0 = off.
-        """
-    @property
-    def world(self) -> str | None:
-        """The world to act in, with options: house, house:rooms=4, gymnasium:env=FrozenLake-v1, or your own as
-        FILE.py:WORLD or FILE.py:WORLD:size=9. none = prompts with single answers.
-        """
-    @property
-    def max_turns(self) -> int | None:
-        """Most turns of an episode; none = the world's own limit."""
-    @property
-    def history_length(self) -> int | None:
-        """Give each turn its own prompt, with this many earlier turns; 2 is usual. none = one growing conversation,
-        whose KV cache is kept between turns.
-        """
-    @property
-    def action_format(self) -> Literal["tags", "text", "tool", "choice"]:
-        """How the action is read from a turn: text (its first line), tags (<action>...</action>), tool (a call in
-        JSON), choice (only an admissible action can be sampled).
-        """
-    @property
-    def show_actions(self) -> bool:
-        """List the admissible actions after each observation."""
-    @property
-    def invalid_action_penalty(self) -> float:
-        """Penalty subtracted from the reward of a turn without a valid action."""
-    @property
-    def failed_episodes(self) -> Literal["exclude", "score"]:
-        """What to do with episodes that end because the environment failed. exclude: leave them out of their group
-        and the loss. score: keep the reward so far.
-        """
-    @property
-    def max_observation_tokens(self) -> int:
-        """Longest observation, in tokens. Longer ones are cut, and a metric counts them."""
-    @property
-    def max_conversation_tokens(self) -> int:
-        """Longest conversation after the first prompt, in tokens; a longer episode ends. Memory grows with it. With
-        history_length: longest prompt with history, in tokens; older turns are dropped.
-        """
-    @property
-    def parallel_episodes(self) -> int:
-        """Episodes played at the same time, each in its own process."""
-    @property
-    def step_seconds(self) -> float:
-        """Time limit for a step of the environment, in seconds; a reset may take three times as long."""
-    @property
-    def inference_server_url(self) -> str | tuple[str, ...] | None:
-        """Address of the inference server that samples, such as http://127.0.0.1:8000 (the default of `covey serve`).
-        Several addresses: a list, or text with commas. The adapter is uploaded to each. none = sample in this
-        process.
-        """
-    @property
-    def inference_server_kind(self) -> str:
-        """covey (`covey serve`), vllm (vLLM's OpenAI server with run-time LoRA loading), sglang (SGLang's server), or
-        FILE.py:NAME (your own dialect, see docs/use.md).
-        """
-    @property
-    def server_token(self) -> str | None:
-        """Bearer token of the server; none = the environment variable COVEY_SERVER_TOKEN. It is never saved."""
-    @property
-    def adapter_folder(self) -> str | None:
-        """Folder from which vLLM, SGLang or your own server reads the weights; none = OUTPUT_DIR-adapters, beside the
-        run folder.
-        """
-    @property
-    def server_timeout(self) -> float:
-        """Time limit for one request, in seconds."""
-    @property
-    def server_retry_seconds(self) -> float:
-        """Time, in seconds, to repeat a failed request before the run stops. The run can then be resumed."""
-    @property
-    def samplers(self) -> int | None:
-        """Ray actors that only sample. 0 = this process (or the servers) samples the same fixed batches, with the
-        same results. none = this process samples a step in one call.
-        """
-    @property
-    def ray_address(self) -> str:
-        """Ray cluster as HOST:PORT. local = start one on this machine for the run. auto = the cluster of this
-        machine, else local. Ray also starts the learners on a cluster; with local, torchrun starts them.
-        """
-    @property
-    def gpus_per_sampler(self) -> float | None:
-        """GPUs per sampler, from 0 to 1; none = 1 if the cluster has GPUs and model.device is not cpu, else 0."""
-    @property
-    def groups_per_unit(self) -> int:
-        """Groups in a unit, the fixed batch that a sampler samples in one call. Results depend on it, in the last
-        digits.
-        """
-    @property
-    def learners(self) -> int:
-        """Processes that train, each on its own GPU if there are any. `covey train` starts them on the Ray cluster,
-        else with torchrun on this machine; you can also call torchrun yourself. They sample too if there is no other
-        sampler. With samplers at 0 or more, results do not depend on their number.
-        """
-    @property
-    def learner_kind(self) -> Literal["auto", "replicated", "sharded"]:
-        """What each of several learners holds. replicated: all weights. sharded: a part of them (FSDP2). auto:
-        sharded if weights and training state would fill 80 % of a device's memory, else replicated.
-        """
-    @property
-    def timeout_seconds(self) -> float:
-        """Give up a sampler or worker after this many seconds without an answer (at least 120 while it starts).
-        Learners wait as long for each other, and restarts for a free place in the cluster.
-        """
-    @property
-    def max_restarts(self) -> int:
-        """How often in a row a failed sampler is replaced before the run continues without it. Also how often `covey
-        train` restarts the learners after one died.
-        """
-    @property
-    def reward_workers(self) -> int | None:
-        """Ray actors that score completions, a group in each call, each actor on its own CPU. 0 = this process scores
-        group by group, with the same results. none = this process scores all completions of a step in one call.
-        """
-    @property
-    def optimizer(self) -> Literal["adamw", "adamw_8bit", "paged_adamw_8bit"]:
-        """adamw: PyTorch's fused AdamW. adamw_8bit: AdamW of bitsandbytes (extra quantization), with 8-bit moments.
-        paged_adamw_8bit: the same; its moments move to host memory when the GPU is full.
-        """
-    @property
-    def learning_rate(self) -> float:
-        """Peak learning rate. The default suits LoRA. To train all weights (use_peft = false), use about 1e-6."""
-    @property
-    def embedding_lr(self) -> float | None:
-        """Learning rate of a trained embedding; none = learning_rate."""
-    @property
-    def optimizer_parameters(self) -> dict[Literal["weight_decay", "beta1", "beta2", "epsilon"], float]:
-        """Parameters of AdamW by name: weight_decay (decoupled; default 0), beta1 (0.9), beta2 (0.999), epsilon
-        (1e-8).
-        """
-    @property
-    def lr_scheduler_type(
-        self,
-    ) -> Literal[
-        "linear",
-        "cosine",
-        "constant",
-        "cosine_with_restarts",
-        "polynomial",
-        "inverse_sqrt",
-        "cosine_with_min_lr",
-        "cosine_warmup_with_min_lr",
-        "warmup_stable_decay",
-    ]:
-        """Learning-rate schedule after warm-up, as in transformers. linear and cosine fall to 0."""
-    @property
-    def lr_scheduler_kwargs(self) -> dict[str, bool | int | float | str]:
-        """Options of the schedule, such as min_lr for cosine_with_min_lr or num_decay_steps for
-        warmup_stable_decay.
-        """
-    @property
-    def warmup_steps(self) -> float:
-        """Steps over which the learning rate rises from 0; below 1 = a share of all steps. With max_optimizer_steps
-        these are optimiser steps.
-        """
-    @property
-    def max_grad_norm(self) -> float:
-        """Scale gradients with a larger norm down to this norm; 0 = never."""
-    @property
-    def autocast(self) -> Literal["none", "bfloat16", "float16"]:
-        """Mixed precision: matrix products use this type, weights and optimiser stay float32. float16 has adaptive
-        loss scaling. none = compute in the type of the weights.
-        """
-    @property
-    def offload(self) -> bool:
-        """Keep the optimiser's moments, and the weights of a copied reference, in host memory between uses. This
-        takes less GPU memory and makes each step slower. Not measured on a GPU.
-        """
-    @property
-    def tokens_per_micro_batch(self) -> int:
-        """Most tokens in one forward and backward pass, with shared prefixes counted once. It changes memory and
-        speed, not the gradient. A longer sequence has a pass of its own.
-        """
-    @property
-    def max_steps(self) -> int:
-        """Length in steps. A step samples prompts_per_step groups and trains on them, which takes num_iterations x
-        num_minibatches optimiser steps (default 1). -1 = as many steps as num_train_epochs gives.
-        """
-    @property
-    def max_optimizer_steps(self) -> int | None:
-        """Length in optimiser steps, in place of max_steps. Warm-up and learning-rate schedule then count optimiser
-        steps too, and the last step may have fewer of them.
-        """
-    @property
-    def num_train_epochs(self) -> float:
-        """Passes over the dataset, when max_steps is -1."""
-    @property
-    def max_minutes(self) -> float | None:
-        """Time limit in minutes of steps, without evaluations and checkpoints; none = no limit."""
-    @property
-    def phases(self) -> tuple[PhaseConfig, ...]:
-        """Consecutive parts of the run. Each has one length (steps, tokens or minutes) and may set temperature, beta,
-        num_generations, learning_rate or min_accuracy.
-        """
-    @property
-    def max_staleness(self) -> int:
-        """How many optimiser steps old the sampler's weights may be. 0 = sampling and training take turns. 1 or more
-        = the next steps are sampled during training; importance_sampling_correction = auto is then token_truncate.
-        """
-    @property
-    def stale_groups(self) -> Literal["wait", "drop"]:
-        """What to do about samples older than max_staleness. wait: each update waits for running samples, and results
-        are reproducible. drop: sampling goes on, and groups that are too old are dropped.
-        """
-    @property
-    def eval_steps(self) -> int:
-        """Evaluate every this many steps; 0 = not during training."""
-    @property
-    def eval_on_start(self) -> bool:
-        """Evaluate before the first step."""
-    @property
-    def eval_at_end(self) -> bool:
-        """Evaluate after the last step."""
-    @property
-    def num_eval_prompts(self) -> int | None:
-        """Number of held-out prompts to use, from the first on; none = all."""
-    @property
-    def eval_temperature(self) -> float:
-        """Sampling temperature in evaluation; 0 = greedy, else at least 0.001."""
-    @property
-    def num_generations_eval(self) -> int:
-        """Completions per held-out prompt; above 1 needs eval_temperature above 0."""
-    @property
-    def early_stopping_patience(self) -> int | None:
-        """Stop after this many evaluations without an improvement of metric_for_best_model; none = never."""
-    @property
-    def metric_for_best_model(self) -> str:
-        """Evaluation metric that chooses the best checkpoint; higher is better. If no accuracy is known (no task, no
-        rewards.correctness), eval/reward takes the place of eval/accuracy.
-        """
-    @property
-    def load_best_model_at_end(self) -> bool:
-        """End with the weights of the best evaluation, not the last ones."""
-    @property
-    def output_dir(self) -> str:
-        """Folder for metrics, completions, checkpoints and settings. Default with a recipe: runs/NAME, where NAME is
-        the name of its file (or of the folder that holds recipe.toml).
-        """
-    @property
-    def overwrite(self) -> bool:
-        """Delete an earlier run in output_dir and start again. false = only if that run has no finished step."""
-    @property
-    def run_name(self) -> str | None:
-        """Name of the run in reports and trackers; none = the folder's name."""
-    @property
-    def seed(self) -> int:
-        """Seed of all random numbers: data order, new adapter, sampled completions."""
-    @property
-    def logging_steps(self) -> int:
-        """Print metrics, and send them to trackers, every this many steps. metrics.jsonl has every step."""
-    @property
-    def save_steps(self) -> int:
-        """Save a checkpoint every this many steps; 0 = only at the end of the run."""
-    @property
-    def save_total_limit(self) -> int | None:
-        """Most checkpoints to keep; the oldest are deleted first. none = keep all."""
-    @property
-    def report_to(self) -> tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...]:
-        """Experiment trackers that also get the metrics. The run folder always has them."""
-    @property
-    def report_completions(self) -> int:
-        """Completions, with prompts and rewards, to send to trackers with a step's metrics; 0 = none. Later in a run,
-        fewer steps send them.
-        """
-    @property
-    def log_completions(self) -> bool:
-        """Write sampled completions and their rewards into the run folder."""
-    @property
-    def keep_batches(self) -> bool:
-        """Keep each step's token ids, log-probabilities and rewards, about 6 bytes per token. `covey doctor RUN
-        --step N` computes a step again from them.
-        """
-    @property
-    def ledger(self) -> str:
-        """off, sampled:N (N random groups of each step, such as sampled:2) or all. The ledger records advantage,
-        masks, ratio, loss and gradient of each token of these groups, about 50 bytes per token; `covey watch` shows
-        it. sampled:2,all:50 = 2 groups, and all groups every 50 steps.
-        """
-    @property
-    def allow_mixture(self) -> bool:
-        """Let the machines of a run differ in GPUs, drivers, threads, or versions of torch and NumPy. Results then
-        depend on which machine computes what. false = refuse such a cluster.
-        """
-    @property
-    def progress(self) -> bool:
-        """Show progress on the screen (standard error)."""
-    @property
-    def num_completions_to_print(self) -> int | None:
-        """Completions to print each time metrics are printed; none = no completions."""
+    ]
+    """How rewards become advantages. grpo: against the group's mean and standard deviation. naive_grpo: the same,
+    with each multi-turn episode counted once. dr_grpo: mean only. rloo: mean of the others. gigpo: for agents, also
+    compares turns that began with the same observation. gdpo: normalises each reward function in its group, then
+    their sum over the batch. reinforce_plus_plus: against the batch; reinforce_plus_plus_baseline: group mean, then
+    batch. remax: against the greedy completion. opo: mean weighted by length. optimal_token_baseline: per token,
+    weighted by gradient length. gpg. grpo_passk: only the best of the group. Your own: FILE.py:FUNCTION or
+    MODULE:FUNCTION."""
+    adv_parameters: Final[dict[str, bool | int | float | str]]
+    """Parameters of the estimator by name. reinforce_plus_plus: gamma. Estimators that divide by a standard
+    deviation: std_correction (1 divides by G - 1, 0 by G). grpo with agents: step_score, the score of a turn: episode
+    (reward of the whole episode), return (discounted return) or step (the turn's own reward). discount of returns.
+    gigpo: step_advantage_weight (the paper's omega)."""
+    scale_rewards: Final[Literal["group", "batch", "none"]]
+    """Divide advantages by the standard deviation of the group, of the whole batch, or not at all. No effect with an
+    adv_estimator that does not divide, such as dr_grpo and rloo. True means group, False none."""
+    beta: Final[float]
+    """Weight of the KL divergence from the reference model; 0 turns it off and saves its forward pass."""
+    kl_estimator: Final[Literal["k1", "k2", "k3", "k1+", "k3+", "abs", "k3_unbiased", "exact", "exact_weighted"]]
+    """How that KL is estimated per token. k3 is never negative; k3_unbiased is also correct off-policy; exact sums
+    over the vocabulary; exact_weighted reproduces a published formula that is not unbiased."""
+    epsilon: Final[float | None]
+    """Lower clip range: an importance ratio below 1 - epsilon has no further gradient. none = the default of
+    loss_type: 0.2; 0.0003 for gspo and gspo_token; 0.002 for luspo; for gmpo 0.4, a range of log-ratios."""
+    num_iterations: Final[int]
+    """Passes over each batch of completions (the paper's mu)."""
+    num_minibatches: Final[int]
+    """Optimiser steps of each pass, on random parts of the batch. Ratios compare with the policy that sampled the
+    batch."""
+    entropy_coef: Final[float]
+    """Weight of an entropy bonus; 0 = off."""
+    adaptive_entropy: Final[AdaptiveEntropy | None]
+    """Adapt entropy_coef to keep the entropy at a target (Skywork-OR1). A table, which may be empty: { target = 0.2,
+    delta = 0.005, min = 0.0, max = 1.0 }. After each optimiser step entropy_coef moves by delta: up if the entropy
+    (in nats, mean over trained tokens) is at or below target, else down. The bonus acts only after a step with
+    entropy at or below target. none = off."""
+    mask_truncated_completions: Final[bool]
+    """Leave completions that hit max_completion_length out of the loss."""
+    off_policy_mask_threshold: Final[float | None]
+    """Remove the policy gradient of a completion with a negative advantage if the mean over its tokens of old - new
+    log-probability, in nats, is above this. Averages and its KL term stay (DeepSeek-V3.2, equation 8). none = off."""
+    reference_drift_threshold: Final[float | str | None]
+    """Leave a completion out of the loss, whatever its advantage, unless the mean over its tokens of policy -
+    reference log-probability, in nats, is below this; 0.5 in the USMLE recipe. sum:12 = the sum over its tokens. none
+    = off."""
+    keep_sampling_mask: Final[bool]
+    """Store the ids that top_k, top_p and min_p left for each token, and compute all log-probabilities over those ids
+    only (DeepSeek-V3.2)."""
+    validity_min_length: Final[int | None]
+    """Validity mask: leave a completion out of the loss if it has fewer characters than this, has no valid answer or
+    repeats itself. It still counts in its group's mean. Without invalid completions nothing teaches the valid form.
+    none = off; 10 in the USMLE recipe."""
+    top_entropy_quantile: Final[float]
+    """Only this fraction of the tokens, those of highest entropy, has a policy gradient. Averages, KL and entropy
+    terms still cover all tokens. 1 = all, 0.2 in arXiv 2506.01939."""
+    importance_sampling_correction: Final[str]
+    """Correct for a sampler whose log-probabilities differ from the trainer's. token_truncate and sequence_truncate
+    weight tokens or completions by their ratio, capped; token_mask and sequence_mask drop those beyond the cap. The
+    cap is 3 unless given (token_truncate:2), or a smallest and a largest ratio (token_mask:0.5:5: IcePop). auto =
+    token_truncate with vLLM, a server of another kind than covey, a sampling.sampler_dtype narrower than the model's,
+    or schedule.max_staleness above 0; else off."""
+    reference_update_steps: Final[int | None]
+    """Optimiser steps between updates of the reference from the policy; none = the reference never changes."""
+    reference_ema_decay: Final[float]
+    """Share of the old reference that an update keeps (exponential moving average); 0 = a copy."""
+    dynamic_sampling: Final[int]
+    """Replace groups whose rewards are all equal by newly sampled ones (DAPO). The number is how many times a step
+    may sample in all before it trains on the groups it has. 0 = off; 3 is usual."""
+    down_sampling: Final[str]
+    """Train only on some completions of each group, 4 unless a number is given: max_variance:8 (those whose rewards
+    vary most: PODS), largest_advantage:8 (CPPO), shortest:8 and token_efficiency:8 (GFPO), first:8, or your own,
+    FILE.py:RULE:8. Advantages compare the selected completions or the whole group, as in the rule's paper (group for
+    largest_advantage); append `:selected` or `:group` to choose. none = all."""
+    teacher: Final[TeacherConfig | None]
+    """A teacher, which says of each sampled token how likely it should be, beside the rewards or in their place. A
+    table: { weights = "ema", context = "solution", use = "sum", coef = 1.0, ... }; docs/teachers.md lists its
+    settings. none = off."""
+    num_generations: Final[int]
+    """Completions per prompt (the group size G); 2 or more with most values of algorithm.adv_estimator."""
+    max_generations: Final[int | None]
+    """Most completions per prompt. If the rewards of a group are all equal and below the best of the step,
+    num_generations more are sampled until they differ or this number is reached. none = off."""
+    temperature: Final[float]
+    """Divides the logits before the softmax; above 1 explores more."""
+    top_k: Final[int]
+    """Sample only from the k most likely tokens; 0 = all."""
+    top_p: Final[float]
+    """Sample only from the smallest set of tokens with this total probability; 1 = all."""
+    min_p: Final[float]
+    """Sample only tokens with at least this fraction of the most likely token's probability; 0 = all."""
+    max_completion_length: Final[int]
+    """Longest completion, in tokens; longer ones are cut off."""
+    stop_strings: Final[tuple[str, ...]]
+    """Texts that end a completion, in addition to the model's end-of-sequence tokens."""
+    engine: Final[Literal["covey", "vllm"]]
+    """The sampler in this process: covey (for CPUs and small models) or vllm, which must be installed; the vllm
+    section configures it. Not measured on a GPU."""
+    sampler_dtype: Final[Literal["model", "float32", "bfloat16"]]
+    """Number format of the sampler's copy of the weights; model = that of the model. A narrower one can be faster but
+    samples from a slightly different policy, which algorithm.importance_sampling_correction corrects."""
+    kv_cache_gb: Final[float]
+    """Memory for the KV cache, in GiB. It holds running completions, and earlier prompts and conversations while
+    there is room. Completions that do not fit wait."""
+    max_batch_size: Final[int]
+    """Completions sampled at the same time; the others wait."""
+    gpu_memory_utilization: Final[float]
+    """Share of the GPU's memory for vLLM's weights and KV cache. On a CPU, sampling.kv_cache_gb sets the KV cache."""
+    llm_arguments: Final[dict[str, bool | int | float | str]]
+    """Arguments of vllm.LLM by name; they replace Covey's. Examples: tensor_parallel_size (GPUs that share the
+    model), max_model_len (longest prompt with completion, in tokens), enforce_eager, enable_sleep_mode = false (vLLM
+    keeps its memory during the update), enable_lora = false (send merged weights, as always on CPUs)."""
+    dataset: Final[str | None]
+    """Training prompts: a .jsonl, .json, .csv or .parquet file, or a dataset id on the Hugging Face hub. none = the
+    task's own."""
+    eval_dataset: Final[str | None]
+    """Held-out prompts, in the same forms as dataset. none = the task's own, or no evaluation."""
+    eval_fraction: Final[float]
+    """Share of dataset's distinct prompts to hold out for evaluation; 0 = none. A hash of the prompt chooses them, so
+    order and seed do not matter, and rows with equal prompts stay together."""
+    task: Final[str | None]
+    """The task that writes prompts and scores answers: a name (arithmetic) or FILE.py:TASK. none = the dataset's
+    prompts as they are."""
+    prompts_per_step: Final[int]
+    """Prompts in each step. A step samples num_generations completions of each."""
+    max_prompt_length: Final[int | None]
+    """Longest prompt, in tokens. A prompt and max_completion_length must also fit into the model's context. none =
+    only that limit."""
+    long_prompts: Final[Literal["error", "truncate", "drop"]]
+    """What to do with prompts that are too long. error: stop before training. truncate: keep their last tokens, which
+    can change the question. drop: leave them out. A warning counts the cut or dropped prompts."""
+    prompt_order: Final[Literal["random", "given", "difficulty"]]
+    """Order of the prompts. random: shuffled again in each epoch. given: as in the dataset. difficulty: drawn at
+    random, most often new prompts and prompts with half of their completions right; needs a task or
+    rewards.correctness."""
+    system_prompt: Final[str | None]
+    """System message for prompts without one; a text prompt then becomes the user's message. none = add nothing."""
+    prompt_column: Final[str]
+    """Dataset column that holds the prompt, a string or a list of messages."""
+    chat_template_kwargs: Final[dict[str, bool | int | float | str]]
+    """More arguments for the chat template, such as enable_thinking."""
+    functions: Final[tuple[str, ...]]
+    """Reward functions: FILE.py:FUNCTION or MODULE:FUNCTION. An empty list = the task's own."""
+    reward_weights: Final[tuple[float, ...] | None]
+    """One weight for each reward function, in the same order; none = 1 for each."""
+    correctness: Final[str | None]
+    """The function that returns 1 for right and 0 for wrong completions: the name of a reward function, or
+    FILE.py:FUNCTION or MODULE:FUNCTION for another one. Accuracy, prompt_order = difficulty and min_accuracy need it.
+    none = the task decides; without a task there is no accuracy."""
+    reward_timeout: Final[float]
+    """Time limit for one call of a reward function, in seconds; a longer call stops the run. 1e9 = no limit."""
+    soft_overlong_cache: Final[int]
+    """Length of DAPO's soft overlong penalty, in tokens before max_completion_length. Over this range the penalty
+    rises linearly to 1. Advantages take it off the reward; the metric reward does not. 0 = off."""
+    world: Final[str | None]
+    """The world to act in, with options: house, house:rooms=4, gymnasium:env=FrozenLake-v1, or your own as
+    FILE.py:WORLD or FILE.py:WORLD:size=9. none = prompts with single answers."""
+    max_turns: Final[int | None]
+    """Most turns of an episode; none = the world's own limit."""
+    history_length: Final[int | None]
+    """Give each turn its own prompt, with this many earlier turns; 2 is usual. none = one growing conversation, whose
+    KV cache is kept between turns."""
+    action_format: Final[Literal["tags", "text", "tool", "choice"]]
+    """How the action is read from a turn: text (its first line), tags (<action>...</action>), tool (a call in JSON),
+    choice (only an admissible action can be sampled)."""
+    show_actions: Final[bool]
+    """List the admissible actions after each observation."""
+    invalid_action_penalty: Final[float]
+    """Penalty subtracted from the reward of a turn without a valid action."""
+    failed_episodes: Final[Literal["exclude", "score"]]
+    """What to do with episodes that end because the environment failed. exclude: leave them out of their group and
+    the loss. score: keep the reward so far."""
+    max_observation_tokens: Final[int]
+    """Longest observation, in tokens. Longer ones are cut, and a metric counts them."""
+    max_conversation_tokens: Final[int]
+    """Longest conversation after the first prompt, in tokens; a longer episode ends. Memory grows with it. With
+    history_length: longest prompt with history, in tokens; older turns are dropped."""
+    parallel_episodes: Final[int]
+    """Episodes played at the same time, each in its own process."""
+    step_seconds: Final[float]
+    """Time limit for a step of the environment, in seconds; a reset may take three times as long."""
+    inference_server_url: Final[str | tuple[str, ...] | None]
+    """Address of the inference server that samples, such as http://127.0.0.1:8000 (the default of `covey serve`).
+    Several addresses: a list, or text with commas. The adapter is uploaded to each. none = sample in this process."""
+    inference_server_kind: Final[str]
+    """covey (`covey serve`), vllm (vLLM's OpenAI server with run-time LoRA loading), sglang (SGLang's server), or
+    FILE.py:NAME (your own dialect, see docs/use.md)."""
+    server_token: Final[str | None]
+    """Bearer token of the server; none = the environment variable COVEY_SERVER_TOKEN. It is never saved."""
+    adapter_folder: Final[str | None]
+    """Folder from which vLLM, SGLang or your own server reads the weights; none = OUTPUT_DIR-adapters, beside the run
+    folder."""
+    server_timeout: Final[float]
+    """Time limit for one request, in seconds."""
+    server_retry_seconds: Final[float]
+    """Time, in seconds, to repeat a failed request before the run stops. The run can then be resumed."""
+    samplers: Final[int | None]
+    """Ray actors that only sample. 0 = this process (or the servers) samples the same fixed batches, with the same
+    results. none = this process samples a step in one call."""
+    ray_address: Final[str]
+    """Ray cluster as HOST:PORT. local = start one on this machine for the run. auto = the cluster of this machine,
+    else local. Ray also starts the learners on a cluster; with local, torchrun starts them."""
+    gpus_per_sampler: Final[float | None]
+    """GPUs per sampler, from 0 to 1; none = 1 if the cluster has GPUs and model.device is not cpu, else 0."""
+    groups_per_unit: Final[int]
+    """Groups in a unit, the fixed batch that a sampler samples in one call. Results depend on it, in the last
+    digits."""
+    learners: Final[int]
+    """Processes that train, each on its own GPU if there are any. `covey train` starts them on the Ray cluster, else
+    with torchrun on this machine; you can also call torchrun yourself. They sample too if there is no other sampler.
+    With samplers at 0 or more, results do not depend on their number."""
+    learner_kind: Final[Literal["auto", "replicated", "sharded"]]
+    """What each of several learners holds. replicated: all weights. sharded: a part of them (FSDP2). auto: sharded if
+    weights and training state would fill 80 % of a device's memory, else replicated."""
+    timeout_seconds: Final[float]
+    """Give up a sampler or worker after this many seconds without an answer (at least 120 while it starts). Learners
+    wait as long for each other, and restarts for a free place in the cluster."""
+    max_restarts: Final[int]
+    """How often in a row a failed sampler is replaced before the run continues without it. Also how often `covey
+    train` restarts the learners after one died."""
+    reward_workers: Final[int | None]
+    """Ray actors that score completions, a group in each call, each actor on its own CPU. 0 = this process scores
+    group by group, with the same results. none = this process scores all completions of a step in one call."""
+    optimizer: Final[Literal["adamw", "adamw_8bit", "paged_adamw_8bit"]]
+    """adamw: PyTorch's fused AdamW. adamw_8bit: AdamW of bitsandbytes (extra quantization), with 8-bit moments.
+    paged_adamw_8bit: the same; its moments move to host memory when the GPU is full."""
+    learning_rate: Final[float]
+    """Peak learning rate. The default suits LoRA. To train all weights (use_peft = false), use about 1e-6."""
+    embedding_lr: Final[float | None]
+    """Learning rate of a trained embedding; none = learning_rate."""
+    optimizer_parameters: Final[dict[Literal["weight_decay", "beta1", "beta2", "epsilon"], float]]
+    """Parameters of AdamW by name: weight_decay (decoupled; default 0), beta1 (0.9), beta2 (0.999), epsilon
+    (1e-8)."""
+    lr_scheduler_type: Final[
+        Literal[
+            "linear",
+            "cosine",
+            "constant",
+            "cosine_with_restarts",
+            "polynomial",
+            "inverse_sqrt",
+            "cosine_with_min_lr",
+            "cosine_warmup_with_min_lr",
+            "warmup_stable_decay",
+        ]
+    ]
+    """Learning-rate schedule after warm-up, as in transformers. linear and cosine fall to 0."""
+    lr_scheduler_kwargs: Final[dict[str, bool | int | float | str]]
+    """Options of the schedule, such as min_lr for cosine_with_min_lr or num_decay_steps for warmup_stable_decay."""
+    warmup_steps: Final[float]
+    """Steps over which the learning rate rises from 0; below 1 = a share of all steps. With max_optimizer_steps these
+    are optimiser steps."""
+    max_grad_norm: Final[float]
+    """Scale gradients with a larger norm down to this norm; 0 = never."""
+    autocast: Final[Literal["none", "bfloat16", "float16"]]
+    """Mixed precision: matrix products use this type, weights and optimiser stay float32. float16 has adaptive loss
+    scaling. none = compute in the type of the weights."""
+    offload: Final[bool]
+    """Keep the optimiser's moments, and the weights of a copied reference, in host memory between uses. This takes
+    less GPU memory and makes each step slower. Not measured on a GPU."""
+    tokens_per_micro_batch: Final[int]
+    """Most tokens in one forward and backward pass, with shared prefixes counted once. It changes memory and speed,
+    not the gradient. A longer sequence has a pass of its own."""
+    max_steps: Final[int]
+    """Length in steps. A step samples prompts_per_step groups and trains on them, which takes num_iterations x
+    num_minibatches optimiser steps (default 1). -1 = as many steps as num_train_epochs gives."""
+    max_optimizer_steps: Final[int | None]
+    """Length in optimiser steps, in place of max_steps. Warm-up and learning-rate schedule then count optimiser steps
+    too, and the last step may have fewer of them."""
+    num_train_epochs: Final[float]
+    """Passes over the dataset, when max_steps is -1."""
+    max_minutes: Final[float | None]
+    """Time limit in minutes of steps, without evaluations and checkpoints; none = no limit."""
+    phases: Final[tuple[PhaseConfig, ...]]
+    """Consecutive parts of the run. Each has one length (steps, tokens or minutes) and may set temperature, beta,
+    num_generations, learning_rate or min_accuracy."""
+    max_staleness: Final[int]
+    """How many optimiser steps old the sampler's weights may be. 0 = sampling and training take turns. 1 or more =
+    the next steps are sampled during training; importance_sampling_correction = auto is then token_truncate."""
+    stale_groups: Final[Literal["wait", "drop"]]
+    """What to do about samples older than max_staleness. wait: each update waits for running samples, and results are
+    reproducible. drop: sampling goes on, and groups that are too old are dropped."""
+    eval_steps: Final[int]
+    """Evaluate every this many steps; 0 = not during training."""
+    eval_on_start: Final[bool]
+    """Evaluate before the first step."""
+    eval_at_end: Final[bool]
+    """Evaluate after the last step."""
+    num_eval_prompts: Final[int | None]
+    """Number of held-out prompts to use, from the first on; none = all."""
+    eval_temperature: Final[float]
+    """Sampling temperature in evaluation; 0 = greedy, else at least 0.001."""
+    num_generations_eval: Final[int]
+    """Completions per held-out prompt; above 1 needs eval_temperature above 0."""
+    early_stopping_patience: Final[int | None]
+    """Stop after this many evaluations without an improvement of metric_for_best_model; none = never."""
+    metric_for_best_model: Final[str]
+    """Evaluation metric that chooses the best checkpoint; higher is better. If no accuracy is known (no task, no
+    rewards.correctness), eval/reward takes the place of eval/accuracy."""
+    load_best_model_at_end: Final[bool]
+    """End with the weights of the best evaluation, not the last ones."""
+    output_dir: Final[str]
+    """Folder for metrics, completions, checkpoints and settings. Default with a recipe: runs/NAME, where NAME is the
+    name of its file (or of the folder that holds recipe.toml)."""
+    overwrite: Final[bool]
+    """Delete an earlier run in output_dir and start again. false = only if that run has no finished step."""
+    run_name: Final[str | None]
+    """Name of the run in reports and trackers; none = the folder's name."""
+    seed: Final[int]
+    """Seed of all random numbers: data order, new adapter, sampled completions."""
+    logging_steps: Final[int]
+    """Print metrics, and send them to trackers, every this many steps. metrics.jsonl has every step."""
+    save_steps: Final[int]
+    """Save a checkpoint every this many steps; 0 = only at the end of the run."""
+    save_total_limit: Final[int | None]
+    """Most checkpoints to keep; the oldest are deleted first. none = keep all."""
+    report_to: Final[tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...]]
+    """Experiment trackers that also get the metrics. The run folder always has them."""
+    report_completions: Final[int]
+    """Completions, with prompts and rewards, to send to trackers with a step's metrics; 0 = none. Later in a run,
+    fewer steps send them."""
+    log_completions: Final[bool]
+    """Write sampled completions and their rewards into the run folder."""
+    keep_batches: Final[bool]
+    """Keep each step's token ids, log-probabilities and rewards, about 6 bytes per token. `covey doctor RUN --step N`
+    computes a step again from them."""
+    ledger: Final[str]
+    """off, sampled:N (N random groups of each step, such as sampled:2) or all. The ledger records advantage, masks,
+    ratio, loss and gradient of each token of these groups, about 50 bytes per token; `covey watch` shows it.
+    sampled:2,all:50 = 2 groups, and all groups every 50 steps."""
+    allow_mixture: Final[bool]
+    """Let the machines of a run differ in GPUs, drivers, threads, or versions of torch and NumPy. Results then depend
+    on which machine computes what. false = refuse such a cluster."""
+    progress: Final[bool]
+    """Show progress on the screen (standard error)."""
+    num_completions_to_print: Final[int | None]
+    """Completions to print each time metrics are printed; none = no completions."""

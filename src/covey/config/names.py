@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from enum import Enum
+from fnmatch import fnmatchcase
 from typing import Any
 
 from covey.config.algorithm import AlgorithmConfig
@@ -78,13 +79,17 @@ _HINTS = """
     num_iterations: ppo_epochs / functions: reward_funcs reward_function / epsilon: clip clip_eps clip_range clip_ratio
     / lr_scheduler_type: scheduler lr_scheduler / lora_r: rank lora_rank r / eval_steps: eval_every / save_steps:
     save_every / report_to: logger wandb / output_dir: out output save_dir / overwrite: overwrite_output_dir exist_ok
-    / loss_parameters.*: epsilon_high delta importance_sampling_level sapo_temperature_pos sapo_temperature_neg
+    / loss_parameters.*: epsilon_high epsilon_max delta importance_sampling_level sapo_temperature_pos
+    sapo_temperature_neg / history_length: context_mode / max_conversation_tokens: max_turn_prompt_tokens
     / adaptive_entropy: use_adaptive_entropy / adaptive_entropy.target: entropy_target / adaptive_entropy.delta:
     entropy_coef_delta / adaptive_entropy.min: entropy_coef_min / adaptive_entropy.max: entropy_coef_max
-    / adv_parameters.*: std_correction step_score discount / adv_estimator: multi_objective_aggregation
+    / adv_parameters.*: std_correction step_score discount step_advantage_weight
+    / adv_estimator: multi_objective_aggregation / reference_update_steps: reference_update / ledger: ledger_steps
     / validity_min_length: validity_mask / optimizer_parameters.*: weight_decay / optimizer_parameters.beta1: adam_beta1
     / optimizer_parameters.beta2: adam_beta2 / optimizer_parameters.epsilon: adam_epsilon / warmup_steps: warmup_ratio
-    / prompt_order: shuffle / llm_arguments.*: tensor_parallel_size max_model_len enforce_eager
+    / prompt_order: shuffle prompt_weighting / llm_arguments.*: tensor_parallel_size max_model_len enforce_eager
+    / llm_arguments.enable_sleep_mode: sleep_level / llm_arguments.enable_lora: merge_adapter / llm_arguments:
+    vllm_arguments / engine: sampler_kind vllm_python
 """
 _ENTRIES = (entry.split(":") for entry in _HINTS.split("/"))
 HINTS: dict[str, str] = {name: field.strip().replace("*", name) for field, names in _ENTRIES for name in names.split()}
@@ -101,14 +106,11 @@ _ELSEWHERE = dict.fromkeys(
 _OF_TRL = """
     accelerator_config activation_checkpointing activation_checkpointing_kwargs auto_find_batch_size
     average_tokens_across_devices batch_eval_metrics bf16 bf16_full_eval cache_implementation cast_lm_head_to_fp32
-    data_seed dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers
-    dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor ddp_backend ddp_broadcast_buffers
-    ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout debug deepspeed disable_dropout
-    disable_tqdm do_eval do_predict do_train ds3_gather_for_generation enable_jit_checkpoint eval_accumulation_steps
-    eval_delay eval_do_concat_batches eval_strategy eval_use_gather_object evaluation_strategy fp16 fp16_full_eval fsdp
-    fsdp_config full_determinism generation_batch_size generation_kwargs gradient_accumulation_steps
-    gradient_checkpointing_kwargs greater_is_better group_by_length hub_always_push hub_model_id hub_private_repo
-    hub_revision hub_strategy hub_token ignore_data_skip include_for_metrics include_num_input_tokens_seen label_names
+    data_seed dataloader_* ddp_* debug deepspeed disable_dropout disable_tqdm do_eval do_predict do_train
+    ds3_gather_for_generation enable_jit_checkpoint eval_accumulation_steps eval_delay eval_do_concat_batches
+    eval_strategy eval_use_gather_object evaluation_strategy fp16 fp16_full_eval fsdp* full_determinism
+    generation_batch_size generation_kwargs gradient_accumulation_steps gradient_checkpointing_kwargs greater_is_better
+    group_by_length hub_* ignore_data_skip include_for_metrics include_num_input_tokens_seen label_names
     label_smoothing_factor length_column_name liger_kernel_config local_rank log_completions_hub_repo log_level
     log_level_replica log_multimodal log_on_each_node log_unique_prompts logging_dir logging_first_step
     logging_nan_inf_filter logging_strategy max_tool_calling_iterations model_init_kwargs neftune_noise_alpha no_cuda
@@ -117,17 +119,11 @@ _OF_TRL = """
     ref_model_mixup_alpha ref_model_sync_steps remove_unused_columns repetition_penalty
     restore_callback_states_from_checkpoint resume_from_checkpoint router_aux_loss_coef save_on_each_node
     save_only_model save_safetensors save_strategy shuffle_dataset skip_memory_metrics steps_per_generation
-    sync_ref_model tf32 torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps trackio_bucket_id
-    trackio_space_id trackio_static_space_id train_sampling_strategy transformers_continuous_batching_config
-    use_bias_correction_kl use_cache use_cpu use_liger_kernel use_liger_loss use_transformers_continuous_batching
-    use_transformers_paged use_vllm vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos vllm_device vllm_dtype
-    vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_group_port vllm_importance_sampling_cap
-    vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min vllm_importance_sampling_correction
-    vllm_importance_sampling_mode vllm_max_model_len vllm_max_model_length vllm_mode vllm_model_impl
-    vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_structured_outputs_regex
-    vllm_tensor_parallel_size
+    sync_ref_model tf32 torch_compile* torch_empty_cache_steps trackio_* train_sampling_strategy
+    transformers_continuous_batching_config use_bias_correction_kl use_cache use_cpu use_liger_* use_transformers_*
+    use_vllm vespo_* vllm_*
 """
-"""TRL's and transformers' options that are no fields here."""
+"""TRL's and transformers' options that are no fields here; `*`: and whatever begins so."""
 
 
 def field_path(field: str) -> str:
@@ -156,7 +152,7 @@ def resolve(path: str) -> str:
         return name
     if name in _ELSEWHERE:
         raise ConfigError(f"{path}: there is no such setting; {_ELSEWHERE[name]}")
-    if name in _OF_TRL.split() and path not in SECTIONS and name not in HINTS:
+    if any(fnmatchcase(name, option) for option in _OF_TRL.split()) and path not in SECTIONS and name not in HINTS:
         raise ConfigError(
             f"{path}: is an option of TRL; run TRL scripts with `from covey.trl import GRPOConfig, GRPOTrainer`, or "
             "find Covey's own setting with `covey config --explain`"

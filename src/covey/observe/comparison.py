@@ -58,22 +58,20 @@ def differing(tables: Sequence[Mapping[str, Any]], without: Sequence[str]) -> di
 def group_seeds(runs: Sequence[ComparedRun]) -> dict[str, list[Records]]:
     """Label -> runs that differ only in their seed; `ConfigError`: one has no sibling, or two have the same seed."""
 
-    def differing(one: ComparedRun, other: ComparedRun) -> dict[str, list[Any]]:
-        found = differing_settings([one, other])
-        found.pop("run.seed", None)
-        return found
+    def apart(one: ComparedRun, other: ComparedRun) -> dict[str, list[Any]]:
+        return differing([one.settings, other.settings], (*_OWN, "run.seed"))
 
     groups: list[list[ComparedRun]] = []
     for run in runs:
-        equal = next((group for group in groups if not differing(group[0], run)), None)
+        equal = next((group for group in groups if not apart(group[0], run)), None)
         groups.append([run]) if equal is None else equal.append(run)
     for group in groups:
         own, others = group[0], [run for run in runs if not any(run is each for each in group)]
         if len(runs) == 1:
             raise ConfigError(f"--seeds: {own.label} is the only run; name another that differs from it in run.seed")
         if len(group) == 1 and others:
-            nearest = min(others, key=lambda other: len(differing(other, own)))
-            values = [f"{name} is {a!r:.60} and {b!r:.60}" for name, (a, b) in differing(nearest, own).items()]
+            nearest = min(others, key=lambda other: len(apart(other, own)))
+            values = [f"{name} is {a!r:.60} and {b!r:.60}" for name, (a, b) in apart(nearest, own).items()]
             raise ConfigError(
                 f"--seeds: {nearest.label} and {own.label} are no seeds of one experiment: {'; '.join(values[:8])}; "
                 "leave --seeds out to draw a line for each run"

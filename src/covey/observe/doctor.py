@@ -1,7 +1,7 @@
 """Finds the reasons why a run does not learn, from its metrics.
 
 `diagnose` is a pure function of recent metrics. The thresholds are rules of thumb, gathered in `Thresholds`, and every
-message names the numbers that it judges. `findings` and `Doctor` follow a run.
+message names the numbers that it judges. `Doctor` follows a run.
 """
 
 from __future__ import annotations
@@ -512,11 +512,6 @@ class Finding:
     since: int
     until: int
     present: bool
-
-
-def findings(history: Iterable[Record], thresholds: Thresholds | None = None) -> list[Finding]:
-    """Everything that was wrong over a run, oldest first."""
-    return Doctor(thresholds, history=history).findings()
 
 
 class Doctor:

@@ -16,13 +16,13 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from covey.errors import ConfigError
+from covey.functions import nearest
 from covey.observe.console import ConsoleProgress
 from covey.observe.observers import BaseObserver, Metrics, Observer, Observers, RunFolderWriter
 from covey.observe.records import plain
@@ -372,9 +372,7 @@ def make_observers(
         observers.add(ConsoleProgress(screen, **shown))
     for name in dict.fromkeys(each for each in names if each != "none"):
         if name not in _TRACKERS:
-            near = get_close_matches(name, _TRACKERS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"set run.report_to to {', '.join(_TRACKERS)} or 'none'"
-            raise ConfigError(f"report_to={name!r}: no such tracker; {hint}")
+            raise ConfigError(f"report_to={name!r}: no such tracker; {nearest(name, [*_TRACKERS, 'none'])}")
         if run_folder is None:
             raise ConfigError(f"report_to={name!r}: a tracker needs a run folder; set run.output_dir")
         label = run_name or run_folder.path.name
