@@ -80,7 +80,7 @@ class Looks:
 
 
 def shared(args: argparse.Namespace) -> dict[str, Any]:
-    """Settings by TRL's names, which Covey reads too."""
+    """Settings by TRL's names, which are Covey's too but for those of the entropy."""
     settings = {
         "output_dir": args.folder,
         "num_generations": args.generations,
@@ -120,7 +120,11 @@ def run_covey(args: argparse.Namespace, task: Any, looks: Looks) -> None:
         "eval_at_end": False,
         "save_steps": 0,
     }
-    trainer = GRPOTrainer(args=GRPOConfig(**settings | shared(args)), task=task, callbacks=[looks])
+    settings |= shared(args)
+    names = {"target": "entropy_target", "min": "entropy_coef_min", "max": "entropy_coef_max"}
+    entropy = {ours: settings.pop(theirs) for ours, theirs in names.items()}
+    settings["adaptive_entropy"] = entropy if settings.pop("use_adaptive_entropy") else None
+    trainer = GRPOTrainer(args=GRPOConfig(**settings), task=task, callbacks=[looks])
 
     def look() -> tuple[int, int]:
         asked = len(trainer.eval_prompts)
