@@ -91,7 +91,7 @@ def parity(args: Namespace, rows: Rows) -> None:
     mask = batch_of(work).mask
 
     def theirs(dtype: str) -> Policy:
-        one = Policy.load(folder, dtype=dtype, device=args.device, needs_reference=False, prefix_sharing=False)
+        one = Policy.load(folder, dtype=dtype, device=args.device, reference={"needed": False}, prefix_sharing=False)
         return Update(one, work, alone=True, compared=len(work), budget=2048).policy
 
     exact = theirs("float32")

@@ -164,7 +164,7 @@ def parity(args: Any, rows: Rows) -> None:
     mask = batch_of(work).mask
 
     def policy(dtype: str, shared: bool) -> Policy:
-        return Policy.load(folder, dtype=dtype, device=args.device, needs_reference=False, prefix_sharing=shared)
+        return Policy.load(folder, dtype=dtype, device=args.device, reference={"needed": False}, prefix_sharing=shared)
 
     def update(dtype: str, shared: bool) -> Update:
         return Update(policy(dtype, shared), work, alone=not shared, compared=len(work), budget=2048)
@@ -211,7 +211,7 @@ def units(args: Any, rows: Rows) -> None:
     """A unit that is sampled alone has the same bits again, and while something else computes on the device."""
     shape, dtype = ("tiny", "float32") if args.tiny else ("parity", "bfloat16")
     folder = str(make(shape, args.models / shape, args.device))
-    policy = Policy.load(folder, dtype=dtype, device=args.device, needs_reference=False)
+    policy = Policy.load(folder, dtype=dtype, device=args.device, reference={"needed": False})
     engine = Engine(policy.model, policy.tokenizer)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 2000, size=int(rng.integers(20, 60))) for _ in range(8)]

@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
             old = torch.nn.utils.rnn.pad_sequence([torch.tensor(c.logprobs) for c in completions], batch_first=True)
             lengths = torch.tensor([len(c.token_ids) for c in completions])
             mask = torch.arange(current.shape[1]) < lengths[:, None]
-            weights = token_weights(mask, count_step(mask), objective.aggregation, args.tokens)
+            weights = token_weights(mask, count_step(mask), objective.loss.aggregation, args.tokens)
             terms = policy_loss(current, old, torch.tensor(advantages[rows]), mask, weights, objective)
             # Step.
             terms.loss.backward()

@@ -64,8 +64,10 @@ def random_case(seed: int, rows: int = 5, tokens: int = 6, spread: float = 0.4) 
 def loss_of(case: Case, objective: Objective, counts: Any = None, selected: Any = None) -> Any:
     """`LossTerms` of a case, or of a part of one with the whole one's counts and selection."""
     counts, dtype = count_step(case.mask) if counts is None else counts, case.logp.dtype
-    weights = token_weights(case.mask, counts, objective.aggregation, 7, dtype=dtype)
-    apart = objective.kl_aggregation and token_weights(case.mask, counts, objective.kl_aggregation, dtype=dtype)
+    weights = token_weights(case.mask, counts, objective.loss.aggregation, 7, dtype=dtype)
+    apart = objective.loss.kl_aggregation and token_weights(
+        case.mask, counts, objective.loss.kl_aggregation, dtype=dtype
+    )
     if selected is None and objective.loss.select is not None:
         selected = objective.select(case.logp, case.old, case.advantages, case.mask, case.entropy)
     selected = None if selected is None else to_library_of(case.logp, selected)

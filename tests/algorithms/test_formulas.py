@@ -170,7 +170,7 @@ def test_what_teaches_is_asked_of_the_estimator() -> None:
 
 def ours(loss_type: str, correction: Any = None, **parameters: float) -> float:
     objective, mask = alg.make_objective(loss_type, **parameters), MASK > 0
-    weights = alg.token_weights(mask, alg.count_step(mask), objective.aggregation, dtype=np.float64)
+    weights = alg.token_weights(mask, alg.count_step(mask), objective.loss.aggregation, dtype=np.float64)
     selected = None if objective.loss.select is None else objective.select(LOGP, OLD, ADVANTAGES, mask)
     more = {"correction": correction, "selected": selected}
     return float(alg.policy_loss(LOGP, OLD, ADVANTAGES, mask, weights, objective, **more).loss)

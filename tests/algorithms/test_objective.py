@@ -277,11 +277,11 @@ def by_covey(sequences: list[Completed], options: dict[str, Any]) -> tuple[torch
     given |= SMALL.get(options["loss_type"], {}) | {"importance_sampling_level": options.get("level")}
     objective, factor = alg.make_objective(options["loss_type"], **given), None
     if "correction" in options:
-        counted = base if objective.kl_aggregation else mask
+        counted = base if objective.loss.kl_aggregation else mask
         how = options["correction"], options["cap"]
         factor, old = alg.mismatch_correction(trainer_old, old, counted, *how), trainer_old
-    wide, apart = {"dtype": torch.float64}, objective.kl_aggregation
-    weights = alg.token_weights(mask, alg.count_step(mask), objective.aggregation, options["max_length"], **wide)
+    wide, apart = {"dtype": torch.float64}, objective.loss.kl_aggregation
+    weights = alg.token_weights(mask, alg.count_step(mask), objective.loss.aggregation, options["max_length"], **wide)
     apart = apart and alg.token_weights(base, alg.count_step(base), apart, **wide)
     selected = None if objective.loss.select is None else objective.select(logp, old, advantages, mask)
     given = {"ref": ref, "entropy": entropy, "correction": factor, "kl_weights": apart, "selected": selected}

@@ -48,9 +48,8 @@ def build(settings: dict[str, Any], algorithm: dict[str, Any]) -> Policy:
     options.pop("budget", None)
     model = tiny_model(options.pop("family"), tie_word_embeddings=options.pop("tied"))
     update_of = AlgorithmConfig(**algorithm).reference_update
-    options |= {"reference_update": update_of, "needs_reference": "beta" in algorithm}
-    decay = algorithm.get("reference_ema_decay", 0.99)
-    policy = Policy.load(model, tiny_tokenizer(), lora_r=4, seed=3, reference_ema_decay=decay, **options)
+    rule = {"update": update_of, "ema_decay": algorithm.get("reference_ema_decay", 0.99), "needed": "beta" in algorithm}
+    policy = Policy.load(model, tiny_tokenizer(), lora_r=4, seed=3, reference=rule, **options)
     with torch.no_grad():
         for name, parameter in policy.named_trainable_parameters():
             if "lora_B" in name:

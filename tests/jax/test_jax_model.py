@@ -195,12 +195,12 @@ def as_jax(named: dict[str, Any]) -> Any:
 def test_loss_and_gradients_equal_those_of_pytorch(lora: bool, settings: dict[str, Any], tmp_path: Path) -> None:
     learner, batch, rows = make_learner(), make_batch(), np.arange(12)
     if not lora:
-        policy = Policy.load(tiny_model("llama"), tiny_tokenizer(), use_peft=False, needs_reference=False)
+        policy = Policy.load(tiny_model("llama"), tiny_tokenizer(), use_peft=False, reference={"needed": False})
         learner = Learner(policy, learning_rate=1e-2)
     options = GRPOConfig(num_samples_per_prompt=4, max_completion_length=12, temperature=0.8, **settings)
     reference = learner.scores(batch, rows, temperature=0.8, reference=True)[0] if lora else None
     how: dict[str, Any] = {"temperature": 0.8, "max_completion_length": 12, "reference": reference}
-    theirs = learner.forward_backward(batch, rows, options.objective, **how)
+    theirs = learner.forward_backward(batch, rows, options.algorithm.objective(), **how)
     named = dict(learner.policy.named_trainable_parameters())
     expected = as_tree({name: p.grad.numpy() for name, p in named.items()})
     tiny_model("llama").save_pretrained(tmp_path)

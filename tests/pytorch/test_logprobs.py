@@ -9,6 +9,7 @@ import torch
 from learner_cases import LiveMemory
 from torch import Tensor, nn
 
+from covey.algorithms.kl import Distillation
 from covey.pytorch import products
 from covey.pytorch.logprobs import Head, ReferenceDistribution, score_tokens
 from covey.types import Support
@@ -65,7 +66,7 @@ def textbook(hidden: Any, targets: Any, head: Head, temperature: float, support:
         if reference is not None:
             q = distribution(reference.hidden[t], REFERENCE_WEIGHT, None if head.bias is None else REFERENCE_BIAS, t)
             kl = (seen * (seen.log() - q[p > 0].log())).sum()
-            divergences.append(kl * (p / (q + 1e-8)).mean() if reference.kind == "exact_weighted" else kl)
+            divergences.append(kl * (p / (q + 1e-8)).mean() if reference.how.estimator == "exact_weighted" else kl)
     return torch.stack(logps), torch.stack(entropies), torch.stack(divergences) if divergences else None
 
 
@@ -74,7 +75,7 @@ _, _, REFERENCE_WEIGHT, REFERENCE_BIAS = make(seed=5, bias=True)
 
 def reference_of(head: Head, kind: Any) -> ReferenceDistribution:
     other = Head(REFERENCE_WEIGHT, None if head.bias is None else REFERENCE_BIAS, head.scale, head.softcap)
-    return ReferenceDistribution(make(seed=6)[0].detach(), other.logits, kind)
+    return ReferenceDistribution(make(seed=6)[0].detach(), other.logits, Distillation(estimator=kind))
 
 
 @pytest.mark.parametrize("kind", [None, "exact", "exact_weighted"])
@@ -127,7 +128,7 @@ def test_finite_differences(head_is_trained: bool) -> None:
 def test_a_uniform_distribution_and_a_support_of_one_id_by_hand() -> None:
     """Zero hidden states: probability 1/V, entropy log V, divergence 0 from itself."""
     zeros, head = torch.zeros(2, D), Head(torch.randn(V, D))
-    reference = ReferenceDistribution(zeros, head.logits)
+    reference = ReferenceDistribution(zeros, head.logits, Distillation())
     scores = score_tokens(zeros, torch.tensor([0, 3]), head, entropy=True, reference=reference)
     torch.testing.assert_close(scores.logp, torch.full((2,), -math.log(V)))
     torch.testing.assert_close(scores.entropy, torch.full((2,), math.log(V)))
@@ -175,7 +176,7 @@ def test_logits_never_exist_whole(kind: str) -> None:
     hidden, targets = torch.randn(tokens, width, requires_grad=True), torch.zeros(tokens, dtype=torch.long)
     weight = torch.randn(vocabulary, width, requires_grad=kind == "trained")
     head = Head(None, module=nn.Linear(width, vocabulary)) if kind == "module" else Head(weight)
-    reference = ReferenceDistribution(hidden.detach(), Head(weight.detach()).logits)
+    reference = ReferenceDistribution(hidden.detach(), Head(weight.detach()).logits, Distillation())
     with LiveMemory() as memory:
         scores = score_tokens(hidden, targets, head, entropy=True, reference=reference, chunk_rows=rows)
         (scores.logp.sum() + scores.exact_kl.sum()).backward()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM
 
+from covey.algorithms.kl import Distillation
 from covey.errors import ModelError
 from covey.pytorch import Policy
 from covey.pytorch.attention.probe import find_obstacle
@@ -120,9 +121,9 @@ def test_gradient_checkpointing_recomputes_each_layer_and_leaves_generation_alon
         policy.score(PACK).logp.sum().backward()
     assert calls == {False: 2, True: 4}  # two layers
     policy = policy_of(gradient_checkpointing=True)
-    with policy.plain() as model, torch.no_grad():
+    with policy.held.plain() as model, torch.no_grad():
         assert model(torch.arange(4, 9)[None], use_cache=True).past_key_values is not None
-    policy.eval()  # must not switch checkpointing off
+    policy.held.eval()  # must not switch checkpointing off
     assert policy.score(PACK).logp.requires_grad
 
 
@@ -141,7 +142,7 @@ def test_packs_do_not_show() -> None:
 def test_half_precision_stays_close() -> None:
     policy = fill(Policy.load(tiny_model("llama").bfloat16(), tiny_tokenizer(), lora_r=4))
     assert policy.prefix_sharing_obstacle is None
-    with torch.no_grad(), policy.plain() as model:
+    with torch.no_grad(), policy.held.plain() as model:
         exact = policy_of().score(PACK).logp
         plain = (plain_scores(model, temperature=1.0)[0] - exact).abs().mean()
         mine = (policy.score(PACK).logp - exact).abs().mean()
@@ -155,9 +156,10 @@ def by_reference(policy: Policy, **how: Any) -> Any:
         return policy.score(PACK, **how)
 
 
-def exact_kl(policy: Policy, kind: Any = "exact", **how: Any) -> torch.Tensor:
+def exact_kl(policy: Policy, kind: str = "exact", **how: Any) -> torch.Tensor:
     hidden, logits = by_reference(policy, states=True).hidden, policy.head_under(policy.reference)
-    return policy.score(PACK, compared=ReferenceDistribution(hidden, logits, kind), **how).exact_kl
+    compared = ReferenceDistribution(hidden, logits, Distillation(estimator=kind))
+    return policy.score(PACK, compared=compared, **how).exact_kl
 
 
 @LORA_OR_FULL
@@ -190,7 +192,7 @@ def test_exact_kl_is_the_sum_over_the_vocabulary(kind: Any, use_peft: bool) -> N
 def test_lora_on_the_head_is_served_through_the_module() -> None:
     config = LoraConfig(r=2, target_modules=["q_proj", "lm_head"])
     policy = fill(Policy.load(tiny_model("llama", tie_word_embeddings=False), tiny_tokenizer(), lora_config=config))
-    with policy.plain() as model:
+    with policy.held.plain() as model:
         expected = plain_scores(model)[0]
     logp = policy.score(PACK, temperature=TEMPERATURE).logp
     torch.testing.assert_close(logp, expected, rtol=1e-4, atol=1e-4)
@@ -235,7 +237,7 @@ def test_a_model_that_cannot_share_is_padded_and_says_why_once(caplog: pytest.Lo
     (record,) = caplog.records
     assert "tokens are not shared" in record.getMessage()
     assert model.config._attn_implementation == "sdpa"
-    with policy.plain() as plain:
+    with policy.held.plain() as plain:
         torch.testing.assert_close(scores.logp, plain_scores(plain)[0], rtol=1e-4, atol=1e-4)
 
 
@@ -279,12 +281,12 @@ def test_a_peft_model_is_taken_as_it_is_and_dropout_is_off_unless_lora_asks_for_
     assert (policy.model, policy.eos_token_ids) == (inner, (2,))
     assert not policy.reference.is_base_model
     policy = policy_of("gpt2")  # resid, embd and attention dropout of 0.1 in its config
-    policy.train()
+    policy.held.train()
     assert torch.equal(policy.score(PACK).logp, policy.score(PACK).logp)
     policy = policy_of(lora_dropout=0.5)
     steady = policy.score(PACK).logp
     for training in (False, True, False):
-        policy.train() if training else policy.eval()
+        policy.held.train() if training else policy.held.eval()
         assert torch.equal(steady, policy.score(PACK).logp) == (not training)
 
 
@@ -553,7 +555,7 @@ def test_the_reference_is_the_base_model_and_merged_adapters_go_through_the_mode
         reference = policy.held.hidden(PACK)
         torch.testing.assert_close(reference, policy.held.hidden_packed(PACK), rtol=1e-9, atol=1e-9)
     assert float((reference - hidden.detach()).abs().max()) > 1e-2
-    snapshot = exact_of(reference_from_current=True)
+    snapshot = exact_of()
     snapshot.reference.copy_current()  # an exchange, which does not reach an earlier pass
     fill(snapshot, 2)
     hidden = fused(snapshot).hidden(PACK)
@@ -580,7 +582,7 @@ def test_dropout_shares_nothing_and_is_named(caplog: pytest.LogCaptureFixture) -
     assert pack.pair.tolist() == [0, 1, 2, 3]
     logp = policy.score(pack).logp
     assert torch.equal(logp[:2], logp[2:])
-    policy.train()
+    policy.held.train()
     logp = policy.score(pack).logp
     assert not torch.isclose(logp[:2], logp[2:]).any()
 

@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 
 from covey.algorithms import find_estimator
-from covey.config.algorithm import AlgorithmConfig
-from covey.config.data import RewardConfig
-from covey.config.environment import EnvironmentConfig
+from covey.config.whole import GRPOConfig
 from covey.rollout.batching import make_batch
-from covey.rollout.collect import Rollout, collect_groups, collect_informative_groups, grow_groups, table_order
+from covey.rollout.collect import AnswerCollector, Rollout, collect_informative_groups, grow_groups, table_order
 from covey.rollout.scoring import Scorer, has_text
 from covey.training.evaluate import overlong
 from covey.types import Completion, Episode, FinishReason, Group, Prompt, Request, SamplingSettings
@@ -38,9 +36,9 @@ def test_a_group_for_each_prompt_in_order() -> None:
         return [completion(request.stream[-1] + 1) for request in requests]
 
     scorer = Scorer(lambda completions: [float(len(text)) for text in completions])
-    how = {"generator": echo, "scorer": scorer, "decode": lambda ids: "x" * len(ids), "num_generations": 3}
-    seeds = {"streams": [(5, 0, 0), (5, 0, 1)], "policy_version": 4}
-    rollout = collect_groups([prompt(1, 2), prompt(3)], SamplingSettings(), **how, **seeds)
+    collect = AnswerCollector(echo, scorer, lambda ids: "x" * len(ids))
+    how = {"num_generations": 3, "streams": [(5, 0, 0), (5, 0, 1)], "policy_version": 4}
+    rollout = collect([prompt(1, 2), prompt(3)], SamplingSettings(), **how)
     assert asked == [(5, 0, row, sample) for row in range(2) for sample in range(3)]
     first, second = rollout.groups
     assert (first.rewards.tolist(), second.episodes[1].token_ids.tolist()) == ([1.0, 2.0, 3.0], [3, 7, 7])
@@ -56,9 +54,8 @@ def group(rewards: list[float], lengths: list[int] | None = None) -> Group:
 
 
 def batch_of(groups: list[Group], has_answer: Any = has_text, limit: int = 256, cache: int = 0, **changes: Any) -> Any:
-    section, rewards = AlgorithmConfig(**changes), RewardConfig(soft_overlong_cache=cache)
-    more = {"reward_weights": (1.0,), "max_completion_length": limit, "has_answer": has_answer}
-    return make_batch(groups, section, rewards, EnvironmentConfig(), **more)
+    config = GRPOConfig(max_completion_length=limit, soft_overlong_cache=cache, **changes)
+    return make_batch(groups, config, reward_weights=(1.0,), has_answer=has_answer)
 
 
 def test_batch_by_hand() -> None:

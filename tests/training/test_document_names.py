@@ -216,6 +216,10 @@ def test_the_document_s_recipe_is_the_document_s_configuration() -> None:
     assert (main.tokens, final.tokens, final.temperature, final.learning_rate) == (450_000_000, 100_000_000, 0.8, 5e-6)
     settings = algorithm_in(recipe, phase_plan(recipe).at(Elapsed(0, 0, 0.0)))
     objective = settings.objective()
-    assert (objective.loss.name, objective.aggregation) == ("reinforce_kept", "sequence_sum_kept")
-    assert (objective.kl_aggregation, objective.kl_estimator, objective.beta) == ("token_mean", "exact_weighted", 0.02)
+    assert (objective.loss.name, objective.loss.aggregation) == ("reinforce_kept", "sequence_sum_kept")
+    assert (objective.loss.kl_aggregation, objective.kl_estimator, objective.beta) == (
+        "token_mean",
+        "exact_weighted",
+        0.02,
+    )
     assert (settings.reference_drift, settings.off_policy_mask_threshold) == ((0.5, "sum"), None)

@@ -42,7 +42,7 @@ from covey.pytorch import learner
 
 where, at = sys.argv[1], int(sys.argv[2])
 owner, name = {
-    "sampling": (collect, "collect_groups"),
+    "sampling": (collect.AnswerCollector, "__call__"),
     "update": (learner.Learner, "optim_step"),
     "checkpoint": (checkpoint, "_save_group"),
 }[where]

@@ -19,7 +19,7 @@ from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError, RewardError
 from covey.observe import describe_metric
 from covey.observe.run_folder import RunFolder
-from covey.rollout.collect import AnswerCollector, Rollout, collect_groups
+from covey.rollout.collect import AnswerCollector, Rollout
 from covey.rollout.learning import Correction
 from covey.rollout.scoring import Logged
 from covey.training import setup
@@ -155,10 +155,10 @@ def test_without_staleness_the_run_is_the_plain_loop(settings: Settings) -> None
     trainer, plain = trained(settings, max_steps=3, max_staleness=0), build(settings, name="plain", max_steps=3)
     args = plain.args
     for step, record in enumerate(learnt(trainer)):
-        rollout = collect_groups(
+        rollout = AnswerCollector(plain.engine, plain.data.scorer, plain.decode)(
             [plain.prompts[row] for row in plain._order.take(2 * step, 2)],
             setup.sampling_settings(args, plain.policy, 1.0),
-            generator=plain.engine, scorer=plain.data.scorer, decode=plain.decode, num_generations=4,
+            num_generations=4,
             streams=[(args.seed, 0, 2 * step + offset) for offset in range(2)], policy_version=1 + step,
         )  # fmt: skip
         phase = plain.phases.at(Elapsed(step))

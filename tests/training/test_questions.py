@@ -370,7 +370,7 @@ def test_letter_probabilities_are_those_of_the_plain_model(trainer: GRPOTrainer)
                 continue
             tail = encode("I say " + letter, add_special_tokens=False).input_ids
             ids = torch.tensor([[*prompt.token_ids.tolist(), *tail]])
-            with torch.no_grad(), trainer.policy.plain() as plain:
+            with torch.no_grad(), trainer.policy.held.plain() as plain:
                 logp = plain(ids).logits.float().log_softmax(-1)[0]
             start = len(prompt.token_ids) - 1
             expected = sum(float(logp[start + place, token]) for place, token in enumerate(tail))

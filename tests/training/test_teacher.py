@@ -166,14 +166,14 @@ def test_resume_and_replay_have_the_same_bits(settings: Settings) -> None:
     assert report.exact, report.to_dict()
     again = trained(settings, first_letter_early, name="whole", resume=2, **what)
     assert same_weights(whole, again)
-    assert same_weights(whole.policy.teacher.state_dict(), again.policy.teacher.state_dict())
-    assert not same_weights(whole.policy.teacher.state_dict(), again.policy.state_dict())
+    assert same_weights(whole.policy.teachers["ema"].state_dict(), again.policy.teachers["ema"].state_dict())
+    assert not same_weights(whole.policy.teachers["ema"].state_dict(), again.policy.state_dict())
     late = trained(settings, first_letter_early, name="late", **what | {"teacher": None, "max_steps": 2})
     before = {name: tensor.clone() for name, tensor in late.policy.state_dict().items()}
     late = trained(settings, first_letter_early, name="late", resume=2, **what | {"max_steps": 3})
     after = late.policy.state_dict()
     average = {name: (tensor + before[name]) / 2 for name, tensor in after.items()}  # it began at step 2
-    assert all(torch.allclose(average[name], held) for name, held in late.policy.teacher.state_dict().items())
+    assert all(torch.allclose(average[name], held) for name, held in late.policy.teachers["ema"].state_dict().items())
     folder = RunFolder.read(whole.args.output_dir)
     rows = read_table(sorted(folder.ledger.iterdir())[-1])
     assert "teacher_logp" in rows[0]

@@ -74,7 +74,8 @@ def test_gradients_are_those_of_differences(beta: float, over: dict[str, Any], k
 def taught_batch(learner: Any, *, live: bool = False, agents: bool = False) -> Batch:
     """A step whose teacher reads a prompt of its own for each row; the last two rows have none."""
     batch, rows = make_batch(agents=agents), np.arange(10)
-    learner.policy.teacher = learner.policy.teacher or Reference(learner.policy.model)
+    if "base" not in learner.policy.teachers:
+        learner.policy.teachers["base"] = Reference(learner.policy.model)
 
     def view(number: int, episode: Any) -> Any:
         hint = np.random.default_rng(number % 3).integers(4, 97, size=3)  # rows 0 and 3 of a group read the same
@@ -83,7 +84,7 @@ def taught_batch(learner: Any, *, live: bool = False, agents: bool = False) -> B
 
     views = tuple(view(number, episode) for number, episode in enumerate(batch.episodes))
     seen = replace(batch, episodes=views)
-    logp, states = learner.scores(seen, rows, temperature=0.9, teacher=not live, states=True)
+    logp, states = learner.scores(seen, rows, temperature=0.9, teacher="" if live else "base", states=True)
     said = np.where(batch.mask & (np.arange(12) < 10)[:, None], logp, np.nan)
     return replace(batch, teacher=Taught(said.astype(np.float32), states=states))
 
@@ -118,7 +119,7 @@ def test_a_step_by_hand_however_it_is_split() -> None:
         places = torch.from_numpy(np.flatnonzero(episode.sampled) - 1)
         with torch.no_grad():
             mine = model(torch.from_numpy(episode.token_ids)[None]).logits[0, places] / 0.9
-            with learner.policy.teacher.active():
+            with learner.policy.teachers["base"].active():
                 theirs = model(torch.from_numpy(np.r_[hint, episode.token_ids])[None]).logits[0, places + 3] / 0.9
         value, _, mass = compare(mine.log_softmax(-1), theirs.log_softmax(-1), how)
         count = len(places)
@@ -168,7 +169,7 @@ def test_a_live_teacher_is_a_frozen_copy_of_the_policy() -> None:
     found = []
     for live in (False, True):
         learner = make_learner()
-        learner.policy.teacher = Reference(learner.policy.model, from_current=True)
+        learner.policy.teachers["base"] = Reference(learner.policy.model, from_current=True)
         batch = taught_batch(learner, live=live)
         found.append(gradients(learner, batch, Distillation())[1])
     assert_same(*found)

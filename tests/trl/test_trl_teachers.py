@@ -65,10 +65,10 @@ def test_losses_are_trls(config: Any, options: dict[str, Any], loss: float, slop
     def averaged(name: str) -> Any:
         return torch.from_numpy(token_weights(MASK.numpy(), count_step(MASK.numpy()), name))
 
-    known = {"kl": kl, "kl_weights": objective.kl_aggregation and averaged(objective.kl_aggregation)}
+    known = {"kl": kl, "kl_weights": objective.loss.kl_aggregation and averaged(objective.loss.kl_aggregation)}
     advantages = torch.tensor([1.0, -0.5, -0.5], dtype=torch.float64)
     old = logp.detach() - 0.3 * torch.sin(IDS) if "num_iterations" in options else logp.detach()
-    given = (logp, old, advantages, MASK, averaged(objective.aggregation), objective)
+    given = (logp, old, advantages, MASK, averaged(objective.loss.aggregation), objective)
     found = policy_loss(*given, teacher=theirs, **known).loss
     if teacher is not None:  # TRL's sampled_token has this gradient of another value
         assert found.item() == pytest.approx(loss, abs=2e-6)

@@ -39,7 +39,6 @@ from covey.algorithms.losses import (
     token_ratio,
 )
 from covey.algorithms.masks import (
-    MASK_REASONS,
     SURROGATE_MASKS,
     combine_masks,
     compute_off_policy_mask,
@@ -51,7 +50,6 @@ from covey.algorithms.masks import (
     reference_drift_mask,
     restrict_to_support,
     top_entropy_mask,
-    truncated_mask,
     uncertain_tokens,
     without_surrogate,
 )
@@ -60,7 +58,7 @@ from covey.algorithms.objective import LossTerms, Objective, add_metrics, make_o
 from covey.algorithms.outcomes import Outcomes, Turns
 
 __all__ = [
-    "ADVANTAGE_ESTIMATORS", "AGGREGATORS", "KL_ESTIMATORS", "LOG_RATIO_LIMIT", "LOSSES", "MASK_REASONS",
+    "ADVANTAGE_ESTIMATORS", "AGGREGATORS", "KL_ESTIMATORS", "LOG_RATIO_LIMIT", "LOSSES",
     "MISMATCH_MODES", "RATIOS", "SURROGATE_MASKS", "VOCABULARY_KL", "Array", "Correction", "Estimator", "Loss",
     "LossInputs", "LossTerms", "Objective", "Outcomes", "StepCounts", "Surrogate", "Turns", "add_metrics",
     "bounded_exp", "clip_surrogate", "combine_masks", "combine_rewards", "compute_grpo_outcome_advantage",
@@ -70,5 +68,5 @@ __all__ = [
     "loss", "make_objective", "mean_metrics", "mismatch_correction", "normalise_tokens", "off_policy_mask",
     "policy_loss", "policy_masks", "reference_drift_mask", "restrict_to_support", "rloo_advantages", "row_mean",
     "row_sum", "sequence_ratio", "soft_overlong_punishment", "states", "stop_gradient", "token_ratio",
-    "token_weights", "top_entropy_mask", "truncated_mask", "uncertain_tokens", "without_surrogate",
+    "token_weights", "top_entropy_mask", "uncertain_tokens", "without_surrogate",
 ]  # fmt: skip

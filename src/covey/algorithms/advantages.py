@@ -9,7 +9,6 @@ For agents, `[S]` arrays have one entry for each step of each episode.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -248,14 +247,14 @@ def _spread(advantages: Array, response_mask: Array) -> tuple[Array, Array]:
     return tokens, tokens
 
 
-def discounted_returns(rewards: Sequence[float], discount: float) -> NDArray[np.float64]:
-    """`[n]` return of each step of an episode: `R_t = r_t + discount * R_{t+1}`.
+def discounted_returns(rewards: Any, discount: float) -> NDArray[np.float64]:
+    """`[..., n]` return of each step of an episode, from its rewards: `R_t = r_t + discount * R_{t+1}`.
 
     Rewards [0, 1] with discount 0.5 give [0.5, 1].
     """
     returns = np.array(rewards, dtype=np.float64)
-    for step in range(len(returns) - 2, -1, -1):
-        returns[step] += discount * returns[step + 1]
+    for step in range(returns.shape[-1] - 2, -1, -1):
+        returns[..., step] += discount * returns[..., step + 1]
     return returns
 
 

@@ -64,7 +64,6 @@ class Estimator:
         group_relative: An advantage is a difference within the group, so a group needs two completions and one whose
             rewards are all equal has advantages of 0. True unless the function says otherwise.
         needs_reference: The run loads the reference policy and scores every token under it.
-        needs_teacher: The run scores every token under a teacher before it computes advantages.
         needs_sum_pi_squared: The run scores every token under the policy before it computes advantages, twice.
         greedy_baseline: The run samples and scores one greedy completion for each prompt.
         needs_turns: It compares the turns of agents, so it works in a world only.
@@ -79,7 +78,6 @@ class Estimator:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     group_relative: bool = True
     needs_reference: bool = False
-    needs_teacher: bool = False
     needs_sum_pi_squared: bool = False
     greedy_baseline: bool = False
     needs_turns: bool = False

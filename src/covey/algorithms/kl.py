@@ -124,7 +124,7 @@ Use = Literal["sum", "reweigh", "gate", "position", "loss"]
 @dataclass(frozen=True, slots=True)
 class Distillation:
     """A teacher's term of the loss: `task_coef` times the surrogate, plus `coef` times the policy's divergence from the
-    teacher, without a row's first `skip` sampled tokens. The estimator `exact` is over the vocabulary
+    teacher, without a row's first `skip` sampled tokens. The estimators of `VOCABULARY_KL` are over the vocabulary
     (`covey.pytorch.divergences`); those of `KL_ESTIMATORS` look at the sampled token. With `ratio_cap` a token's
     divergence is multiplied by its ratio to the policy that sampled, at most this, a constant (SDPO, arXiv 2601.20802).
     """

@@ -93,8 +93,9 @@ class Loss:
 
     Attributes:
         function: `f(x, **parameters) -> Surrogate`.
-        aggregation: name in `AGGREGATORS` of the average over the step's token losses.
-        kl_aggregation: the same for the KL term, which masks then do not change; None = as the losses.
+        aggregation: name in `AGGREGATORS` of the average over the step's token losses; used through `token_weights`.
+        kl_aggregation: the same for the KL term, over all sampled tokens, masked or not; None = the KL has the masks
+            and weights of the losses.
         select: `f(x, **parameters) -> [N, T]` booleans, called on the *whole* step with the current policy. The loss
             finds the booleans of its rows in `x.selected`. This costs a forward pass.
         entropy: True if the loss is differentiated through `x.entropy`.
@@ -170,22 +171,11 @@ class Loss:
         )
 
 
-def loss(
-    function: Callable[..., Any] | None = None,
-    /,
-    *,
-    aggregation: str = "sequence_mean",
-    kl_aggregation: str | None = None,
-    select: Callable[..., Array] | None = None,
-    entropy: bool = False,
-    always: bool = False,
-    corrects: bool = False,
-) -> Callable[[Callable[..., Any]], Loss]:
+def loss(function: Callable[..., Any] | None = None, /, **properties: Any) -> Callable[[Callable[..., Any]], Loss]:
     """`@loss` or `@loss(...)` sets properties of a loss function, see `Loss`. It is optional."""
 
     def declare(function: Callable[..., Any]) -> Loss:
-        name = getattr(function, "__name__", repr(function))
-        return Loss(function, aggregation, kl_aggregation, select, entropy, always, corrects, name)
+        return Loss(function, name=getattr(function, "__name__", repr(function)), **properties)
 
     return declare if function is None else declare(function)  # type: ignore[return-value]
 

@@ -89,99 +89,61 @@ def clip_surrogate(
     return Surrogate(-ratio * advantages, too_low, too_high | (beyond & (advantages < 0)))
 
 
-def _upper(epsilon: float, epsilon_high: float | None, published: float) -> float:
-    """The published upper range unless another one is set; a wider `epsilon` holds for both sides."""
-    return max(epsilon, published) if epsilon_high is None else epsilon_high
+def clipped(
+    name: str, aggregation: str, epsilon: float, above: float = 0.0, *, level: str = "token", by_sequence: bool = False
+) -> Loss:
+    """The loss `clip_surrogate` of a ratio of this level, with a published clip range: `epsilon` on both sides, or from
+    1 to 1 + `above` where that is wider. A wider `epsilon` that is set holds for both sides. A loss `by_sequence` is
+    defined by the sequence's ratio and refuses that of the token.
+    """
+
+    def function(
+        x: LossInputs,
+        epsilon: float = epsilon,
+        epsilon_high: float | None = None,
+        delta: float | None = None,
+        importance_sampling_level: str = level,
+    ) -> Surrogate:
+        """`clip_surrogate`; its source stands below the loss of this name in `covey.algorithms.losses`."""
+        if by_sequence and importance_sampling_level == "token":
+            raise ConfigError(
+                f"importance_sampling_level='token': loss_type {name!r} is defined by its sequence ratio; leave "
+                "importance_sampling_level out of algorithm.loss_parameters, or set algorithm.loss_type to 'grpo'"
+            )
+        upper = max(epsilon, above) if epsilon_high is None else epsilon_high
+        _require(0 <= epsilon <= 1, "epsilon", epsilon, "ratios are clipped around 1", "0 to 1")
+        _require(upper >= 0, "epsilon_high", upper, "ratios are clipped around 1", "0 or more")
+        reason = f"below 1 + epsilon_high = {1 + upper:g} it would replace the clip"
+        _require(delta is None or delta > 1 + upper, "delta", delta, reason, "a larger one, or leave it out")
+        ratio = _ratio(x, importance_sampling_level)
+        return clip_surrogate(ratio, x.advantages, epsilon, upper, delta)._replace(ratio=ratio)
+
+    function.__name__ = function.__qualname__ = name  # where it is found again
+    return Loss(function, aggregation, name=name)
 
 
-@loss(aggregation="sequence_mean")
-def grpo(
-    x: LossInputs,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-    delta: float | None = None,
-    importance_sampling_level: str = "token",
-) -> Surrogate:
-    """GRPO (arXiv 2402.03300): `clip_surrogate`, mean over a completion's tokens, then over completions."""
-    upper = epsilon if epsilon_high is None else epsilon_high
-    _require(0 <= epsilon <= 1, "epsilon", epsilon, "ratios are clipped around 1", "0 to 1")
-    _require(upper >= 0, "epsilon_high", upper, "ratios are clipped around 1", "0 or more")
-    reason = f"below 1 + epsilon_high = {1 + upper:g} it would replace the clip"
-    _require(delta is None or delta > 1 + upper, "delta", delta, reason, "a larger one, or leave it out")
-    ratio = _ratio(x, importance_sampling_level)
-    return clip_surrogate(ratio, x.advantages, epsilon, upper, delta)._replace(ratio=ratio)
+grpo = clipped("grpo", "sequence_mean", 0.2)
+"""GRPO (arXiv 2402.03300): `clip_surrogate`, mean over a completion's tokens, then over completions."""
 
-
-bnpo = replace(grpo, aggregation="token_mean", name="bnpo")
+bnpo = clipped("bnpo", "token_mean", 0.2)
 """`grpo`, mean over all tokens of the step."""
 
-dr_grpo = replace(grpo, aggregation="constant_length", name="dr_grpo")
+dr_grpo = clipped("dr_grpo", "constant_length", 0.2)
 """Dr. GRPO (arXiv 2503.20783): `grpo`, the sum over a completion's tokens divided by a constant length."""
 
+dapo = clipped("dapo", "token_mean", 0.2, 0.28)
+"""DAPO (arXiv 2503.14476): `bnpo` with the upper clip range 0.28 (clip-higher)."""
 
-@loss(aggregation="token_mean")
-def dapo(
-    x: LossInputs,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-    delta: float | None = None,
-    importance_sampling_level: str = "token",
-) -> Surrogate:
-    """DAPO (arXiv 2503.14476): `bnpo` with the upper clip range 0.28 (clip-higher)."""
-    return grpo.function(x, epsilon, _upper(epsilon, epsilon_high, 0.28), delta, importance_sampling_level)
+gspo = clipped("gspo", "sequence_mean", 3e-4, 4e-4, level="sequence", by_sequence=True)
+"""GSPO (arXiv 2507.18071): the ratio of the sequence, `sequence_ratio`. This ratio is a geometric mean and moves far
+less than a token's, so the clip ranges are small (section 5.1, 0.0004 above)."""
 
+gspo_token = clipped("gspo_token", "sequence_mean", 3e-4, 4e-4, level="gspo_token", by_sequence=True)
+"""GSPO-token (arXiv 2507.18071, section 4.3): `gspo` with the gradient of each token, `gspo_token_ratio`."""
 
-@loss(aggregation="sequence_mean")
-def gspo(
-    x: LossInputs,
-    epsilon: float = 3e-4,
-    epsilon_high: float | None = None,
-    delta: float | None = None,
-    importance_sampling_level: str = "sequence",
-) -> Surrogate:
-    """GSPO (arXiv 2507.18071): the ratio of the sequence, `sequence_ratio`.
-
-    This ratio is a geometric mean and moves far less than a token's, so the clip ranges are small (section 5.1, 0.0004
-    above).
-    """
-    _not_by_token("gspo", importance_sampling_level)
-    return grpo.function(x, epsilon, _upper(epsilon, epsilon_high, 4e-4), delta, importance_sampling_level)
-
-
-@loss(aggregation="sequence_mean")
-def gspo_token(
-    x: LossInputs,
-    epsilon: float = 3e-4,
-    epsilon_high: float | None = None,
-    delta: float | None = None,
-    importance_sampling_level: str = "gspo_token",
-) -> Surrogate:
-    """GSPO-token (arXiv 2507.18071, section 4.3): `gspo` with the gradient of each token, `gspo_token_ratio`."""
-    _not_by_token("gspo_token", importance_sampling_level)
-    return gspo.function(x, epsilon, epsilon_high, delta, importance_sampling_level)
-
-
-def _not_by_token(name: str, level: str) -> None:
-    if level == "token":
-        raise ConfigError(
-            f"importance_sampling_level='token': loss_type {name!r} is defined by its sequence ratio; leave "
-            "importance_sampling_level out of algorithm.loss_parameters, or set algorithm.loss_type to 'grpo'"
-        )
-
-
-@loss(aggregation="sequence_sum_mean")
-def luspo(
-    x: LossInputs,
-    epsilon: float = 2e-3,
-    epsilon_high: float | None = None,
-    delta: float | None = None,
-    importance_sampling_level: str = "sequence",
-) -> Surrogate:
-    """LUSPO (arXiv 2602.05261): GSPO, with each completion's loss multiplied by its length against a length bias.
-
-    This product is the sum over the completion's tokens, which share one loss. Clip ranges: section 5.1, 0.0025 above.
-    """
-    return grpo.function(x, epsilon, _upper(epsilon, epsilon_high, 2.5e-3), delta, importance_sampling_level)
+luspo = clipped("luspo", "sequence_sum_mean", 2e-3, 2.5e-3, level="sequence")
+"""LUSPO (arXiv 2602.05261): GSPO, with each completion's loss multiplied by its length against a length bias. This
+product is the sum over the completion's tokens, which share one loss. Clip ranges: section 5.1, 0.0025 above."""
 
 
 @loss(aggregation="sequence_mean")

@@ -1,7 +1,7 @@
 """Which tokens are left out of the loss, or of its surrogate, and why.
 
 A mask function returns True where a token (or row) is *kept*. `combine_masks` applies several and records for
-each reason the tokens that it excluded; the reason of a mask is its name in `MASK_REASONS`.
+each reason the tokens that it excluded; the reason of a mask is the name of its setting.
 
 Do not drop *every* invalid completion: their negative advantages teach the model to answer in a valid form. Watch the
 share of tokens that is kept.
@@ -21,17 +21,6 @@ from numpy.typing import NDArray
 from covey.algorithms.arrays import Array, as_mask, expand_rows, lookup, masked, row_mean, row_sum, to_library_of
 from covey.algorithms.kl import log_softmax
 from covey.errors import ConfigError
-
-MASK_REASONS: dict[str, str] = {
-    "off_policy_mask": "negative advantage, and the policy has moved away from the one that sampled it",
-    "reference_drift_mask": "the policy's log-probability of the sequence is too far above the reference's",
-    "validity_mask": "the completion is too short, has no valid answer, or repeats itself",
-    "mask_truncated_completions": "the completion hit the length limit",
-    "top_entropy_quantile": "the policy was not uncertain enough about the token",
-    "down_sampling": "other completions of the group teach more",
-    "failed_episodes": "the environment failed in this episode",
-}
-"""Reason -> why it excludes a token, in words."""
 
 MaskSettings = Any
 """The section `algorithm` of a config, or anything with its fields: the masks and their limits."""
@@ -81,7 +70,7 @@ def completion_masks(
     """
     keep = {}
     if algorithm.mask_truncated_completions:
-        keep["mask_truncated_completions"] = truncated_mask(finish_reasons)
+        keep["mask_truncated_completions"] = np.array([reason != "length" for reason in finish_reasons], np.bool_)
     if algorithm.validity_min_length is not None:
         whole = create_sampling_mask(texts, algorithm.validity_min_length, has_valid_answer=lambda text: True)
         keep["validity_mask"] = whole & np.array(answered(), np.bool_)
@@ -201,11 +190,6 @@ def compute_off_policy_mask(current_log_probs: Array, reference_log_probs: Array
     xp = array_namespace(current_log_probs)
     difference = current_log_probs - reference_log_probs
     return xp.astype(difference < threshold, difference.dtype)
-
-
-def truncated_mask(finish_reasons: Sequence[str]) -> NDArray[np.bool_]:
-    """`mask_truncated_completions`: `[N]` False where the length limit cut a completion off, else True."""
-    return np.asarray([reason != "length" for reason in finish_reasons], dtype=np.bool_)
 
 
 def top_entropy_mask(entropy: Array, mask: Array, quantile: float) -> Array:

@@ -66,19 +66,6 @@ class Objective:
             raise ConfigError(f"beta={self.beta}: it would reward leaving the reference; choose 0 or more")
 
     @property
-    def aggregation(self) -> str:
-        """Name in `AGGREGATORS`; used through `token_weights`."""
-        return self.loss.aggregation
-
-    @property
-    def kl_aggregation(self) -> str | None:
-        """Name in `AGGREGATORS` of the KL's average over all sampled tokens, masked or not.
-
-        None = the KL has the loss's masks and weights.
-        """
-        return self.loss.kl_aggregation
-
-    @property
     def estimates_kl(self) -> bool:
         """True when the KL is estimated from log-probabilities of the sampled tokens under the reference."""
         return self.beta > 0 and self.kl_estimator in KL_ESTIMATORS

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from covey.algorithms.advantages import discounted_returns
 from covey.algorithms.estimators import Estimator
 from covey.algorithms.kl import Use
 from covey.algorithms.outcomes import Outcomes
@@ -46,11 +47,7 @@ def to_go(gaps: Floats, discount: float) -> Floats:
 
     Discount 0 gives the gaps themselves, and 1 the gradient of the KL of whole sequences.
     """
-    sums, after = np.zeros_like(gaps), np.zeros(len(gaps))
-    for t in range(gaps.shape[1] - 1, -1, -1):
-        after = np.nan_to_num(gaps[:, t]) + discount * after
-        sums[:, t] = after
-    return np.where(np.isnan(gaps), np.nan, sums)
+    return np.where(np.isnan(gaps), np.nan, discounted_returns(np.nan_to_num(gaps), discount))
 
 
 def earlier_more(gaps: Floats, slope: float) -> Floats:
@@ -109,7 +106,7 @@ def taught(estimator: Estimator, may_teach: Callable[[Group], bool], **how: Any)
     if not reweighs:
         vars(advantages)["teaches"] = lambda group: estimator.teaches(group) or may_teach(group)
     relative = estimator.group_relative and reweighs
-    return replace(estimator, function=advantages, group_relative=relative, needs_teacher=True)
+    return replace(estimator, function=advantages, group_relative=relative)
 
 
 def teacher_metrics(batch: Batch, groups: Sequence[Group], key: str | None = None) -> dict[str, float]:

@@ -62,7 +62,9 @@ class Place:
 
 
 class Fleet:
-    """Members that sample as one. Raises CoveyError: a member cannot be started; none is left running."""
+    """Members that sample as one. Its `policy_version` is that of the weights published last, -1 after `release` where
+    this process samples. Raises CoveyError: a member cannot be started; none is left running.
+    """
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class Fleet:
         self._closing, self._wait, self._clock = closing, wait, clock
         self._places = [Place(number, make) for number, make in enumerate(makers)]
         self._held: Held | None = None
-        self._version = NO_VERSION
+        self.policy_version = NO_VERSION
         self._queue: list[Job] = []
         self._tell: Callable[[], None] = lambda: None
         self._thread = 0
@@ -91,25 +93,20 @@ class Fleet:
         self.context_length = min(member.context_length for member in members)
         self._local = members[0].engine if isinstance(members[0], LocalMember) else None
 
-    @property
-    def policy_version(self) -> int:
-        """Version of the weights published last; -1 after `release` where this process samples."""
-        return self._version
-
     def publish(self, weights: Weights) -> None:
         """Give weights to all members, and return when those that live have them.
 
         Raises GenerationError: a member applied other numbers than were sent, or none is left; CoveyError: it refused.
         """
         held = weights if self._local is not None else frozen(weights)
-        self._held, self._version = Held(held, "" if self._local is not None else weights_hash(held)), NO_VERSION
+        self._held, self.policy_version = Held(held, "" if self._local is not None else weights_hash(held)), NO_VERSION
         self._until_or_close(self._all_hold)
-        self._version = weights.version
+        self.policy_version = weights.version
 
     def release(self) -> None:
         """Give back this process's memory for sampling until the next `publish`; other members keep theirs."""
         if self._local is not None:
-            self._version, self._places[0].held, self._held = NO_VERSION, None, None
+            self.policy_version, self._places[0].held, self._held = NO_VERSION, None, None
             self._local.release()
 
     def __call__(
@@ -182,8 +179,8 @@ class Fleet:
         return found
 
     def _check(self, policy_version: int) -> None:
-        if policy_version != self._version:
-            held = version_in_words(self._version)
+        if policy_version != self.policy_version:
+            held = version_in_words(self.policy_version)
             raise GenerationError(f"policy_version={policy_version}: the samplers hold {held}")
 
     def _all_hold(self) -> bool:

@@ -92,7 +92,8 @@ class ShardedPolicy(Policy):
         expected, tied = Probe.of(policy, 1.0), tied_names(policy.model)
         self._shard(held, policy.reference, ranks, ranks.mesh(policy.device.type, parts or ranks.world))
         require_tied(self.source, self.model, tied)
-        self.reference = ShardedReference(policy.reference)
+        whole = policy.reference
+        self.reference = ShardedReference(self.model, **whole.how, from_current=not whole.is_base_model)
         # 1 in all ranks together, in powers of two, which change no rounding: 1/2, 1/4, 1/4 for three
         last = min(ranks.world, 8) - 1
         share = 0.0 if ranks.rank > last else 2.0 ** -min(ranks.rank + 1, last)
@@ -233,9 +234,6 @@ def require_tied(source: str, model: nn.Module, tied: list[list[str]]) -> None:
 
 class ShardedReference(Reference):
     """A reference that is sharded as its policy is."""
-
-    def __init__(self, whole: Reference) -> None:
-        super().__init__(whole._model, **whole.how, from_current=not whole.is_base_model)
 
     @contextmanager
     def _exchanged(self) -> Iterator[None]:

@@ -28,7 +28,6 @@ from covey.pytorch.models.loading import chosen_device, chosen_dtype, trained_dt
 from covey.pytorch.models.lora import attach
 from covey.pytorch.models.slices import ModelFiles, NotSlicedError, replace_parameters
 from covey.pytorch.policy import Policy
-from covey.pytorch.reference import Reference
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,8 @@ class SlicedPolicy(ShardedPolicy):
 
     def __init__(self, few: Policy, hollow: HollowPolicy, config: GRPOConfig, ranks: Ranks, over: int) -> None:
         files, device = hollow.files, few.device
-        runner, why = choose_runner(few.model, sampler_dtype(config, files.dtype), device)
+        named = config.sampling.sampler_dtype
+        runner, why = choose_runner(few.model, files.dtype if named == "model" else getattr(torch, named), device)
         self.runner = runner.name
         if why and ranks.rank == 0:
             log.warning("sampling with the %s runner, which is slower than the fast one: %s", self.runner, why)
@@ -53,16 +53,8 @@ class SlicedPolicy(ShardedPolicy):
         self._root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)  # type: ignore[no-untyped-call]
         require_tied(self.source, self.model, tied)
         _on_all(ranks, partial(self._fill, hollow), ModelError)
-        chosen = config.algorithm
-        whole = Reference(
-            self.model,
-            update=chosen.reference_update,
-            every=chosen.reference_update_steps or 1,
-            ema_decay=chosen.reference_ema_decay,
-            from_current=config.model.adapter is not None,
-            needed=uses_reference(config),
-        )
-        self.reference = ShardedReference(whole)
+        how = checked.reference.how
+        self.reference = ShardedReference(self.model, **how, from_current=config.model.adapter is not None)
 
     @torch.no_grad()
     def _fill(self, hollow: HollowPolicy) -> None:
@@ -143,10 +135,3 @@ def _on_all(ranks: Ranks, work: Callable[[], Made], kind: type[ModelError]) -> M
     if problem := next(filter(None, ranks.gather(problem)), ""):
         raise kind(problem)
     return cast(Made, made)
-
-
-def sampler_dtype(config: GRPOConfig, dtype: torch.dtype) -> torch.dtype:
-    """Of a sampler in this process, for a model of this type."""
-    chosen = config.sampling.sampler_dtype
-    found: torch.dtype = dtype if chosen == "model" else getattr(torch, chosen)
-    return found

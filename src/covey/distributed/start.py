@@ -60,7 +60,7 @@ def scale_scoring(config: GRPOConfig, scorer: Scorer, *, named: bool) -> None:
     if count == 0:
         scorer.elsewhere = RewardWorkers.here(scorer, unit_size)
         return
-    with _needing_ray(f"distributed.reward_workers={count}", "none"):
+    with needing_ray(f"distributed.reward_workers={count}", "none"):
         from covey.distributed.ray_workers import RewardActors, pickled
     rewards = Rewards.of(config, b"" if named else pickled([spec.function for spec in scorer.specs]))
     longest = len(scorer.specs) * config.rewards.reward_timeout + _GRACE_SECONDS
@@ -97,13 +97,14 @@ def look_at_cluster(config: GRPOConfig) -> list[str]:
             "distributed.samplers and distributed.learners: nothing of this run is placed on a Ray cluster; set one, "
             "such as distributed.samplers=2"
         )
-    with _needing_ray(f"distributed.samplers={chosen.samplers}, distributed.learners={chosen.learners}"):
+    with needing_ray(f"distributed.samplers={chosen.samplers}, distributed.learners={chosen.learners}"):
         from covey.distributed.ray_members import look_at_cluster
     return look_at_cluster(config)
 
 
 @contextmanager
-def _needing_ray(setting: str, instead: str = "0") -> Iterator[None]:
+def needing_ray(setting: str, instead: str = "0") -> Iterator[None]:
+    """Inside, a missing Ray is a ConfigError that names the setting, and what to set it to instead."""
     # A thread that starts an actor when the run has just left the cluster would join any other one by itself.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
@@ -117,7 +118,7 @@ def _needing_ray(setting: str, instead: str = "0") -> Iterator[None]:
 
 
 def _actors(config: GRPOConfig, policy: TrainedPolicy) -> Fleet:
-    with _needing_ray(f"distributed.samplers={config.distributed.samplers}"):
+    with needing_ray(f"distributed.samplers={config.distributed.samplers}"):
         from covey.distributed.ray_members import Cluster
     cluster = Cluster(config, policy)
     return _fleet(config, [cluster.make] * (config.distributed.samplers or 0), cluster.close)

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import jax
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from covey.algorithms import Estimator, Objective
 from covey.algorithms.arrays import unknown_name
 from covey.config.algorithm import AlgorithmConfig
 from covey.config.sampling import SamplingConfig
@@ -86,7 +85,7 @@ class GRPOConfig(BaseModel, extra="forbid", frozen=True, strict=True):
             )
         except ValidationError as error:
             raise _explained(error, given) from error
-        _, estimator = self.objective, self.estimator  # what stands in a file is read now
+        objective, estimator = self.algorithm.objective(), self.algorithm.estimator  # what stands in a file is read now
         if self.algorithm.teacher is not None:
             raise ConfigError("teacher: this trainer has none; train with covey.GRPOTrainer")
         needs_more = estimator.needs_turns or estimator.needs_reference or estimator.needs_sum_pi_squared
@@ -96,7 +95,7 @@ class GRPOConfig(BaseModel, extra="forbid", frozen=True, strict=True):
                 "completions, which this trainer does not give to estimators; choose another one, such as grpo"
             )
         problem = estimator.group_problem({"num_samples_per_prompt": self.sampling.num_generations})
-        problem = problem or estimator.credit_problem(self.objective, jax.grad, jax.numpy.asarray)
+        problem = problem or estimator.credit_problem(objective, jax.grad, jax.numpy.asarray)
         if problem:
             raise ConfigError(problem)
 
@@ -124,16 +123,6 @@ class GRPOConfig(BaseModel, extra="forbid", frozen=True, strict=True):
             if isinstance(section, BaseModel) and option in type(section).model_fields:
                 return getattr(section, option)
         raise AttributeError(f"GRPOConfig has no option {name!r}")
-
-    @property
-    def objective(self) -> Objective:
-        """The objective of the `algorithm` section."""
-        return self.algorithm.objective()
-
-    @property
-    def estimator(self) -> Estimator:
-        """The advantage estimator."""
-        return self.algorithm.estimator
 
 
 def _of(section: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class GRPOTrainer(Trainer):
         if ref_model is None and config.algorithm.uses_reference:
             told = f"ref_model=None: kl_coeff={config.kl_coeff} compares with it; pass it, or set kl_coeff to 0"
             raise ConfigError(told)
-        self._objective = config.objective
+        self._objective = config.algorithm.objective()
         self._reads_reference = self._objective.estimates_kl or config.algorithm.reference_drift is not None
         self.policy_model, self.ref_model = policy_model, ref_model
         self.reward_fn, self.mesh = reward_fn, check_mesh(mesh)
@@ -228,9 +228,10 @@ class GRPOTrainer(Trainer):
             limit, dtype = self.grpo_config.sampling.max_completion_length, found.logp.dtype
             return token_weights(of, count_step(of), aggregation, limit, dtype=dtype)
 
-        rows = {"mask": mask, "old": old, "advantages": advantages, "weights": weights(mask, objective.aggregation)}
-        if objective.kl_aggregation is not None:
-            rows["kl_weights"] = weights(sampled, objective.kl_aggregation)
+        loss = objective.loss
+        rows = {"mask": mask, "old": old, "advantages": advantages, "weights": weights(mask, loss.aggregation)}
+        if loss.kl_aggregation is not None:
+            rows["kl_weights"] = weights(sampled, loss.kl_aggregation)
         if objective.entropy_by_token:
             rows["entropy_weights"] = weights(uncertain_tokens(mask, excluded), "token_mean")
         if self._reads_reference:
@@ -327,7 +328,7 @@ class GRPOTrainer(Trainer):
         rewards = jax.lax.stop_gradient(jnp.asarray(rewards, logprobs.dtype))
         groups = jnp.arange(len(rewards)) // group
         step = Outcomes(rewards, groups, **algorithm.scaling, mask=sampled["mask"], logprobs=logprobs)
-        advantages = self.grpo_config.estimator(step)
+        advantages = algorithm.estimator(step)
         record = {**sampled, "valid": jnp.asarray(valid), "rewards": rewards, "advantages": advantages}
         if self._reads_reference:
             model, variables = self._reference(given)

@@ -51,8 +51,9 @@ class PyTorchBackend:
         if model is None and _multiplies_frozen(config):
             dtype, autocast = "bfloat16", "none"
         sources = () if teacher is None else teacher.sources.values()
-        named_own = dict.fromkeys(source.weights for source in sources if source.is_own)
-        own = sorted(named_own, key=lambda weights: weights != "ema")  # which alone is updated
+        average: dict[str, Any] = {"update": "ema"}
+        if teacher is not None:
+            average |= {"every": teacher.update_steps, "ema_decay": teacher.ema_decay}
         policy = Policy.load(
             chosen.model if model is None else model,
             tokenizer=tokenizer,
@@ -62,11 +63,13 @@ class PyTorchBackend:
             **{name: getattr(chosen, name) for name in named},
             lora_config=peft_config,
             **adapter_options(config),
-            reference_update=algorithm.reference_update,
-            reference_update_steps=algorithm.reference_update_steps or 1,
-            reference_ema_decay=algorithm.reference_ema_decay,
-            needs_reference=uses_reference(config),
-            teacher=None if teacher is None or not own else teacher.model_dump() | {"weights": own[0], "more": own[1:]},
+            reference={
+                "update": algorithm.reference_update,
+                "every": algorithm.reference_update_steps or 1,
+                "ema_decay": algorithm.reference_ema_decay,
+                "needed": uses_reference(config),
+            },
+            teachers={each.weights: average if each.weights == "ema" else {} for each in sources if each.is_own},
             offload=config.optim.offload,
             narrows=config.distributed.learner_kind != "sharded",  # whose slices have one type
         )

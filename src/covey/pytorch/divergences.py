@@ -1,11 +1,12 @@
 """Divergences between two distributions over the vocabulary, with the gradient by the first one's logits.
 
-Let p be the policy and q the teacher, `p = softmax(z)`:
+Let p be the policy and q the teacher, or the reference, `p = softmax(z)`:
 
     beta 1     D = sum p (log p - log q)                      dD/dz = p (log p - log q - D)
     beta 0     D = sum q (log q - log p)                      dD/dz = p - q
     between    D = beta KL(q||m) + (1 - beta) KL(p||m)        dD/dz = (1 - beta) p (log p - log m - KL(p||m))
                m = (1 - beta) p + beta q
+    weighted   K w,  K = D of beta 1,  w = mean_v p / (q + 1e-8)      dKw/dz = w dK/dz + K p (1 / (q + 1e-8) / V - w)
 
 "Between" is GKD's (arXiv 2306.13649, equation 1): D / beta becomes KL(q||p), and D / (1 - beta) KL(p||q). Over k ids
 the same holds of buckets: the ids, and with `tail` one for all others, whose gradient ids outside share by `p_v`.
@@ -21,6 +22,8 @@ from torch.nn import functional
 
 from covey.algorithms.kl import Distillation
 
+_WEIGHT_EPS = 1e-8  # as printed in usmle-qa.md
+
 
 def compare(logp: Tensor, logq: Tensor, how: Distillation) -> tuple[Tensor, Tensor, Tensor]:
     """`[c]` divergence of `logp` `[c, V]` from `logq` `[c, W]`, its gradient `[c, V]` by the logits of `logp`, and the
@@ -30,6 +33,11 @@ def compare(logp: Tensor, logq: Tensor, how: Distillation) -> tuple[Tensor, Tens
     logp = torch.log_softmax(logp[:, :-missing], dim=-1) if missing else logp
     if not 0 < how.top_k < logq.shape[1]:
         value, slope = _over_all(logp, logq, how.beta)
+        if how.estimator == "exact_weighted":
+            p, ratio = logp.exp(), 1.0 / (logq.exp() + _WEIGHT_EPS) / logq.shape[1]
+            weight = (p * ratio).sum(1)
+            slope = weight[:, None] * slope + value[:, None] * p * (ratio - weight[:, None])
+            value = value * weight
         return value, functional.pad(slope, (0, missing)) if missing else slope, torch.ones_like(value)
     ids = (logq if how.beta == 0 else logp).topk(how.top_k, dim=1).indices
     mine, theirs = (_buckets(x.gather(1, ids), how.tail) for x in (logp, logq))

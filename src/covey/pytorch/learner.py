@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, Unpack, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from covey.algorithms import Correction, LossTerms, Objective, add_metrics
+from covey.algorithms import LossTerms, Objective, add_metrics
+from covey.algorithms.kl import Distillation
 from covey.errors import ConfigError, ModelError
 from covey.pytorch.attention.tree_layout import TreePath
 from covey.pytorch.gradient_sum import Alone, Share
@@ -30,10 +31,11 @@ from covey.pytorch.optimizers import LossScale, make_optimizer, optimizer_tensor
 from covey.pytorch.pack_loss import StepLoss, walk_gradient, walk_scores
 from covey.pytorch.passes import map_in_threads, within_memory
 from covey.pytorch.policy import Policy
-from covey.rollout.learning import FloatNT, Gradients, loss_weights, teacher_logprobs
+from covey.pytorch.reference import Reference
+from covey.rollout.learning import FloatNT, Gradients, PassOptions, loss_weights, teacher_logprobs
 from covey.rollout.packing import Pack, count_tokens, pack_episodes
 from covey.rollout.walking import Piece, pieces_of
-from covey.types import Batch, BoolArray, Episode, States
+from covey.types import Batch, Episode, States
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +112,7 @@ class Learner:
         *,
         temperature: float,
         reference: bool = False,
-        teacher: bool | str = False,
+        teacher: str = "",
         entropy: bool = False,
         states: bool = False,
     ) -> tuple[FloatNT, Any]:
@@ -120,12 +122,12 @@ class Learner:
         `States` the learner keeps the head as it is now.
         """
         policy, whose = self.policy, "reference" if reference else "teacher" if teacher else "policy"
-        taught = policy.teachers.get(str(teacher), policy.teacher)
-        if teacher and isinstance(taught, Policy):
+        taught = policy.teachers.get(teacher)
+        if isinstance(taught, Policy):
             here = copy.copy(self)  # whose packs are those of the other network
             here.policy = taught
-            return here.scores(batch, rows, temperature=temperature, teacher=True, entropy=entropy, states=states)
-        other = {"reference": policy.reference, "teacher": cast(Any, taught), "policy": None}[whose]
+            return here.scores(batch, rows, temperature=temperature, teacher=teacher, entropy=entropy, states=states)
+        other = policy.reference if reference else taught
         asked: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "states": states}
 
         @torch.no_grad()
@@ -156,18 +158,7 @@ class Learner:
         return self._within_memory(run)
 
     def forward_backward(
-        self,
-        batch: Batch,
-        rows: NDArray[np.int64],
-        objective: Objective,
-        *,
-        temperature: float,
-        max_completion_length: int,
-        reference: FloatNT | None = None,
-        trainer_old: FloatNT | None = None,
-        correction: Correction | None = None,
-        selected: BoolArray | None = None,
-        entropy_coef: float | None = None,
+        self, batch: Batch, rows: NDArray[np.int64], objective: Objective, **options: Unpack[PassOptions]
     ) -> Gradients:
         """Accumulate the gradient of the whole step in the policy's parameters.
 
@@ -175,33 +166,23 @@ class Learner:
             batch: the step; its mask gives every denominator.
             rows: the rows to run, from `rows_with_gradient`.
             objective: what is minimised.
-            temperature: of the sampling distribution.
-            max_completion_length: in tokens, for `dr_grpo`.
-            reference: `[N, T]` log-probabilities under the reference, for sampled-token KL estimators.
-            trainer_old: `[N, T]` the learner's own log-probabilities under the weights before the first pass over the
-                batch; None on that pass, where the current ones are these.
-            correction: truncated importance sampling against the sampler's log-probabilities; then the ratio is taken
-                against `trainer_old`, else against the sampler's.
-            selected: `[N, T]` what `objective.select` chose in the whole step.
-            entropy_coef: weight of the entropy bonus where it is another one in each step.
-
-        With `correction` the old policy of the ratio, and of its clip, is the one before the first pass, also for a
-        stale batch, which older weights have sampled; the factor `min(exp(trainer_old - sampler's), cap)` leads from
-        those to it (decoupled PPO, arXiv 2110.00641). Without, the old policy is the one that sampled.
+            **options: see `PassOptions`.
         """
+        temperature = options["temperature"]
         scoring: dict[str, Any] = {"temperature": temperature, "entropy": True}
         scoring["entropy_grad"] = objective.differentiates_entropy
-        how: tuple[Any, ...] = (objective.vocabulary_kl,)
         states: States | None = None
+        how = objective.teacher
         if objective.vocabulary_kl is not None:
+            how = Distillation(estimator=objective.vocabulary_kl)
             states = self.scores(batch, rows, temperature=temperature, reference=True, states=True)[1]
         elif objective.distils_vocabulary and batch.teacher is not None and batch.teacher.states is not None:
-            said, states, how = teacher_logprobs(batch, objective), batch.teacher.states, ("exact", objective.teacher)
+            said, states = teacher_logprobs(batch, objective), batch.teacher.states
             # nothing is compared where the term has no token
             states = replace(states, place=np.where(np.isfinite(cast(Any, said)), states.place, -1))
             states = None if (states.place[rows] < 0).all() else states
-        weights, device = loss_weights(batch, objective, max_completion_length), self.policy.device
-        loss = StepLoss(batch, objective, *weights, device, reference, trainer_old, correction, selected, entropy_coef)
+        weights = loss_weights(batch, objective, options["max_completion_length"])
+        loss = StepLoss(batch, objective, *weights, options, self.policy.device)
         parameters, scale = self.policy.trainable_parameters(), self._scale
 
         def accumulate() -> Gradients:
@@ -219,7 +200,7 @@ class Learner:
                 compared = None
                 if states is not None:
                     place = torch.from_numpy(states.place[pack.rows[pack.row[pack.first]], pack.column[pack.first]])
-                    compared = ReferenceDistribution(states.hidden[place], self._heads[states.whose], *how)
+                    compared = ReferenceDistribution(states.hidden[place], self._heads[states.whose], cast(Any, how))
                 if self._is_walked(pack):
                     walk = partial(walk_gradient, pack=pack, loss=loss, scale=scale)
                     values, terms = self._walk(pack, batch.episodes, walk, compared, **scoring)
@@ -248,14 +229,14 @@ class Learner:
             return Gradients(_added(parts), kept[0], scored, kept[1], tokens=tokens, **found)
 
         def run() -> Gradients:
-            self.policy.train()
+            self.policy.held.train()
             try:
                 return accumulate()
             except BaseException:
                 self.optimizer.zero_grad(set_to_none=True)
                 raise
             finally:
-                self.policy.eval()
+                self.policy.held.eval()
 
         return self._within_memory(run)
 
@@ -293,15 +274,15 @@ class Learner:
                 self._scheduler.step()
             self.steps += 1
             self.policy.reference.after_step(self.steps)
-            if self.policy.teacher is not None:
-                self.policy.teacher.after_step(self.steps)
+            if self._average is not None:
+                self._average.after_step(self.steps)
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """What a resumed run needs: trained weights, reference, the optimiser's moments, and the loss scale."""
         moments = optimizer_tensors(self.optimizer, self.policy.named_trainable_parameters())
-        teacher = {} if self.policy.teacher is None else {"teacher": self.policy.teacher.state_dict()}
+        teacher = {} if self._average is None else {"teacher": self._average.state_dict()}
         return teacher | {
             "policy": self.policy.state_dict(),
             "reference": self.policy.reference.state_dict(),
@@ -314,15 +295,20 @@ class Learner:
         """
         self.policy.load_state_dict(tensors["policy"])
         self.policy.reference.load_state_dict(tensors["reference"])
-        if self.policy.teacher is not None and "teacher" in tensors:
-            self.policy.teacher.load_state_dict(tensors["teacher"])
-        elif self.policy.teacher is not None:  # given since: an average begins here
-            self.policy.teacher.begin()
+        if self._average is not None and "teacher" in tensors:
+            self._average.load_state_dict(tensors["teacher"])
+        elif self._average is not None:  # given since: it begins here
+            self._average.copy_current()
         moments = {name: tensor for name, tensor in tensors["optimizer"].items() if not LossScale.owns(name)}
         restore_optimizer(self.optimizer, self.policy.named_trainable_parameters(), moments, self._host)
         if self.loss_scale is not None:
             self.loss_scale.restore(tensors["optimizer"])
         self.steps = steps
+
+    @property
+    def _average(self) -> Reference | None:
+        """The one teacher that moves with the policy."""
+        return cast(Reference | None, self.policy.teachers.get("ema"))
 
     @property
     def _scale(self) -> float:
@@ -345,9 +331,14 @@ class Learner:
                 sizes = [self._size(each) for each in smaller]
                 if len(smaller) >= _LANES and max(sizes) * _LANES <= budget and sum(sizes) <= most:
                     return smaller, _LANES
-        if self._share.alone and self.policy.can_walk and sum(map(self._size, packs)) > most:
+        if self._can_walk and sum(map(self._size, packs)) > most:
             packs = pack(budget, whole_trees=True)
         return packs, 1
+
+    @property
+    def _can_walk(self) -> bool:
+        """Whether a tree that is larger than the budget may be run piece by piece."""
+        return self._share.alone and self.policy.prefix_sharing_obstacle is None
 
     def _size(self, pack: Pack) -> int:
         """Tokens that a pack takes."""
@@ -356,7 +347,7 @@ class Learner:
     def _is_walked(self, pack: Pack) -> bool:
         """Whether a pack is a tree that was not cut."""
         too_large = pack.num_tokens > self.tokens_per_micro_batch and len(pack.branches) > 1
-        return too_large and self._share.alone and self.policy.can_walk
+        return too_large and self._can_walk
 
     def _walk(
         self,

@@ -8,15 +8,13 @@ row, every output o is a scalar function of z, with `r = do/dz`:
 
     log-probability of y   log p_y                       r = 1[y] - p
     entropy                H = -sum p log p              r = -p (log p + H)
-    exact KL               K = sum p (log p - log q)     r = p (log p - log q - K)
-    exact weighted         K w,  w = mean_v p / (q + 1e-8)    r = w r_K + K p (1 / (q + 1e-8) / V - w)
-    a teacher's            see `covey.pytorch.divergences`
+    a divergence           see `covey.pytorch.divergences`
 
 so `do/dh = (scale / T) (r f) W` with `f = 1 - (a / cap)^2` (1 without a cap): a vector that does not depend
 on the gradient from above. With a frozen head it is computed in the forward, while the chunk is there, and
 the backward is one multiplication by the gradient g of o (`_Score.backward`); logits are computed once. With a
 trainable head the backward (`_Score._backward_with_head`) recomputes each chunk and adds `dW = (scale / T) (g r f)' h`
-and `db = (scale / T) sum g r f`. The three r f are `_Chunk.logp_gradient` (negated), `entropy_gradient`, `kl_gradient`.
+and `db = (scale / T) sum g r f`. Each r f is a `_Chunk.gradient`.
 
 With a `Support` the softmax runs over the kept ids of each token only (others get z = -1e30, probability 0).
 """
@@ -25,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -41,10 +39,7 @@ from covey.pytorch.products import is_narrow, product_into
 from covey.pytorch.rounding import wide_dtype
 from covey.types import Support
 
-ExactKL = Literal["exact", "exact_weighted"]
-_REVERSE_KL = Distillation()
 _EXCLUDED = -1e30  # finite: 0 * -inf would be NaN
-_WEIGHT_EPS = 1e-8  # as printed in usmle-qa.md
 CHUNK_BYTES = 256 << 20
 """Of a chunk's float32 logits on CUDA; there are two such buffers."""
 _CHUNK_BYTES = {"cpu": 32 << 20, "cuda": CHUNK_BYTES, "meta": CHUNK_BYTES}
@@ -56,8 +51,7 @@ class ReferenceDistribution:
 
     hidden: Tensor  # [S, d] of the reference at the same tokens, without gradient; in any memory
     logits: Callable[[Tensor], Tensor] | None  # hidden states [c, d] -> logits [c, W], before temperature
-    kind: ExactKL = "exact"
-    how: Distillation = _REVERSE_KL
+    how: Distillation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,36 +197,18 @@ class _Chunk:
     kl: Any = None
     pull: Any = None  # r of the divergence, [c, V]
     mass: Any = None
-    ratio: Any = None  # 1 / (q + eps) / V, [c, V]
-    weight: Any = None
-
-    def value(self) -> Tensor | None:
-        """The divergence as it is returned."""
-        return cast(Tensor | None, self.kl if self.weight is None else self.kl * self.weight)
-
-    def scale_by_slope(self, r: Tensor) -> Tensor:
-        return r if self.slope is None else r.mul_(self.slope)
 
     def gradient(self, name: str) -> Tensor:
-        """`f r` of an output; the negative of the log-probability's."""
-        return {"kl": self.kl_gradient, "entropy": self.entropy_gradient, "logp": self.logp_gradient}[name]()
-
-    def logp_gradient(self) -> Tensor:
-        """`f (p - 1[y])`, i.e. the *negative* of r f; destroys p."""
-        self.p.scatter_add_(1, self.targets[:, None], self.p.new_full((len(self.targets), 1), -1.0))
-        return self.scale_by_slope(self.p)
-
-    def entropy_gradient(self) -> Tensor:
-        """`f r` of the entropy; destroys logp_v."""
-        return self.scale_by_slope(self.logp_v.add_(self.entropy[:, None]).mul_(self.p).neg_())
-
-    def kl_gradient(self) -> Tensor:
-        """`f r` of the divergence."""
-        r = self.pull
-        if self.ratio is not None:
-            r.mul_(self.weight[:, None])
-            r.add_((self.ratio - self.weight[:, None]).mul_(self.p).mul_(self.kl[:, None]))
-        return self.scale_by_slope(r)
+        """`f r` of an output, but the negative of the log-probability's, which destroys p; the entropy's destroys
+        logp_v.
+        """
+        if name == "kl":
+            r: Tensor = self.pull
+        elif name == "entropy":
+            r = self.logp_v.add_(self.entropy[:, None]).mul_(self.p).neg_()
+        else:  # p - 1[y]
+            r = self.p.scatter_add_(1, self.targets[:, None], self.p.new_full((len(self.targets), 1), -1.0))
+        return r if self.slope is None else r.mul_(self.slope)
 
 
 def _compute(
@@ -254,16 +230,13 @@ def _compute(
         job.kept.exclude(z, start, targets)
     logp_v = torch.log_softmax(z, dim=-1, out=buffers[1][: len(h)])
     chunk = _Chunk(targets, logp_v, logp_v.gather(1, targets[:, None])[:, 0].clone(), slope)
-    if need_p or job.entropy or job.reference is not None:
+    if need_p or job.entropy:
         chunk.p = torch.exp(logp_v, out=z)
     if job.entropy:
         chunk.entropy = -_row_dot(chunk.p, logp_v)
     logq = job.reference_logq(start, start + len(h))
     if logq is not None and job.reference is not None:
         chunk.kl, chunk.pull, chunk.mass = compare(logp_v, logq, job.reference.how)
-        if job.reference.kind == "exact_weighted":
-            chunk.ratio = logq.exp().add_(_WEIGHT_EPS).reciprocal_().div_(logq.shape[1])
-            chunk.weight = _row_dot(chunk.p, chunk.ratio)
     return chunk
 
 
@@ -292,9 +265,8 @@ class _Score(torch.autograd.Function):
             logp[start:stop] = chunk.logp
             if chunk.entropy is not None:
                 entropy[start:stop] = chunk.entropy
-            value = chunk.value()
-            if value is not None:
-                kl[start:stop], mass[start:stop] = value, chunk.mass
+            if chunk.kl is not None:
+                kl[start:stop], mass[start:stop] = chunk.kl, chunk.mass
             for name in reversed(vectors):  # the entropy's destroys logp_v, which the divergence's reads; logp's p
                 sign = -1 if name == "logp" else 1
                 _product_rounded(vectors[name][start:stop], chunk.gradient(name), operand.T, sign * factor)
@@ -371,8 +343,6 @@ def _score_by_module(hidden: Tensor, job: _Job) -> tuple[Tensor, Tensor, Tensor,
         if logq is None or job.reference is None:
             return logp, entropy, empty, empty
         kl, _, mass = compare(logp_v, logq, job.reference.how)
-        if job.reference.kind == "exact_weighted":
-            kl = kl * _row_dot(logp_v.exp(), 1.0 / (logq.exp() + _WEIGHT_EPS)) / logq.shape[1]
         return logp, entropy, kl, mass
 
     parts = [checkpoint(chunk_scores, hidden[start:stop], start, use_reentrant=False) for start, stop in job.chunks()]

@@ -21,12 +21,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from covey.algorithms import Correction, LossTerms, Objective, mismatch_correction, policy_loss
+from covey.algorithms import LossTerms, Objective, mismatch_correction, policy_loss
 from covey.pytorch.logprobs import TokenScores
-from covey.rollout.learning import FloatNT, entropy_weights, teacher_logprobs
+from covey.rollout.learning import FloatNT, PassOptions, entropy_weights, teacher_logprobs
 from covey.rollout.packing import Pack
 from covey.rollout.walking import Piece, walk
-from covey.types import Batch, BoolArray, IntArray
+from covey.types import Batch, IntArray
 
 Score = Callable[[Piece], TokenScores]
 """Runs a piece forward on the path that it keeps itself."""
@@ -40,12 +40,8 @@ class StepLoss:
     objective: Objective
     weights: FloatNT  # of the surrogate, with the step's denominators
     kl_weights: FloatNT | None  # of the KL, where it has its own
+    options: PassOptions
     device: torch.device
-    reference: FloatNT | None = None
-    trainer_old: FloatNT | None = None
-    correction: Correction | None = None
-    selected: BoolArray | None = None
-    entropy_coef: float | None = None
 
     def of(
         self, pack: Pack, logp: Tensor, entropy: Tensor | None, exact_kl: Tensor | None, rows: IntArray | None = None
@@ -54,31 +50,37 @@ class StepLoss:
         `entropy` and `exact_kl`, or a teacher's divergence, are `[U]` of its distinct targets, for every row with it.
         """
         view = _RowView(pack, rows, self.device)
-        current, mask = view.scatter(logp), view.of(self.batch.mask)
-        old = sampler = view.of(self.batch.old_logprobs)
-        kl_weights, factor = view.of(self.kl_weights), None
-        if self.correction is not None:
-            old = current.detach() if self.trainer_old is None else view.of(self.trainer_old)
+        current = view.scatter(logp)
+        found: dict[str, Any] = {"entropy": None if entropy is None else view.scatter(entropy)}
+        found["kl"] = None if exact_kl is None else view.scatter(exact_kl)
+        return policy_loss(current, **self.arguments(view.of, current), **found)
+
+    def arguments(self, of: Callable[[Any], Any], logp: Tensor) -> dict[str, Any]:
+        """What `policy_loss` is given of some rows besides what the policy says of them: `of` takes the rows of an
+        array `[N, T]`, or None; `logp` `[n, T]` are the policy's log-probabilities.
+        """
+        batch, objective, told = self.batch, self.objective, self.options
+        mask, kl_weights, factor = of(batch.mask), of(self.kl_weights), None
+        old = sampler = of(batch.old_logprobs)
+        if (correction := told.get("correction")) is not None:
+            old = logp.detach() if told.get("trainer_old") is None else of(told["trainer_old"])
             counted = mask if kl_weights is None else mask | (kl_weights > 0)
-            factor = mismatch_correction(old, sampler, counted, *astuple(self.correction))
-        return policy_loss(
-            current,
-            old,
-            view.of(self.batch.advantages),
-            mask,
-            view.of(self.weights),
-            self.objective,
-            ref=view.of(self.reference),
-            kl=None if exact_kl is None else view.scatter(exact_kl),
-            teacher=view.of(teacher_logprobs(self.batch, self.objective)),
-            entropy=None if entropy is None else view.scatter(entropy),
-            correction=factor,
-            kl_weights=kl_weights,
-            sampler=sampler,
-            selected=view.of(self.selected),
-            entropy_coef=self.entropy_coef,
-            entropy_weights=view.of(entropy_weights(self.batch, self.objective)),
-        )
+            factor = mismatch_correction(old, sampler, counted, *astuple(correction))
+        return {
+            "old": old,
+            "advantages": of(batch.advantages),
+            "mask": mask,
+            "weights": of(self.weights),
+            "objective": objective,
+            "ref": of(told.get("reference")),
+            "teacher": of(teacher_logprobs(batch, objective)),
+            "correction": factor,
+            "kl_weights": kl_weights,
+            "sampler": sampler,
+            "selected": of(told.get("selected")),
+            "entropy_coef": told.get("entropy_coef"),
+            "entropy_weights": of(entropy_weights(batch, objective)),
+        }
 
 
 class _RowView:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -27,7 +27,7 @@ from covey.pytorch.models.lora import attach, save_adapter
 from covey.pytorch.models.narrow import widen_trained
 from covey.pytorch.optimizers import HostMemory
 from covey.pytorch.packed_model import PackedModel
-from covey.pytorch.reference import Reference, ReferenceUpdate
+from covey.pytorch.reference import Reference
 
 if TYPE_CHECKING:
     from covey.pytorch import logprobs
@@ -56,8 +56,8 @@ class Policy:
         source: where the model came from.
         folder: with its config and safetensors, or its hub id; None = there is none.
         reference: see `Reference`.
-        teacher: other weights that score what was sampled; None = there are none.
-        teachers: others, by what `algorithm.teacher` calls their weights; networks are policies.
+        teachers: other weights that score what was sampled, by what `algorithm.teacher` calls them; networks are
+            policies.
         prefix_sharing_obstacle: why prompts are not shared when scoring, or None when they are.
         fused_obstacle: why the fused layers are not used, or None when they are.
         rows_apart: rows of different lengths may not be run together, not even padded.
@@ -66,7 +66,6 @@ class Policy:
     """
 
     in_shards = False
-    teacher: Reference | None = None
 
     def __init__(self, held: PackedModel, reference: Reference, host: HostMemory | None = None) -> None:
         """A policy of these parts; `load` makes them."""
@@ -97,12 +96,8 @@ class Policy:
         lora_config: LoraConfig | None = None,
         adapter: str | Path | None = None,
         seed: int = 0,
-        reference_update: ReferenceUpdate = "none",
-        reference_update_steps: int = 1,
-        reference_ema_decay: float = 0.99,
-        reference_from_current: bool | None = None,
-        needs_reference: bool = True,
-        teacher: Mapping[str, Any] | None = None,
+        reference: Mapping[str, Any] | None = None,
+        teachers: Mapping[str, Mapping[str, Any]] | None = None,
         offload: bool = False,
         narrows: bool = True,
         **how: Any,
@@ -116,9 +111,9 @@ class Policy:
                                     "all-linear" or names of modules; `lora_config`, PEFT's, in place of all four
             adapter                 folder of a PEFT adapter to start from; the reference then holds on to it
             seed                    of a fresh adapter
-            reference_...           those of `Reference`, as `needs_reference`; `reference_from_current` None = where
-                                    the model comes with an adapter
-            teacher                 `weights`, `update_steps` and `ema_decay` of `algorithm.teacher`; None = none
+            reference               options of `Reference`, which holds on to the policy at its start where the model
+                                    comes with an adapter
+            teachers                "ema", "base" or an adapter's folder -> options of `Reference`
             offload                 keep moments and reference of a GPU's policy in the host's memory
             narrows                 bfloat16 on a CPU is that of frozen matrices alone (`covey.pytorch.models.narrow`)
             how                     of `PackedModel`: prefix_sharing, fused_layers, gradient_checkpointing, autocast
@@ -143,22 +138,13 @@ class Policy:
         if offload and held.device.type == "cpu":
             logger.warning("optim.offload has no effect: the model is in the host's memory already")
         host = HostMemory(held.device) if offload and held.device.type != "cpu" else None
-        if reference_from_current is None:
-            # A model that came with an adapter starts from it, so that is what the KL term must hold on to.
-            reference_from_current = adapter is not None or isinstance(loaded.model, PeftModel)
-        rule: dict[str, Any] = {"update": reference_update, "every": reference_update_steps}
-        rule |= {"ema_decay": reference_ema_decay, "from_current": reference_from_current, "needed": needs_reference}
-        policy = cls(held, Reference(trained, host=host, **rule), host)
-        if teacher is not None:
-            moves: ReferenceUpdate = "ema" if teacher["weights"] == "ema" else "none"
-            how = {"every": teacher["update_steps"], "ema_decay": teacher["ema_decay"]}
-            policy.teacher = Reference(trained, update=moves, host=host, **how)
-            if teacher["weights"] not in ("ema", "base"):
-                policy.teacher.hold(teacher["weights"])
-            for name in teacher.get("more", ()):
-                policy.teachers[name] = held_on_to = Reference(trained, host=host)
-                if name != "base":
-                    held_on_to.hold(name)
+        # A model that came with an adapter starts from it, so that is what the KL term must hold on to.
+        from_current = adapter is not None or isinstance(loaded.model, PeftModel)
+        policy = cls(held, Reference(trained, host=host, from_current=from_current, **(reference or {})), host)
+        for name, moves in (teachers or {}).items():
+            policy.teachers[name] = held_on_to = Reference(trained, host=host, **moves)
+            if name not in ("ema", "base"):
+                held_on_to.hold(name)
         return policy
 
     @property
@@ -174,11 +160,6 @@ class Policy:
     def uses_peft(self) -> bool:
         """True when an adapter is trained, False when the model itself is."""
         return isinstance(self.model, PeftModel)
-
-    @property
-    def can_walk(self) -> bool:
-        """True where a tree that is larger than the budget may be run piece by piece (`covey.pytorch.pack_loss`)."""
-        return self.prefix_sharing_obstacle is None
 
     @property
     def runs_side_by_side(self) -> bool:
@@ -278,15 +259,6 @@ class Policy:
             )
             group["params"].append(parameter)
         return list(groups.values())
-
-    def train(self) -> None:
-        self.held.train()
-
-    def eval(self) -> None:
-        self.held.eval()
-
-    def plain(self) -> AbstractContextManager[nn.Module]:
-        return self.held.plain()
 
     def weights(self, version: int) -> Weights:
         """What a sampler takes, as they are now; see `Weights`."""

@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
@@ -32,8 +32,6 @@ from covey.errors import ConfigError, ModelError
 from covey.pytorch.models.loading import load_model
 from covey.pytorch.models.lora import adapters_off, load_adapter
 from covey.pytorch.optimizers import HostMemory
-
-ReferenceUpdate = Literal["none", "copy", "ema"]
 
 
 class Reference:
@@ -48,7 +46,7 @@ class Reference:
         self,
         model: nn.Module,
         *,
-        update: ReferenceUpdate = "none",
+        update: str = "none",
         every: int = 1,
         ema_decay: float = 0.99,
         from_current: bool = False,
@@ -80,7 +78,7 @@ class Reference:
     def active(self) -> Iterator[None]:
         """Inside the block the model computes with the reference's weights, without gradients."""
         if not self._needed:
-            raise ModelError("the policy was built without a reference; build it with needs_reference=True")
+            raise ModelError("the policy was built without a reference; build it with reference={'needed': True}")
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if self.is_base_model or self._is_base_of_another:
@@ -118,11 +116,6 @@ class Reference:
         for bare, name in own.items():
             self._keep(name, theirs[bare].detach().to(held[name]))
         self._settle()
-
-    def begin(self) -> None:
-        """Start an average at the policy as it is now; without an average nothing changes."""
-        if self._update == "ema":
-            self.copy_current()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward pass with the reference's weights, without gradients."""

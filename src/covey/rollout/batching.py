@@ -21,8 +21,8 @@ from covey.types import Batch, BoolArray, Group, IntArray, Teacher, Trajectory
 
 if TYPE_CHECKING:
     from covey.config.algorithm import AlgorithmConfig
-    from covey.config.data import RewardConfig
     from covey.config.environment import EnvironmentConfig
+    from covey.config.whole import GRPOConfig
 
 
 class Score(Protocol):
@@ -35,12 +35,9 @@ class Score(Protocol):
 
 def make_batch(
     groups: Sequence[Group],
-    algorithm: AlgorithmConfig,
-    rewards: RewardConfig,
-    environment: EnvironmentConfig,
+    config: GRPOConfig,
     *,
     reward_weights: Sequence[float],
-    max_completion_length: int,
     has_answer: HasAnswer = has_text,
     score: Score | None = None,
     teacher: Teacher | None = None,
@@ -55,20 +52,19 @@ def make_batch(
     Masked completions still count in their group's mean: only their tokens leave the loss. What `down_sampling` leaves
     out is masked too, and counts in the mean as its statistics say.
 
-    `algorithm`, `rewards` and `environment` are sections of the config. There is a weight for each reward function, in
-    the order of `Group.reward_parts`. The overlong punishment needs the sampling limit, in tokens; the validity mask
-    asks `has_answer`, and an estimator that states `needs_reference` or `needs_sum_pi_squared` asks `score`.
+    There is a weight for each reward function, in the order of `Group.reward_parts`. The validity mask asks
+    `has_answer`, and an estimator that states `needs_reference` or `needs_sum_pi_squared` asks `score`.
 
     Raises `ConfigError`: The estimator is somebody's own and raised, or returned what are no advantages.
     """
-    how: dict[str, Any] = {"reward_weights": reward_weights, "max_completion_length": max_completion_length}
+    algorithm, environment = config.algorithm, config.environment
     if algorithm.selection is not None:
         rows, compared = chosen(groups, algorithm.selection)
-        every = algorithm.model_copy(update={"down_sampling": "none"})
-        more: dict[str, Any] = {"has_answer": has_answer, "score": score, "teacher": teacher}
+        every = config.model_copy(update={"algorithm": algorithm.model_copy(update={"down_sampling": "none"})})
+        how: dict[str, Any] = {"has_answer": has_answer, "score": score, "teacher": teacher}
 
         def all_of(some: Sequence[Group]) -> Batch:
-            return make_batch(some, every, rewards, environment, **how, **more)
+            return make_batch(some, every, reward_weights=reward_weights, **how)
 
         if compared is groups:
             return _without(all_of(groups), rows)
@@ -104,7 +100,7 @@ def make_batch(
         advantages = agent_advantages(groups, estimator, algorithm, environment, tokens)
     else:
         tokens["mask"] = batch.sampled
-        advantages = completion_advantages(groups, estimator, algorithm, rewards, tokens=tokens, **how)
+        advantages = completion_advantages(groups, estimator, config, reward_weights, tokens)
     on_tokens = np.where(batch.sampled, advantages, 0.0).astype(np.float32)
     return replace(batch, advantages=on_tokens, group_relative=estimator.group_relative)
 
@@ -189,11 +185,8 @@ def trajectory_rewards(trajectories: Sequence[Trajectory], environment: Environm
 def completion_advantages(
     groups: Sequence[Group],
     estimator: Estimator,
-    algorithm: AlgorithmConfig,
-    rewards: RewardConfig,
-    *,
+    config: GRPOConfig,
     reward_weights: Sequence[float],
-    max_completion_length: int,
     tokens: dict[str, Any],
 ) -> NDArray[np.float64]:
     """`[N, 1]` or `[N, T]` advantages of single answers; the overlong punishment is one more part of weight 1.
@@ -202,9 +195,9 @@ def completion_advantages(
     """
     parts = [np.concatenate([group.reward_parts[name] for group in groups]) for name in groups[0].reward_parts]
     weights = list(reward_weights)
-    if rewards.soft_overlong_cache > 0:
+    if (cache := config.rewards.soft_overlong_cache) > 0:
         lengths = tokens["mask"].sum(axis=1)
-        punishment = soft_overlong_punishment(lengths, max_completion_length, rewards.soft_overlong_cache)
+        punishment = soft_overlong_punishment(lengths, config.sampling.max_completion_length, cache)
         # A completion that no function could score stays unscored: its length alone says nothing about it.
         unscored = np.isnan(np.concatenate([group.rewards for group in groups]))
         parts.append(np.where(unscored, np.nan, punishment))
@@ -214,7 +207,7 @@ def completion_advantages(
         Outcomes(
             np.asarray(combine_rewards(together, np.array(weights))),
             np.repeat(np.arange(len(groups)), sizes),
-            **algorithm.scaling,
+            **config.algorithm.scaling,
             parts=together,
             weights=np.array(weights),
             greedy=np.repeat([group.greedy_reward for group in groups], sizes),

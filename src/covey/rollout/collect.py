@@ -77,7 +77,16 @@ class Collector(Protocol):
         policy_version: int,
         progress: Progress | None = None,
     ) -> Rollout:
-        """See `collect_groups`."""
+        """The rollout.
+
+        Args:
+            prompts: one for each group.
+            settings: how tokens are drawn.
+            num_generations: group size G.
+            streams: for each prompt, the key of its random stream; the sample's index is appended.
+            policy_version: version of the weights that must be sampled from.
+            progress: called with (finished, total) completions.
+        """
         ...
 
     def prepare(self, prompts: Sequence[Prompt], *, num_generations: int, streams: Sequence[tuple[int, ...]]) -> None:
@@ -102,63 +111,44 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnswerCollector(Scoring):
-    """Single answers, scored by reward functions; a `Collector`. For its fields see `collect_groups`."""
+    """Single answers, scored by reward functions; a `Collector`."""
 
-    generator: Generator
-    scorer: Scorer
+    generator: Generator  # who samples
+    scorer: Scorer  # the reward functions with their weights
     decode: Decode
 
-    def __call__(self, prompts: Sequence[Prompt], settings: SamplingSettings, **what: Any) -> Rollout:
-        """See `collect_groups`."""
-        mine: dict[str, Any] = {"generator": self.generator, "scorer": self.scorer, "decode": self.decode}
-        return collect_groups(prompts, settings, **mine, **what)
+    def __call__(
+        self,
+        prompts: Sequence[Prompt],
+        settings: SamplingSettings,
+        *,
+        num_generations: int,
+        streams: Sequence[tuple[int, ...]],
+        policy_version: int,
+        progress: Progress | None = None,
+    ) -> Rollout:
+        """Sample `num_generations` completions for each prompt and score all of them in one call.
 
-
-def collect_groups(
-    prompts: Sequence[Prompt],
-    settings: SamplingSettings,
-    *,
-    generator: Generator,
-    scorer: Scorer,
-    decode: Decode,
-    num_generations: int,
-    streams: Sequence[tuple[int, ...]],
-    policy_version: int,
-    progress: Progress | None = None,
-) -> Rollout:
-    """Sample `num_generations` completions for each prompt and score all of them in one call.
-
-    Args:
-        prompts: one for each group.
-        settings: how tokens are drawn.
-        generator: who samples; see `covey.types.Generator`.
-        scorer: the reward functions with their weights.
-        decode: token ids -> text without special tokens.
-        num_generations: group size G.
-        streams: for each prompt, the key of its random stream; the sample's index is appended.
-        policy_version: version of the weights that must be sampled from.
-        progress: called with (finished, total) completions.
-
-    Raises:
-        GenerationError: from the generator.
-        RewardError: from a reward function; nothing was trained on, so the run can be resumed before this step.
-    """
-    begin = time.perf_counter()
-    requests = [
-        Request(prompt.token_ids, (*stream, sample))
-        for prompt, stream in zip(prompts, streams, strict=True)
-        for sample in range(num_generations)
-    ]
-    completions = generator(requests, settings, policy_version=policy_version, progress=progress)
-    owners = [prompt for prompt in prompts for _ in range(num_generations)]
-    texts = [decode(completion.token_ids.tolist()) for completion in completions]
-    episodes = [Episode.from_completion(*each) for each in zip(owners, completions, texts, strict=True)]
-    sampled = time.perf_counter()
-    rewards, parts = scorer.score(owners, episodes)
-    scored = time.perf_counter()
-    tokens = sum(len(completion.token_ids) for completion in completions)
-    groups = grouped(prompts, episodes, rewards, parts, scorer.feedback(len(episodes)))
-    return Rollout(groups, sampled - begin, scored - sampled, tokens)
+        Raises:
+            GenerationError: from the generator.
+            RewardError: from a reward function; nothing was trained on, so the run can be resumed before this step.
+        """
+        begin = time.perf_counter()
+        requests = [
+            Request(prompt.token_ids, (*stream, sample))
+            for prompt, stream in zip(prompts, streams, strict=True)
+            for sample in range(num_generations)
+        ]
+        completions = self.generator(requests, settings, policy_version=policy_version, progress=progress)
+        owners = [prompt for prompt in prompts for _ in range(num_generations)]
+        texts = [self.decode(completion.token_ids.tolist()) for completion in completions]
+        episodes = [Episode.from_completion(*each) for each in zip(owners, completions, texts, strict=True)]
+        sampled = time.perf_counter()
+        rewards, parts = self.scorer.score(owners, episodes)
+        scored = time.perf_counter()
+        tokens = sum(len(completion.token_ids) for completion in completions)
+        groups = grouped(prompts, episodes, rewards, parts, self.scorer.feedback(len(episodes)))
+        return Rollout(groups, sampled - begin, scored - sampled, tokens)
 
 
 def grouped(
@@ -274,7 +264,7 @@ class AgentCollector:
         self._generator, self.player, self.worlds = generator, player, player.pool
 
     def __call__(self, prompts: Sequence[Prompt], settings: SamplingSettings, **what: Any) -> Rollout:
-        """Play `num_generations` episodes of each task; the arguments are those of `collect_groups`.
+        """Play `num_generations` episodes of each task; the arguments are those of `Collector`.
 
         Raises `GenerationError`: from the generator; `EpisodeError`: not a single episode of the step got as far as a
         turn.

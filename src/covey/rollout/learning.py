@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Required, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,25 @@ from covey.rollout.turns import TurnGenerator
 from covey.types import Batch, BoolArray, Generator, SamplingSettings
 
 FloatNT = NDArray[np.float32]
+
+
+class PassOptions(TypedDict, total=False):
+    """What `Learner.forward_backward` is told besides the batch.
+
+    With a `correction` the old policy of the ratio, and of its clip, is the one before the first pass, also for a stale
+    batch, which older weights have sampled; the factor `min(exp(trainer_old - sampler's), cap)` leads from those to it
+    (decoupled PPO, arXiv 2110.00641). Without, the old policy is the one that sampled.
+    """
+
+    temperature: Required[float]  # of the sampling distribution
+    max_completion_length: Required[int]  # in tokens, for `dr_grpo`
+    reference: FloatNT | None  # `[N, T]` log-probabilities under the reference, for sampled-token KL estimators
+    # `[N, T]` the learner's own log-probabilities under the weights before the first pass over the batch; None on that
+    # pass, where the current ones are these
+    trainer_old: FloatNT | None
+    correction: Correction | None  # truncated importance sampling against the sampler's log-probabilities
+    selected: BoolArray | None  # `[N, T]` what `objective.select` chose in the whole step
+    entropy_coef: float | None  # weight of the entropy bonus where it is another one in each step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,24 +124,13 @@ class Learner(Protocol):
         *,
         temperature: float,
         reference: bool = False,
-        teacher: bool | str = False,
+        teacher: str = "",
         entropy: bool = False,
         states: bool = False,
     ) -> tuple[FloatNT, Any]: ...
 
     def forward_backward(
-        self,
-        batch: Batch,
-        rows: NDArray[np.int64],
-        objective: Objective,
-        *,
-        temperature: float,
-        max_completion_length: int,
-        reference: FloatNT | None = None,
-        trainer_old: FloatNT | None = None,
-        correction: Correction | None = None,
-        selected: BoolArray | None = None,
-        entropy_coef: float | None = None,
+        self, batch: Batch, rows: NDArray[np.int64], objective: Objective, **options: Unpack[PassOptions]
     ) -> Gradients: ...
 
     def optim_step(self, learning_rate: float) -> float: ...
@@ -143,8 +151,8 @@ def loss_weights(batch: Batch, objective: Objective, max_completion_length: int)
     def weights(mask: BoolArray, aggregation: str) -> FloatNT:
         return np.asarray(token_weights(mask, count_step(mask), aggregation, max_completion_length), np.float32)
 
-    own = None if objective.kl_aggregation is None else weights(batch.sampled, objective.kl_aggregation)
-    return weights(batch.mask, objective.aggregation), own
+    own = None if objective.loss.kl_aggregation is None else weights(batch.sampled, objective.loss.kl_aggregation)
+    return weights(batch.mask, objective.loss.aggregation), own
 
 
 def entropy_weights(batch: Batch, objective: Objective) -> FloatNT | None:
@@ -159,7 +167,7 @@ def teacher_logprobs(batch: Batch, objective: Objective) -> FloatNT | None:
     """`[N, T]` log-probabilities under the teacher, NaN where its term has no token; None where there is no term."""
     if batch.teacher is None or objective.teacher is None:
         return None
-    covered = batch.mask if objective.kl_aggregation is None else batch.sampled
+    covered = batch.mask if objective.loss.kl_aggregation is None else batch.sampled
     found = np.where(covered, batch.teacher.logprobs, np.float32(np.nan))
     found[:, : objective.teacher.skip] = np.nan
     return found
@@ -171,7 +179,7 @@ def rows_with_gradient(batch: Batch, objective: Objective) -> NDArray[np.int64]:
     A row without an active token adds nothing, unless masks leave the KL alone. A row with advantage 0 (a tied group)
     adds nothing unless a KL, an entropy term or a teacher's acts on it, or the loss says that it does.
     """
-    if objective.beta > 0 and objective.kl_aggregation is not None:
+    if objective.beta > 0 and objective.loss.kl_aggregation is not None:
         return np.flatnonzero(batch.sampled.any(axis=1))
     active = batch.mask.any(axis=1)
     if not objective.needs_every_row:

@@ -102,7 +102,7 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(path: str | Path, *, run_id: str | None = None, verify: bool = True) -> Checkpoint:
+def load_checkpoint(path: str | Path, *, run_id: str | None = None) -> Checkpoint:
     """Read a checkpoint.
 
     Raises:
@@ -110,7 +110,7 @@ def load_checkpoint(path: str | Path, *, run_id: str | None = None, verify: bool
             that is good, if there is one beside it.
     """
     folder = Path(path)
-    if problem := folder_problem(folder, hashes=verify):
+    if problem := folder_problem(folder):
         raise CheckpointError(f"checkpoint {folder}: {problem}; {_advice(folder)}")
     try:
         document = json.loads((folder / "state.json").read_text(encoding="utf-8"), object_hook=_from_json)
@@ -400,10 +400,8 @@ def source_hashes(config: GRPOConfig) -> dict[str, str]:
         return {setting: sampled_hash(files) for setting, files in found.items() if files}
 
 
-def changed_settings(checkpoint: Checkpoint, config: GRPOConfig, *, adapter_given: bool = False) -> list[str]:
-    """Sentences on the settings, and the files, that are not those that the checkpoint was made with. Of an adapter
-    that was passed as an object the weights' shapes decide, since version 0.1.0 did not write its settings.
-    """
+def changed_settings(checkpoint: Checkpoint, config: GRPOConfig) -> list[str]:
+    """Sentences on the settings, and the files, that are not those that the checkpoint was made with."""
     before, changed = checkpoint.state.get("settings", {}), []
     with damage_explained(checkpoint):
         sources, present = dict(checkpoint.state.get("sources", {})), source_hashes(config)
@@ -418,8 +416,7 @@ def changed_settings(checkpoint: Checkpoint, config: GRPOConfig, *, adapter_give
                 if was == value or name in free:
                     continue
                 changed.append(f"{section}.{name} {was!r:.60} -> {value!r:.60}")
-                refused = name in _SHAPE.get(section, ()) and f"{section}.{name}" not in moved
-                if refused and not (adapter_given and name.startswith("lora_")):
+                if name in _SHAPE.get(section, ()) and f"{section}.{name}" not in moved:
                     raise ConfigError(
                         f"{section}.{name}={value!r:.80}: the checkpoint {checkpoint.path} was made with {was!r:.80}; "
                         f"resume with that, or start a new run in another run.output_dir"

@@ -103,13 +103,9 @@ def evaluate(
     return Evaluation(metrics, rollout, correct)
 
 
-def kind_of(prompt: Prompt) -> str:
-    """What sort of question a row is: its column `kind`, or a world's `type`; empty where it names none."""
-    return str(prompt.columns.get("kind", prompt.columns.get("type", "")))
-
-
 def accuracy_by_kind(rollout: Rollout, correct: BoolArray) -> dict[str, float]:
-    """`eval/accuracy/<kind>` and its interval for each kind of question, so that a mean cannot hide one that fails.
+    """`eval/accuracy/<kind>` and its interval for each kind of question, so that a mean cannot hide one that fails. The
+    kind is a row's column `kind`, or a world's `type`; rows that have neither do not count.
 
     Args:
         rollout: groups of an evaluation.
@@ -117,7 +113,8 @@ def accuracy_by_kind(rollout: Rollout, correct: BoolArray) -> dict[str, float]:
     """
     sizes = [len(group.rewards) for group in rollout.groups]
     judged = judged_completions(rollout)
-    kinds = np.repeat([kind_of(group.prompt) for group in rollout.groups], sizes)[judged]
+    columns = [group.prompt.columns for group in rollout.groups]
+    kinds = np.repeat([str(own.get("kind", own.get("type", ""))) for own in columns], sizes)[judged]
     correct = correct[judged]
     names = sorted(set(kinds.tolist()) - {""})
     metrics: dict[str, float] = {}

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from covey.distributed.sharded_learner import (
     training_bytes,
 )
 from covey.distributed.sliced import SlicedPolicy, read_in_slices
+from covey.distributed.start import needing_ray
 from covey.errors import ClusterLostError, ConfigError, CoveyError, ModelError
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.backend import PyTorchBackend
@@ -277,21 +279,11 @@ def _launcher(
 def _cluster(config: GRPOConfig, arguments: Sequence[str], say: Callable[[str], None]) -> Any:
     """The Ray cluster that starts the ranks, None where there is none."""
     address = config.distributed.ray_address
-    if address == "local":
+    if address == "local" or (address == "auto" and util.find_spec("ray") is None):
         return None
-    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # see `covey.distributed.start`
-    try:
+    with needing_ray(f"distributed.ray_address={address!r:.200}", "auto"):
         from covey.distributed.ray_cluster import join
         from covey.distributed.ray_launch import RayRanks
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
-        if address == "auto":
-            return None
-        raise ConfigError(
-            f"distributed.ray_address={address!r:.200}: Ray is not installed; run pip install 'covey[ray]', or "
-            "leave it out"
-        ) from error
     return RayRanks(config, arguments, run, say) if join(address) else None
 
 

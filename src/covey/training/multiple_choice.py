@@ -13,24 +13,9 @@ from covey.observe.choices import Answered
 from covey.training.evaluate import EVALUATION_STREAM
 from covey.training.setup import sampling_settings
 from covey.training.trainer import GRPOTrainer
-from covey.types import Batch, Completion, Episode, IntArray, Progress, Prompt, Request, SamplingSettings
+from covey.types import Batch, Completion, Episode, IntArray, Progress, Prompt, Request
 
 _QUESTIONS_AT_ONCE = 32
-
-
-@runtime_checkable
-class Scores(Protocol):
-    """An engine that samples from prompts and scores continuations of them in one call; `Engine.sample_and_score`."""
-
-    def sample_and_score(
-        self,
-        requests: Sequence[Request],
-        settings: SamplingSettings,
-        *,
-        policy_version: int,
-        continuations: Sequence[IntArray],
-        progress: Progress | None = None,
-    ) -> tuple[list[Completion], NDArray[np.float64]]: ...
 
 
 @runtime_checkable
@@ -61,7 +46,7 @@ def answer_choices(
     if not 0 <= rotations < fewest:
         raise ConfigError(f"rotations={rotations}: questions with {fewest} options have 0 to {fewest - 1}")
     letters = sorted({letter for row in rows for letter in row["options"]})
-    both = isinstance(trainer.engine, Scores)
+    both = hasattr(trainer.engine, "sample_and_score")
     total = len(rows) * (1 + rotations + (not both))
 
     def told(before: int) -> Progress | None:
@@ -126,8 +111,8 @@ def _texts_and_probabilities(
     """What `_texts` and `letter_probabilities` say, of prompts that are computed once for both."""
     prompts, args = trainer.eval_prompts, trainer.args
     requests = [Request(p.token_ids, (args.run.seed, EVALUATION_STREAM, n, 0)) for n, p in enumerate(prompts)]
-    assert isinstance(trainer.engine, Scores)
-    completions, logp = trainer.engine.sample_and_score(
+    engine: Any = trainer.engine
+    completions, logp = engine.sample_and_score(
         requests,
         sampling_settings(args, trainer.policy, args.evaluation.eval_temperature),
         policy_version=trainer.state.policy_version,

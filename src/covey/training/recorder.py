@@ -66,7 +66,6 @@ class Run(Source, Protocol):
     length: RunLength
     best_metric: str
     only_in_memory: bool
-    adapter_given: bool
     data: Data
     estimator: Estimator
     prompts: list[Prompt]
@@ -374,7 +373,7 @@ class Recorder:
             return
         checkpoint = load_checkpoint(path, run_id=folder.run_id)
         state = checked_state(checkpoint, self._learner.tensors(), run.best_metric)
-        self._notes += changed_settings(checkpoint, run.args, adapter_given=run.adapter_given)
+        self._notes += changed_settings(checkpoint, run.args)
         self._notes += lost_lines(folder, checkpoint, run.args)
         with damage_explained(checkpoint):
             run.phases.restore(checkpoint.state["plan"])

@@ -26,6 +26,7 @@ from covey.distributed.replicated import SharedPacks
 from covey.errors import CheckpointError, ConfigError, RunFolderError
 from covey.files import folder_problem
 from covey.observe.run_folder import RunFolder, collect_versions, table_name
+from covey.rollout.batching import make_batch
 from covey.rollout.learning import Learner, TrainedPolicy
 from covey.training import setup
 from covey.training.checkpoint import (
@@ -38,7 +39,7 @@ from covey.training.checkpoint import (
     restore_random,
 )
 from covey.training.schedule import Elapsed, TrainerState
-from covey.training.step import scorer, step_batch, step_update
+from covey.training.step import scorer, step_update
 from covey.training.tables import StoredStep, read_step
 from covey.training.teaching import make_teacher
 from covey.training.update import Update
@@ -285,7 +286,7 @@ class _Rerun:
             if how.context != "none":
                 said = f"algorithm.teacher.context={how.context!r}: contexts are not stored; replay a run without one"
                 raise RunFolderError(f"step {facts.step} was trained on the teacher's distributions; {said}")
-        batch = step_batch(
+        batch = make_batch(
             stored.groups,
             config,
             reward_weights=config.rewards.reward_weights or [1.0] * len(stored.groups[0].reward_parts),

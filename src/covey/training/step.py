@@ -1,4 +1,4 @@
-"""What a step does with its groups: a batch, and the update on it. The trainer's loop and a replay share this."""
+"""What a step does with its batch: who scores it, and the update on it. The trainer's loop and a replay share this."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 
 from covey.config.effects import another_program_samples
 from covey.config.whole import GRPOConfig
-from covey.rollout.batching import Score, agent_advantages, chosen, make_batch, spread_over
+from covey.rollout.batching import Score, agent_advantages, chosen, spread_over
 from covey.rollout.learning import Learner
-from covey.rollout.scoring import HasAnswer
 from covey.training.schedule import ResolvedPhase, TrainerState
 from covey.training.setup import RunLength, algorithm_in
 from covey.training.update import Pass, Update, update
-from covey.types import Batch, Group, Teacher
+from covey.types import Batch, Group
 
 log = logging.getLogger(__name__)
 
@@ -36,29 +35,6 @@ def scorer(learner: Learner, temperature: float) -> Score:
         return learner.scores(batch, rows, temperature=temperature / sharper, reference=reference)[0]
 
     return score
-
-
-def step_batch(
-    groups: Sequence[Group],
-    args: GRPOConfig,
-    *,
-    reward_weights: Sequence[float],
-    has_answer: HasAnswer,
-    score: Score | None,
-    teacher: Teacher | None = None,
-) -> Batch:
-    """The groups with their advantages and masks, as they are trained on; see `make_batch`."""
-    return make_batch(
-        groups,
-        args.algorithm,
-        args.rewards,
-        args.environment,
-        reward_weights=reward_weights,
-        max_completion_length=args.sampling.max_completion_length,
-        has_answer=has_answer,
-        score=score,
-        teacher=teacher,
-    )
 
 
 def episode_credit(groups: Sequence[Group], args: GRPOConfig) -> NDArray[np.float32] | None:

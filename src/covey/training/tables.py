@@ -10,20 +10,20 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.algorithms import LossInputs, Objective, mismatch_correction, policy_loss
+from covey.algorithms import LossInputs, Objective, policy_loss
 from covey.algorithms.arrays import masked
 from covey.config.run import RunConfig
 from covey.errors import RunFolderError
 from covey.files import explained, open_regular
 from covey.rollout.batching import segment_of_token
-from covey.rollout.learning import entropy_weights, loss_weights, rows_with_gradient
+from covey.rollout.learning import loss_weights, rows_with_gradient
 from covey.rollout.scoring import HasAnswer
 from covey.training.update import Pass
 from covey.types import Batch, BoolArray, Episode, FinishReason, Group, Prompt, Support, Taught, Trajectory, Turn
@@ -268,69 +268,52 @@ def token_columns(done: Pass, chosen: NDArray[np.int64] | None = None) -> dict[s
     """The numbers of every token of a pass, `[N, T]` each; 0 in rows that were not run, or not chosen."""
     import torch
 
-    options, objective, batch = done.options, done.objective, done.batch
+    from covey.pytorch.pack_loss import StepLoss
+
+    objective, batch, gradients = done.objective, done.batch, done.gradients
     numbers = done.rows if chosen is None else chosen
-    rows = torch.as_tensor(numbers)
+    rows, options = torch.as_tensor(numbers), done.options
+    weights = loss_weights(batch, objective, options["max_completion_length"])
 
     def of(values: Any) -> Any:
-        return None if values is None else torch.as_tensor(np.asarray(values))[rows].to(torch.float64)
+        if values is None:
+            return None
+        found = torch.as_tensor(np.asarray(values))[rows]
+        return found if found.dtype == torch.bool else found.to(torch.float64)
 
-    mask = torch.as_tensor(batch.mask)[rows]
-    logp = of(done.gradients.logp).requires_grad_()
-    weights, kl_weights = (of(each) for each in loss_weights(batch, objective, options["max_completion_length"]))
-    bonus = of(entropy_weights(batch, objective))
-    own = [each.requires_grad_() for each in (weights, kl_weights, bonus) if each is not None]
-    old = sampler = of(batch.old_logprobs)
-    factor = None
-    if options.get("correction") is not None:
-        old = logp.detach() if options.get("trainer_old") is None else of(options["trainer_old"])
-        counted = mask if kl_weights is None else mask | (kl_weights.detach() > 0)
-        factor = mismatch_correction(old, sampler, counted, *astuple(options["correction"]))
-    ref, advantages, uncertainty = of(options.get("reference")), of(batch.advantages), of(done.gradients.entropy)
-    over_vocabulary = of(done.gradients.kl)
-    selected = None if options.get("selected") is None else torch.as_tensor(options["selected"])[rows]
-    terms = policy_loss(
-        logp,
-        old,
-        advantages,
-        mask,
-        weights,
-        objective,
-        ref=ref,
-        kl=over_vocabulary,
-        entropy=uncertainty,
-        correction=factor,
-        kl_weights=kl_weights,
-        sampler=sampler,
-        selected=selected,
-        entropy_coef=options.get("entropy_coef"),
-        entropy_weights=bonus,
-    )
+    logp, uncertainty = of(gradients.logp).requires_grad_(), of(gradients.entropy)
+    given = StepLoss(batch, objective, *weights, options, rows.device).arguments(of, logp)
+    over_vocabulary = of(gradients.divergence if gradients.kl is None else gradients.kl)
+    averages = ("weights", "kl_weights", "entropy_weights")
+    own = [given[name].requires_grad_() for name in averages if given[name] is not None]
+    terms = policy_loss(logp, **given, kl=over_vocabulary, entropy=uncertainty)
     slope, *by_weight = torch.autograd.grad(terms.loss, [logp, *own], allow_unused=True, materialize_grads=True)
+    old, sampler, mask = given["old"], given["sampler"], given["mask"]
     with torch.no_grad():
-        loss = sum(weight * each for weight, each in zip(own, by_weight, strict=True))
-        own_logp, before, given, spread, theirs = (
-            masked(values, mask) for values in (logp, old, advantages, uncertainty, sampler)
+        loss = sum(weight * slopes for weight, slopes in zip(own, by_weight, strict=True))
+        own_logp, before, advantages, entropy, theirs = (
+            masked(x, mask) for x in (logp, old, given["advantages"], uncertainty, sampler)
         )
-        inputs = LossInputs(own_logp, before, given, mask, spread, theirs, factor, selected)
+        chosen_by = given["correction"], given["selected"]
+        inputs = LossInputs(own_logp, before, advantages, mask, entropy, theirs, *chosen_by)
         surrogate = objective.loss.surrogate(inputs, dict(objective.parameters))
         found = {
-            "advantage": advantages,
+            "advantage": given["advantages"],
             "sampler_logp": sampler,
             "logp": logp,
             "ratio": surrogate.ratio,
             "clipped": surrogate.low | surrogate.high,
-            "weight": weights,
+            "weight": given["weights"],
             "loss": loss,
             "gradient": slope,
             "entropy": uncertainty,
         }
         if batch.teacher is not None:
             found["teacher_logp"] = of(batch.teacher.logprobs)
-        if over_vocabulary is not None:
+        if gradients.kl is not None:
             found["kl"] = over_vocabulary
-        elif ref is not None:
-            found["kl"] = objective.estimate_kl(logp, ref, old, mask)
+        elif given["ref"] is not None:
+            found["kl"] = objective.estimate_kl(logp, given["ref"], old, mask)
     whole = {name: np.zeros(batch.mask.shape) for name in found}
     for name, values in found.items():
         whole[name][numbers] = values.detach().to(torch.float64).numpy()

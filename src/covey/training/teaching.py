@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -23,32 +23,6 @@ if TYPE_CHECKING:
     from covey.training.remote_teacher import TeacherServer
 else:  # which most runs do not have
     (remote_teacher,) = later("covey.training", "remote_teacher")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ViewTeacher:
-    """A `Teacher`, or several: each has views of its rows, who scores them, and the name of its weights there (False =
-    the policy's own).
-    """
-
-    voices: Sequence[tuple[Views, Learner | TeacherServer, str | bool]]
-    temperature: float
-    states: bool
-
-    def __call__(self, groups: Sequence[Group], batch: Batch) -> Taught:
-        """Log-probabilities under the sampling distribution's temperature and kept ids."""
-        began, too_long = time.perf_counter(), 0
-        found, states = np.full(batch.mask.shape, np.nan, np.float32), None
-        how: dict[str, Any] = {"temperature": self.temperature, "states": self.states}
-        for views_of, scorer, weights in self.voices:
-            views, longer = views_of(groups)
-            too_long += longer
-            rows = np.array([n for n, view in enumerate(views) if view is not None], np.int64)
-            if len(rows):
-                seen = tuple(view or own for view, own in zip(views, batch.episodes, strict=True))
-                scores, states = scorer.scores(replace(batch, episodes=seen), rows, teacher=weights, **how)
-                found[rows] = np.where(batch.sampled[rows], scores[rows], np.nan)
-        return Taught(found, too_long, time.perf_counter() - began, states)
 
 
 def open_servers(config: GRPOConfig, tokenizer: Any) -> dict[str, TeacherServer]:
@@ -74,7 +48,8 @@ def make_teacher(
     def render(content: Any) -> Any:
         return tokenize_prompt(content, policy.tokenizer, kwargs)
 
-    voices: list[Any] = []
+    # of each its views of the rows, who scores them, and the name of its weights there; "" = the policy's own
+    voices: list[tuple[Views, Learner | TeacherServer, str]] = []
     for name, source in how.sources.items():
         server = servers.get(source.weights)
         holders: tuple[Any, ...] = policy, server, getattr(policy, "teachers", {}).get(source.weights)
@@ -83,9 +58,25 @@ def make_teacher(
         def serves(group: Group, name: str = name) -> bool:
             return how.name_of(group.prompt.columns) == name
 
-        views = Views(source, render, longest, serves)
-        voices.append((views, server or learner, source.weights != "live" and source.weights))
-    return ViewTeacher(voices, temperature, how.over_vocabulary)
+        weights = "" if source.weights == "live" else source.weights
+        voices.append((Views(source, render, longest, serves), server or learner, weights))
+    scoring: dict[str, Any] = {"temperature": temperature, "states": how.over_vocabulary}
+
+    def teach(groups: Sequence[Group], batch: Batch) -> Taught:
+        """Log-probabilities under the sampling distribution's temperature and kept ids."""
+        began, too_long = time.perf_counter(), 0
+        found, states = np.full(batch.mask.shape, np.nan, np.float32), None
+        for views_of, scorer, weights in voices:
+            views, longer = views_of(groups)
+            too_long += longer
+            rows = np.array([n for n, view in enumerate(views) if view is not None], np.int64)
+            if len(rows):
+                seen = tuple(view or own for view, own in zip(views, batch.episodes, strict=True))
+                scores, states = scorer.scores(replace(batch, episodes=seen), rows, teacher=weights, **scoring)
+                found[rows] = np.where(batch.sampled[rows], scores[rows], np.nan)
+        return Taught(found, too_long, time.perf_counter() - began, states)
+
+    return teach
 
 
 def measured(config: GRPOConfig, batch: Batch, groups: Sequence[Group]) -> dict[str, float]:

@@ -44,6 +44,7 @@ from covey.types import Batch, Group, Progress, Prompt
 
 if TYPE_CHECKING:
     from covey.environments.base import World
+    from covey.rollout import batching
     from covey.rollout import collect as collecting
     from covey.rollout.collect import Collector, Rollout
     from covey.rollout.learning import Learner, Sampler
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from covey.training.recorder import Recorder
     from covey.training.update import Update
 else:  # worlds, which most runs do not have, and the parts of a step: many trainers are never trained
-    (collecting,) = later("covey.rollout", "collect")
+    batching, collecting = later("covey.rollout", "batching collect")
     agents, judging, prefetch, recording, step, tables, teaching = later(
         "covey.training", "agents evaluate prefetch recorder step tables teaching"
     )
@@ -182,8 +183,7 @@ class GRPOTrainer:
         self.phases = setup.phase_plan(args)
         self.length = setup.run_length(args, self.phases, len(self.data.train))
         self.policy = backend.make_policy(args, model, processing_class, peft_config)
-        self.adapter_given = peft_config is not None or hasattr(model, "peft_config")
-        if self.adapter_given:
+        if peft_config is not None or hasattr(model, "peft_config"):
             self.args = args = setup.with_adapter(args, self.policy)
         if ref_model is not None:
             self.policy.reference.hold(ref_model)
@@ -354,7 +354,7 @@ class GRPOTrainer:
     def make_batch(self, groups: Sequence[Group], phase: ResolvedPhase) -> Batch:
         """The groups as a batch with advantages and masks, for the settings of the phase."""
         teacher = teaching.make_teacher(self.args, self.policy, self.learner, phase.temperature, self._servers)
-        return step.step_batch(
+        return batching.make_batch(
             groups,
             self.args,
             reward_weights=self.data.scorer.weights.tolist(),

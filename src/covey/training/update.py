@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from covey.algorithms import Objective, mean_metrics
 from covey.algorithms.masks import masks_by_policy, policy_masks
 from covey.config.algorithm import AlgorithmConfig
-from covey.rollout.learning import FloatNT, Gradients, Learner, rows_with_gradient, teacher_logprobs
+from covey.rollout.learning import FloatNT, Gradients, Learner, PassOptions, rows_with_gradient, teacher_logprobs
 from covey.training.schedule import TrainerState
 from covey.types import Batch, BoolArray
 
@@ -60,7 +60,7 @@ class Pass:
     rows: NDArray[np.int64]
     objective: Objective
     gradients: Gradients
-    options: Mapping[str, Any]
+    options: PassOptions
 
 
 class _Views:
@@ -224,7 +224,7 @@ def _pass(
     rows = rows_with_gradient(trained, views.objective)
     if len(rows) == 0:
         return None
-    options: dict[str, Any] = {
+    options: PassOptions = {
         "temperature": temperature,
         "max_completion_length": longest,
         "reference": _at(views.reference, part),

@@ -47,8 +47,13 @@ class Engine:
         context_length: most tokens of prompt and completion together; default: what the model was built for.
         dtype: of the copy and of the computation; default: the model's. Probabilities are float32 always.
         device: of the copy; default: the model's.
-        runner: how the model is run, see `runner`; default: the first way that computes what the model itself does.
-            With it no weights are taken at construction, and those of `model` need not be there.
+        runner: how the model is run, "fast", "general" or "recompute"; default: the first way that computes what the
+            model itself does. With it no weights are taken at construction, and those of `model` need not be there.
+
+    Attributes:
+        policy_version: of the weights held; -1 after `release`, and after a `publish` that did not finish.
+        max_batch_size: fewer than were asked for once memory has run out.
+        runner: how the model is run.
 
     Raises `ModelError`: the model cannot be run, or `context_length` exceeds the model's.
     """
@@ -70,7 +75,7 @@ class Engine:
         held = next(p for p in model.parameters() if p.is_floating_point())
         self._device = torch.device(device) if device is not None else held.device
         self._dtype = dtype or computing_dtype(model)
-        self._tokenizer, self._max_batch_size = tokenizer, max_batch_size
+        self._tokenizer, self.max_batch_size = tokenizer, max_batch_size
         self.context_length = _context_length(model, context_length)
         self._session: Session[TorchDevice] | None = None
         self._runner, why = choose_runner(model, self._dtype, self._device, runner)
@@ -80,38 +85,23 @@ class Engine:
         if is_emulated(multiplied, self._device):
             _LOG.warning("sampling in %s, for which this processor has no instructions: float32 is faster", multiplied)
         self._cache = KVCache(self._runner.layer_shapes, kv_cache_bytes, self._dtype, self._device)
-        self._version = NO_VERSION if runner else 0
+        self.policy_version, self.runner = NO_VERSION if runner else 0, self._runner.name
 
     @property
     def last_stats(self) -> GenerationStats:
         return GenerationStats() if self._session is None else self._session.stats()
 
-    @property
-    def policy_version(self) -> int:
-        """Version of the weights held; -1 after `release`, and after a `publish` that did not finish."""
-        return self._version
-
-    @property
-    def max_batch_size(self) -> int:
-        """Fewer than were asked for once memory has run out."""
-        return self._max_batch_size
-
-    @property
-    def runner(self) -> str:
-        """How the model is run: "fast", "general" or "recompute"."""
-        return self._runner.name
-
     def publish(self, weights: Weights) -> None:
         """Take weights, adapters merged, in place of those held: of the model that the engine was built from, or one of
         equal shape, as PyTorch tensors. Their version must be asked for in the calls that follow.
         """
-        self._version = NO_VERSION  # until all of it has arrived: a broken copy must not be sampled from
+        self.policy_version = NO_VERSION  # until all of it has arrived: a broken copy must not be sampled from
         self._runner.load(weights.tensors())
-        self._version = weights.version
+        self.policy_version = weights.version
 
     def release(self) -> None:
         """Give back what memory can be given back until the next `publish`, which must come before the next call."""
-        self._version = NO_VERSION
+        self.policy_version = NO_VERSION
         self._runner.release()
         if self._device.type != "cpu":  # there new pages take longer than they are worth
             self._cache.give_back()
@@ -208,7 +198,7 @@ class Engine:
         Raises `GenerationError`: other weights are held, or not even one conversation fits the cache.
         """
         session = self._open(settings, policy_version)
-        rows = min(rows, self._max_batch_size)
+        rows = min(rows, self.max_batch_size)
         session.device.reserve(rows, own_tokens, settings.max_tokens, max(prompt_lengths, default=1))
         return session
 
@@ -223,25 +213,25 @@ class Engine:
         weights are held, or not even one completion fits.
         """
         session = self._open(settings, policy_version)
-        session.device.reserve_to_serve(min(rows, self._max_batch_size), own_tokens)
+        session.device.reserve_to_serve(min(rows, self.max_batch_size), own_tokens)
         return session
 
     def _halve(self, error: BaseException) -> None:
-        rows = min(self._cache.slots, self._max_batch_size)
+        rows = min(self._cache.slots, self.max_batch_size)
         if rows <= 1:
             raise GenerationError(
                 "memory runs out with one completion at a time; use a smaller model, a smaller sampling.kv_cache_gb or "
                 "shorter completions (sampling.max_completion_length)"
             ) from error
-        self._max_batch_size = rows // 2
+        self.max_batch_size = rows // 2
         self._session = None  # which holds what was computed
         self._cache.give_back()
         said = "out of memory (%s): the completions are sampled again, at most %d at a time"
-        _LOG.warning(said, str(error).splitlines()[0], self._max_batch_size)
+        _LOG.warning(said, str(error).splitlines()[0], self.max_batch_size)
 
     def _open(self, settings: SamplingSettings, policy_version: int) -> Session[TorchDevice]:
-        check_call(settings, policy_version, held=self._version, tokenizer=self._tokenizer)
-        device = TorchDevice(self._runner, self._cache, self._max_batch_size, self.context_length, self._device)
+        check_call(settings, policy_version, held=self.policy_version, tokenizer=self._tokenizer)
+        device = TorchDevice(self._runner, self._cache, self.max_batch_size, self.context_length, self._device)
         self._session = Session(device, settings, policy_version=policy_version, tokenizer=self._tokenizer)
         return self._session
 

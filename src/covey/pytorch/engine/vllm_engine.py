@@ -57,7 +57,9 @@ _MEMORY = ("out of memory", "no available memory", "free memory", "kv cache", "r
 
 
 class VLLMEngine:
-    """A `Sampler` with vLLM; `ConfigError` if it is not installed, refuses the settings, or has too little memory."""
+    """A `Sampler` with vLLM; `ConfigError` if it is not installed, refuses the settings, or has too little memory. Its
+    `policy_version` is that of the weights held, -1 after `release`.
+    """
 
     runner = "vllm"
 
@@ -85,7 +87,7 @@ class VLLMEngine:
         weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
         self._adapter: Any = None
         self._numbers = itertools.count(1)
-        self._version, self._asleep = NO_VERSION, False
+        self.policy_version, self._asleep = NO_VERSION, False
         bare_model(model).config.save_pretrained(str(self._scratch / "tokenizer"))  # type: ignore[operator, union-attr]
         save_tokenizer(tokenizer, self._scratch / "tokenizer")
         arguments: dict[str, Any] = {
@@ -123,14 +125,9 @@ class VLLMEngine:
     def last_stats(self) -> GenerationStats:
         return GenerationStats() if self._session is None else self._session.stats()
 
-    @property
-    def policy_version(self) -> int:
-        """Version of the weights held; -1 after `release`."""
-        return self._version
-
     def publish(self, weights: Weights) -> None:
         """Take an adapter or all weights, and forget what was computed; `ModelError` if vLLM then holds others."""
-        self._version = NO_VERSION
+        self.policy_version = NO_VERSION
         if self._asleep:
             self._llm.wake_up()
             self._asleep = False
@@ -139,11 +136,11 @@ class VLLMEngine:
         else:
             self._load_weights(weights.tensors())
         self._engine.reset_prefix_cache()
-        self._version = weights.version
+        self.policy_version = weights.version
 
     def release(self) -> None:
         """Sleep until the next `publish`; on a CPU vLLM keeps its memory."""
-        self._version = NO_VERSION
+        self.policy_version = NO_VERSION
         if self._sleeps and not self._asleep:
             self._llm.sleep(level=1)
             self._asleep = True
@@ -185,7 +182,7 @@ class VLLMEngine:
         return self._open(settings, policy_version, own_tokens)
 
     def _open(self, settings: SamplingSettings, policy_version: int, own_tokens: int) -> Session[VLLMDevice]:
-        check_call(settings, policy_version, held=self._version, tokenizer=self._tokenizer)
+        check_call(settings, policy_version, held=self.policy_version, tokenizer=self._tokenizer)
         if settings.keep_support:
             raise GenerationError(f"vLLM cannot keep supports; set algorithm.keep_sampling_mask to false, {INSTEAD}")
         if self._session is not None:

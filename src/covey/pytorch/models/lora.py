@@ -124,17 +124,14 @@ class LeanLoraLinear(PeftLoraLinear):  # type: ignore[misc]
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
         name = self.plain_adapter()
-        if name is None or args or kwargs or self._of_other_type(x):
+        dtype = torch.float32 if isinstance(self.base_layer, NarrowLinear) else self.base_layer.weight.dtype
+        if name is None or args or kwargs or x.dtype != dtype:
             out: Tensor = super().forward(x, *args, **kwargs)
             return out
         a, b, base = self.lora_A[name].weight, self.lora_B[name].weight, self.base_layer
         flat = x.reshape(-1, x.shape[-1])
         lean: Tensor = cast(Any, _LoraFunction).apply(flat, base.weight, base.bias, a, b, self.scaling[name])
         return lean.view(*x.shape[:-1], lean.shape[-1])
-
-    def _of_other_type(self, x: Tensor) -> bool:
-        narrow = isinstance(self.base_layer, NarrowLinear)
-        return x.dtype != (torch.float32 if narrow else self.base_layer.weight.dtype)
 
     def factors(self) -> Factors | None:
         """Those of the one plain adapter that is active, detached."""
