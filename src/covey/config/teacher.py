@@ -73,6 +73,12 @@ class TeacherSource(Section, frozen=True):
         """Of the dataset, with what the teacher reads."""
         return [name for one in self.choices for _, name in one if name]
 
+    @staticmethod
+    def says(columns: Mapping[str, object], name: str) -> str:
+        """What a column of the dataset says; empty where there is nothing but white space."""
+        text = "" if (value := columns.get(name)) is None else str(value)
+        return text if text.strip() else ""
+
     @property
     def text(self) -> str:
         """The template."""
@@ -97,6 +103,12 @@ class TeacherSource(Section, frozen=True):
             yield f"weights={self.weights!r}: there is no such file or folder; give one, a hub id, ema, base or live"
         if self.template is not None and (self.context == "none" or "{context}" not in self.template):
             yield f"template={self.template!r:.80}: needs {{context}} in it, and a context to put there; set context"
+        kinds, said = {kind for one in self.choices for kind, _ in one}, f"context={self.context!r}"
+        for kind, text in self.around.items():
+            if kind not in kinds or "{context}" not in text:
+                yield f"around.{kind}={text!r:.80} with {said}: it needs {{context}} in it, and {kind} in the context"
+        if self.success != 1 and not kinds & {"solution", "feedback"}:
+            yield f"success={self.success} with {said}: no effect; set context to solution or feedback"
 
 
 class TeacherConfig(TeacherSource, frozen=True):
@@ -174,17 +186,25 @@ class TeacherConfig(TeacherSource, frozen=True):
         if self.over_vocabulary and (self.teachers or self.is_remote):
             which = "several teachers" if self.teachers else f"weights={self.weights!r}"
             yield f"{which} with estimator='exact': it takes one teacher, in this process; set estimator to k1+"
-        if self.discount and self.use not in ("sum", "position"):
-            yield f"discount={self.discount} with use={self.use!r}: it has no effect; set use to sum or position"
-        if self.task_coef != 1 and self.use in ("reweigh", "gate"):
-            yield f"task_coef={self.task_coef} with use={self.use!r}: it has no effect; set use to sum or loss"
-        if self.clip is not None and self.use == "loss":
-            yield f"clip={self.clip} with use='loss': it has no effect; remove it"
+        if self.coef == 0 == self.task_coef:
+            yield "coef=0.0 with task_coef=0.0: nothing would be learnt; raise one of them"
         if self.estimator in _REFUSED:
             yield f"estimator={self.estimator!r}: as a loss {_REFUSED[self.estimator]}"
-        any_loss, over_all = ("estimator", "ratio_cap"), ("beta", "top_k", "tail")
-        for name in any_loss * (self.use != "loss") + over_all * (not self.over_vocabulary):
-            if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                yield f"{name}={value!r}: no effect; set use to loss{', estimator to exact' * (name in over_all)}"
+        has_average, use = any(source.weights == "ema" for source in self.sources.values()), self.use
+        for names, acts, instead in (
+            ("ema_decay update_steps", has_average, "weights to ema"),
+            ("coef", use != "reweigh", "use to another one"),
+            ("task_coef", use not in ("reweigh", "gate"), "use to sum or loss"),
+            ("discount", use in ("sum", "position"), "use to sum or position"),
+            ("clip", use != "loss", "use to sum"),
+            ("reweigh_share reweigh_range", use == "reweigh", "use to reweigh"),
+            ("gate_slope", use == "gate", "use to gate"),
+            ("position_slope", use == "position", "use to position"),
+            ("estimator ratio_cap", use == "loss", "use to loss"),
+            ("beta top_k tail", self.over_vocabulary, "use to loss and estimator to exact"),
+        ):
+            for name in () if acts else names.split():
+                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                    yield f"{name}={value!r}: no effect here; set {instead}, or leave {name} out"
         if not self.tail and self.top_k < 2:
             yield f"tail=False with top_k={self.top_k}: compares nothing; set top_k to 2 or more, or tail to true"

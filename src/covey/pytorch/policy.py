@@ -153,12 +153,11 @@ class Policy:
             moves: ReferenceUpdate = "ema" if teacher["weights"] == "ema" else "none"
             how = {"every": teacher["update_steps"], "ema_decay": teacher["ema_decay"]}
             policy.teacher = Reference(trained, update=moves, host=host, **how)
-            if teacher["weights"] not in ("ema", "base"):
-                policy.teacher.hold(teacher["weights"])
-            for name in teacher.get("more", ()):
-                policy.teachers[name] = held_on_to = Reference(trained, host=host)
-                if name != "base":
-                    held_on_to.hold(name)
+            more = {name: Reference(trained, host=host) for name in teacher.get("more", ())}
+            policy.teachers |= more
+            for name, held_on_to in ((teacher["weights"], policy.teacher), *more.items()):
+                if name not in ("ema", "base"):
+                    held_on_to.hold(name, "algorithm.teacher.weights")
         return policy
 
     @property

@@ -77,6 +77,7 @@ class Flow:
         numbers |= {name: 0.0 for name in _ENDED if name not in numbers}
         if self.args.entropy_coef:
             numbers.setdefault("entropy_coef", self.args.entropy_coef)
+        numbers |= {also: numbers[name] for name, also in self.args._also_logged.items() if name in numbers}
         for name, value in numbers.items():
             self._sums.setdefault(name, []).append(value)
         self._losses.append(numbers.get("loss", 0.0))
