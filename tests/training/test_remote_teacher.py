@@ -178,4 +178,4 @@ def test_several_teachers(settings: Settings, tmp_path: Path) -> None:
     assert replay(whole.args.output_dir, 2, tolerance=0).exact
     several: Any = {"key": "source", "teachers": {"math": {}, "code": {"context": "solution"}}}
     raises(ConfigError, "row 2 has 'near' there, and the teachers are math, code", run, "x", **several)
-    raises(ConfigError, "training row 0 has 'None'", run, "x", ROWS, **several)
+    raises(ConfigError, "no training row has this column; there is prompt", run, "x", ROWS, **several)

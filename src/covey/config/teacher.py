@@ -24,6 +24,11 @@ _REFUSED = {
     "k3": "its gradient is the forward KL's; use estimator='exact' with beta=0, or k3+ for the reverse KL's",
 }
 
+_ACTS_WITH = {"coef": "sum position gate loss", "task_coef": "sum position loss", "discount": "sum position"}
+_ACTS_WITH |= {"clip": "sum position reweigh gate", "reweigh_share reweigh_range": "reweigh", "gate_slope": "gate"}
+_ACTS_WITH |= {"position_slope": "position", "estimator ratio_cap": "loss"}
+"""Settings -> the values of `use` with which they act."""
+
 
 def _whole(value: str) -> str:
     return os.path.abspath(value) if value not in ("", *OWN_WEIGHTS) and os.path.exists(value) else value
@@ -190,21 +195,18 @@ class TeacherConfig(TeacherSource, frozen=True):
             yield "coef=0.0 with task_coef=0.0: nothing would be learnt; raise one of them"
         if self.estimator in _REFUSED:
             yield f"estimator={self.estimator!r}: as a loss {_REFUSED[self.estimator]}"
-        has_average, use = any(source.weights == "ema" for source in self.sources.values()), self.use
-        for names, acts, instead in (
-            ("ema_decay update_steps", has_average, "weights to ema"),
-            ("coef", use != "reweigh", "use to another one"),
-            ("task_coef", use not in ("reweigh", "gate"), "use to sum or loss"),
-            ("discount", use in ("sum", "position"), "use to sum or position"),
-            ("clip", use != "loss", "use to sum"),
-            ("reweigh_share reweigh_range", use == "reweigh", "use to reweigh"),
-            ("gate_slope", use == "gate", "use to gate"),
-            ("position_slope", use == "position", "use to position"),
-            ("estimator ratio_cap", use == "loss", "use to loss"),
-            ("beta top_k tail", self.over_vocabulary, "use to loss and estimator to exact"),
-        ):
-            for name in () if acts else names.split():
-                if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                    yield f"{name}={value!r}: no effect here; set {instead}, or leave {name} out"
+        idle = {
+            name: f"use to {uses.replace(' ', ' or ')}"
+            for names, uses in _ACTS_WITH.items()
+            for name in names.split()
+            if self.use not in uses.split()
+        }
+        if all(source.weights != "ema" for source in self.sources.values()):
+            idle |= dict.fromkeys(("ema_decay", "update_steps"), "weights to ema")
+        if not self.over_vocabulary:
+            idle |= dict.fromkeys(("beta", "top_k", "tail"), "use to loss and estimator to exact")
+        for name, instead in idle.items():
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                yield f"{name}={value!r}: no effect here; set {instead}, or leave {name} out"
         if not self.tail and self.top_k < 2:
             yield f"tail=False with top_k={self.top_k}: compares nothing; set top_k to 2 or more, or tail to true"

@@ -485,17 +485,17 @@ def check_teacher(config: GRPOConfig, rows: Sequence[Mapping[str, Any]], *, play
                 f"{words}: a world's episodes have no context yet; set it to none, with weights base, ema or an "
                 "adapter's folder"
             )
-        own = [number for number, row in enumerate(rows) if how.name_of(row) == name]
-        for column in teacher.columns:
-            said = [teacher.says(rows[number], column) for number in own]
-            if own and not any(said):
+        own, columns = {n: row for n, row in enumerate(rows) if how.name_of(row) == name}, teacher.columns
+        said = {n: [teacher.says(row, column) for column in columns] for n, row in own.items()}
+        for at, column in enumerate(columns):
+            if own and not any(texts[at] for texts in said.values()):
                 raise ConfigError(f"{words}: no training row has something in the column {column!r}; there is {there}")
-            for number, text in zip(own, said, strict=True):
-                if text != text.encode("utf-8", "replace").decode():
-                    wrong = "holds half a surrogate pair, which is not Unicode text; correct the row"
-                    raise DataError(f"row {number}: the column {column!r}, which a teacher reads, {wrong}")
-        bare = sum(not any(teacher.says(rows[number], column) for column in teacher.columns) for number in own)
-        if bare and all(column for one in teacher.choices for _, column in one):
+        for n, texts in said.items():
+            if (text := "".join(texts)) != text.encode("utf-8", "replace").decode():
+                wrong = "half a surrogate pair, which is not Unicode text, in what a teacher reads; correct it"
+                raise DataError(f"training row {n}: {', '.join(columns)}: {wrong}")
+        bare = sum(not any(texts) for texts in said.values())
+        if bare and columns and all(column for one in teacher.choices for _, column in one):
             log.warning(f"{words}: {bare} of {len(own)} training rows have nothing there, and so no teacher")
         if teacher.context == "solution" and config.largest_group == 1:
             raise ConfigError(f"{words}: a group of 1 has no other completion; raise sampling.num_generations")

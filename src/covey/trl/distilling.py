@@ -73,12 +73,8 @@ class DistillationConfig(GRPOConfig):
 
 @dataclass
 class _SelfDistillation(GRPOConfig):
-    _also_logged = {
-        "teacher/rows": "self_distillation/reprompt_sample_fraction",
-        "teacher/divergence": "self_distillation/distillation_loss",
-        "frac_reward_zero_std": "self_distillation/flat_group_fraction",
-        "reward": "self_distillation/reward_mean",
-    }
+    _also_logged = {"teacher/rows": "reprompt_sample_fraction", "teacher/divergence": "distillation_loss"}
+    _also_logged |= {"reward": "reward_mean", "frac_reward_zero_std": "flat_group_fraction"}  # of self_distillation/
 
     learning_rate: float = _same("optim", 5e-5, "Peak learning rate of AdamW.")
     disable_dropout: bool = _becomes("model.lora_dropout: 0 (other dropout is always off)", True)
