@@ -191,10 +191,6 @@ class TeacherConfig(TeacherSource, frozen=True):
         if self.over_vocabulary and (self.teachers or self.is_remote):
             which = "several teachers" if self.teachers else f"weights={self.weights!r}"
             yield f"{which} with estimator='exact': it takes one teacher, in this process; set estimator to k1+"
-        own_average = self.weights == "ema" and self.context == "none" and not self.teachers
-        if self.task_coef == 0 and (self.coef == 0 or own_average):
-            which = f"coef={self.coef}" if self.coef == 0 else "weights='ema' and context='none'"
-            yield f"task_coef=0.0 with {which}: nothing would be learnt; change one of them"
         if self.estimator in _REFUSED:
             yield f"estimator={self.estimator!r}: as a loss {_REFUSED[self.estimator]}"
         idle = {
@@ -212,3 +208,7 @@ class TeacherConfig(TeacherSource, frozen=True):
                 yield f"{name}={value!r}: no effect here; set {instead}, or leave {name} out"
         if not self.tail and self.top_k < 2:
             yield f"tail=False with top_k={self.top_k}: compares nothing; set top_k to 2 or more, or tail to true"
+        own_average = self.weights == "ema" and self.context == "none" and not self.teachers
+        if self.task_coef == 0 and (self.coef == 0 or own_average):
+            which = f"coef={self.coef}" if self.coef == 0 else "weights='ema' and context='none'"
+            yield f"task_coef=0.0 with {which}: nothing would be learnt; change one of them"
