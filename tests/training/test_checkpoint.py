@@ -429,6 +429,11 @@ def test_settings_and_files_that_differ_from_the_checkpoints_are_named(whole: An
         "settings differ from those that step_000002 was made with: sampling.num_generations 2 -> 4, "
         "optim.learning_rate 1e-05 -> 0.5"
     ]
+    held, taught = config.replace(teacher={"weights": "base"}), {"weights": "base", "coef": 0.5}
+    checkpoint.state["settings"] = held.to_dict()
+    found = checkpoints.changed_settings(checkpoint, held.replace(teacher=taught))
+    assert found == ["settings differ from those that step_000002 was made with: algorithm.teacher.coef 1.0 -> 0.5"]
+    checkpoint.state["settings"] = config.to_dict()
     for changes, words in (
         ({"lora_alpha": 8.0}, r"model\.lora_alpha=8\.0: .* was made with 32"),
         ({"quantization": "nf4"}, r"model\.quantization='nf4': .* was made with 'none'"),

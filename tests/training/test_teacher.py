@@ -11,13 +11,13 @@ import torch
 from learner_cases import make_batch, make_learner
 from training_runs import Settings, always, build, first_letter_early, same_weights, steps_of, trained
 
-from covey import GRPOConfig
+from covey import GRPOConfig, GRPOTrainer
 from covey.algorithms import Outcomes
 from covey.algorithms.estimators import find_estimator
 from covey.algorithms.teaching import combined, gap, prepared, taught
 from covey.config.algorithm import AlgorithmConfig
 from covey.config.teacher import TeacherConfig
-from covey.errors import ConfigError
+from covey.errors import ConfigError, DataError, ModelError
 from covey.observe.completions import read_table
 from covey.observe.run_folder import RunFolder
 from covey.rollout.views import Views
@@ -68,7 +68,7 @@ def test_a_tied_group_teaches_unless_the_teacher_only_reweighs() -> None:
 
 
 def test_a_teacher_s_part_of_tokens_needs_a_loss_of_tokens(settings: Settings) -> None:
-    words = "gives each token its own advantage, but this loss has one ratio per completion"
+    words = "algorithm.teacher.use='sum' and loss_type='gspo': it gives each token its own advantage, but this loss"
     raises(ConfigError, words, build, settings, teacher={"weights": "base"}, loss_type="gspo")
 
 
@@ -162,8 +162,10 @@ def test_resume_and_replay_have_the_same_bits(settings: Settings) -> None:
     metrics = [step for step in steps_of(whole) if "teacher/kl" in step]
     assert metrics
     assert all(step["teacher/k3"] >= 0 for step in metrics)
-    report = replay(whole.args.output_dir, 4, tolerance=0)
-    assert report.exact, report.to_dict()
+    some = trained(settings, first_letter_early, name="some", **what | {"max_steps": 1}, down_sampling="max_variance:2")
+    for run, step in ((whole, 4), (some, 1)):
+        report = replay(run.args.output_dir, step, tolerance=0)
+        assert report.exact, report.to_dict()
     again = trained(settings, first_letter_early, name="whole", resume=2, **what)
     assert same_weights(whole, again)
     assert same_weights(whole.policy.teachers["ema"].state_dict(), again.policy.teachers["ema"].state_dict())
@@ -197,6 +199,22 @@ def test_an_adapter_as_the_teacher_and_the_policy_s_own_base(settings: Settings,
     )  # a fresh adapter is the base
 
 
+def test_columns_are_read_before_training(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+    args = GRPOConfig(**settings, beta=0.0, teacher={"weights": "base", "context": "column:hint"})
+    rows = [{"prompt": "one", "hint": text} for text in ("1", " ", None, "4")]
+    GRPOTrainer(reward_funcs=always, args=args, train_dataset=rows)
+    assert "2 of 4 training rows have nothing there, and so no teacher" in caplog.text
+    rows[3]["hint"] = "\ud800"
+    raises(DataError, "row 3: hint: half a surrogate pair", GRPOTrainer, None, always, args, rows)
+
+
+def test_an_adapter_that_does_not_fit(settings: Settings, tmp_path: Path) -> None:
+    adapter = build(settings, name="other", lora_r=2).save_model(tmp_path / "adapter")
+    table = {"weights": str(adapter)}
+    raises(ModelError, "algorithm.teacher.weights: ", build, settings, teacher=table)
+    raises(ModelError, "the policy has none; train one", build, settings, teacher=table, use_peft=False)
+
+
 @pytest.mark.parametrize(
     ("table", "words"),
     [
@@ -205,15 +223,28 @@ def test_an_adapter_as_the_teacher_and_the_policy_s_own_base(settings: Settings,
         ({"weights": "http://me:pass@host"}, "COVEY_TEACHER_TOKEN"),
         ({"weights": "/nowhere"}, "there is no such file or folder"),
         ({"template": "x"}, "needs {context} in it"),
-        ({"use": "gate", "discount": 0.5}, "discount=0.5 with use='gate': it has no effect"),
-        ({"use": "gate", "task_coef": 0.0}, "task_coef=0.0 with use='gate': it has no effect"),
+        ({"use": "gate", "discount": 0.5}, "discount=0.5: no effect here; set use to sum or position"),
+        ({"use": "gate", "task_coef": 0.0}, "task_coef=0.0: no effect here; set use to sum or position or loss"),
+        (
+            {"weights": "base", "ema_decay": 0.5},
+            "ema_decay=0.5: no effect here; set weights to ema",
+        ),
+        ({"coef": 0.0, "task_coef": 0.0}, "nothing would be learnt"),
+        ({"weights": "ema", "task_coef": 0.0}, "nothing would be learnt"),
+        ({"use": "reweigh", "coef": 0.5}, "coef=0.5: no effect here"),
+        ({"gate_slope": 2.0}, "gate_slope=2.0: no effect here; set use to gate"),
+        ({"skip_tokens": 256}, "skip_tokens=256: must be below sampling.max_completion_length=256"),
+        ({"context": "solution", "around": {"feedback": "{context}"}}, "feedback in the context"),
+        ({"context": "solution", "around": {"solution": "x"}}, "it needs {context} in it"),
+        ({"context": "column:a", "success": 0.5}, "success=0.5 with context='column:a': no effect"),
         ({"context": "answer"}, "algorithm.teacher"),
         ({"use": "distil"}, "algorithm.teacher"),
         ({"key": "a"}, "set both, or none"),
         ({"teachers": {"a": {}}}, "set both, or none"),
         ({"key": "a", "weights": "base", "teachers": {"a": {}}}, "each teacher has its own"),
         ({"key": "a", "teachers": {"a": {"weights": "live"}}}, "its own teacher"),
-        ({"key": "a", "teachers": {"a": {"coef": 1.0}}}, "algorithm.teacher.teachers.a.coef=1.0"),
+        ({"key": "a", "teachers": {"a": {"coef": 1.0}}}, "a.coef=1.0: coef is one for all; set algorithm.teacher.coef"),
+        ({"key": "a", "teachers": {"a": {"weigths": "x"}}}, "teachers.a.weigths='x': there is no such setting"),
         ({"weights": "http://h:1", "use": "loss"}, "it takes one teacher, in this process"),
     ],
 )

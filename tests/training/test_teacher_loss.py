@@ -247,12 +247,12 @@ def test_runs_of_two_steps(settings: Settings, form: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"beta": 0.5}, "beta=0.5: no effect; set use to loss, estimator to exact"),
+        ({"beta": 0.5}, "beta=0.5: no effect here; set use to loss and estimator to exact"),
         ({"use": "loss", "estimator": "k1"}, "its gradient has no teacher in it; use k1+"),
         ({"use": "loss", "estimator": "k3"}, "its gradient is the forward KL's"),
-        ({"use": "loss", "estimator": "k2", "top_k": 5}, "top_k=5: no effect; set use to loss, estimator"),
+        ({"use": "loss", "estimator": "k2", "top_k": 5}, "top_k=5: no effect here; set use to loss and estimator"),
         ({"use": "loss", "tail": False, "top_k": 1}, "tail=False with top_k=1: compares nothing"),
-        ({"use": "loss", "clip": 5.0}, "clip=5.0 with use='loss': it has no effect"),
+        ({"use": "loss", "clip": 5.0}, "clip=5.0: no effect here; set use to sum"),
     ],
 )
 def test_what_cannot_be(changes: Settings, words: str) -> None:

@@ -111,7 +111,9 @@ def test_self_distillation(model_folder: Path, tmp_path: Path) -> None:
     for trainer in (sdpo, sdft):
         before = weights(trainer)
         assert trainer.train().global_step == 2
-        assert trainer.state.log_history[-1]["teacher/rows"] == 1
+        last = trainer.state.log_history[-1]
+        assert last["teacher/rows"] == last["self_distillation/reprompt_sample_fraction"] == 1
+        assert last["teacher/divergence"] == last["self_distillation/distillation_loss"]
         assert changed(trainer, before)
     seen = []
     group = sdpo.run.complete(sdpo._rows, 4).groups[0]

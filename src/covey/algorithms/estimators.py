@@ -128,11 +128,13 @@ class Estimator:
         found = self._shaped(found, step)
         if (found == found[:, :1]).all() or not objective.shares_credit(slope, array):
             return None
+        taught = getattr(self.function, "taught_as", None)
+        which = f"algorithm.teacher.use={taught!r}" if taught else f"algorithm.adv_estimator={self.name!r}"
         return (
-            f"algorithm.adv_estimator={self.name!r} and loss_type={objective.loss.name!r}: the estimator gives each "
-            "token its own advantage, but this loss has one ratio per completion and would average them; "
-            "set algorithm.loss_type to 'gspo_token' or 'grpo', or importance_sampling_level='gspo_token' in "
-            "algorithm.loss_parameters"
+            f"{which} and loss_type={objective.loss.name!r}: it gives each token its own advantage, but this loss has "
+            "one ratio per completion and would average them; set algorithm.loss_type to 'gspo_token' or 'grpo', or "
+            "importance_sampling_level='gspo_token' in algorithm.loss_parameters"
+            f"{', or use to loss' if taught else ''}"
         )
 
     def checked(self, step: Outcomes) -> NDArray[np.float64]:

@@ -103,6 +103,8 @@ def taught(estimator: Estimator, may_teach: Callable[[Group], bool], **how: Any)
         return own if as_they_are else combined(own, np.asarray(step.gaps), **how)
 
     update_wrapper(advantages, estimator.function)
+    if how["use"] != "loss":
+        vars(advantages)["taught_as"] = how["use"]
     if not reweighs:
         vars(advantages)["teaches"] = lambda group: estimator.teaches(group) or may_teach(group)
     relative = estimator.group_relative and reweighs

@@ -24,6 +24,11 @@ _REFUSED = {
     "k3": "its gradient is the forward KL's; use estimator='exact' with beta=0, or k3+ for the reverse KL's",
 }
 
+_ACTS_WITH = {"coef": "sum position gate loss", "task_coef": "sum position loss", "discount": "sum position"}
+_ACTS_WITH |= {"clip": "sum position reweigh gate", "reweigh_share reweigh_range": "reweigh", "gate_slope": "gate"}
+_ACTS_WITH |= {"position_slope": "position", "estimator ratio_cap": "loss"}
+"""Settings -> the values of `use` with which they act."""
+
 
 def _whole(value: str) -> str:
     return os.path.abspath(value) if value not in ("", *OWN_WEIGHTS) and os.path.exists(value) else value
@@ -73,6 +78,12 @@ class TeacherSource(Section, frozen=True):
         """Of the dataset, with what the teacher reads."""
         return [name for one in self.choices for _, name in one if name]
 
+    @staticmethod
+    def says(columns: Mapping[str, object], name: str) -> str:
+        """What a column of the dataset says; empty where there is nothing but white space."""
+        text = "" if (value := columns.get(name)) is None else str(value)
+        return text if text.strip() else ""
+
     @property
     def text(self) -> str:
         """The template."""
@@ -97,6 +108,12 @@ class TeacherSource(Section, frozen=True):
             yield f"weights={self.weights!r}: there is no such file or folder; give one, a hub id, ema, base or live"
         if self.template is not None and (self.context == "none" or "{context}" not in self.template):
             yield f"template={self.template!r:.80}: needs {{context}} in it, and a context to put there; set context"
+        kinds, said = {kind for one in self.choices for kind, _ in one}, f"context={self.context!r}"
+        for kind, text in self.around.items():
+            if kind not in kinds or "{context}" not in text:
+                yield f"around.{kind}={text!r:.80} with {said}: it needs {{context}} in it, and {kind} in the context"
+        if self.success != 1 and not kinds & {"solution", "feedback"}:
+            yield f"success={self.success} with {said}: no effect; set context to solution or feedback"
 
 
 class TeacherConfig(TeacherSource, frozen=True):
@@ -174,17 +191,24 @@ class TeacherConfig(TeacherSource, frozen=True):
         if self.over_vocabulary and (self.teachers or self.is_remote):
             which = "several teachers" if self.teachers else f"weights={self.weights!r}"
             yield f"{which} with estimator='exact': it takes one teacher, in this process; set estimator to k1+"
-        if self.discount and self.use not in ("sum", "position"):
-            yield f"discount={self.discount} with use={self.use!r}: it has no effect; set use to sum or position"
-        if self.task_coef != 1 and self.use in ("reweigh", "gate"):
-            yield f"task_coef={self.task_coef} with use={self.use!r}: it has no effect; set use to sum or loss"
-        if self.clip is not None and self.use == "loss":
-            yield f"clip={self.clip} with use='loss': it has no effect; remove it"
         if self.estimator in _REFUSED:
             yield f"estimator={self.estimator!r}: as a loss {_REFUSED[self.estimator]}"
-        any_loss, over_all = ("estimator", "ratio_cap"), ("beta", "top_k", "tail")
-        for name in any_loss * (self.use != "loss") + over_all * (not self.over_vocabulary):
+        idle = {
+            name: f"use to {uses.replace(' ', ' or ')}"
+            for names, uses in _ACTS_WITH.items()
+            for name in names.split()
+            if self.use not in uses.split()
+        }
+        if all(source.weights != "ema" for source in self.sources.values()):
+            idle |= dict.fromkeys(("ema_decay", "update_steps"), "weights to ema")
+        if not self.over_vocabulary:
+            idle |= dict.fromkeys(("beta", "top_k", "tail"), "use to loss and estimator to exact")
+        for name, instead in idle.items():
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                yield f"{name}={value!r}: no effect; set use to loss{', estimator to exact' * (name in over_all)}"
+                yield f"{name}={value!r}: no effect here; set {instead}, or leave {name} out"
         if not self.tail and self.top_k < 2:
             yield f"tail=False with top_k={self.top_k}: compares nothing; set top_k to 2 or more, or tail to true"
+        own_average = self.weights == "ema" and self.context == "none" and not self.teachers
+        if self.task_coef == 0 and (self.coef == 0 or own_average):
+            which = f"coef={self.coef}" if self.coef == 0 else "weights='ema' and context='none'"
+            yield f"task_coef=0.0 with {which}: nothing would be learnt; change one of them"

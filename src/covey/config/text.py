@@ -187,11 +187,13 @@ def explain_error(section: str, error: ValidationError, given: Mapping[str, Any]
 def _explain_key(path: str, key: Any, annotation: Any, details: ErrorDetails) -> str:
     """What is wrong with one key of a table."""
     of, *values = get_args(annotation)
-    if len(details["loc"]) > 3:  # a table in it
-        return (
-            f"{path}.{'.'.join(map(str, details['loc'][1:]))}={shown(details['input'])}: {details['msg']}; correct it"
-        )
     known = getattr(of, "model_fields", None)
+    if len(details["loc"]) > 3:  # a table in it
+        *places, name = map(str, details["loc"][1:])
+        why = f"{details['msg']}; correct it"
+        if details["type"] == "extra_forbidden":
+            why = f"{name} is one for all; set {path}.{name}" if name in (known or ()) else "there is no such setting"
+        return f"{path}.{'.'.join([*places, name])}={shown(details['input'])}: {why}"
     if details["type"] == "extra_forbidden" or details["loc"][-1] == "[key]":
         return f"{path}: has no {key!r}; choose {', '.join(known or get_args(of)) or 'a name that is text'}"
     wanted = type_text(known[key]) if known else _annotation_text(values[0])

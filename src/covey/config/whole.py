@@ -279,6 +279,9 @@ def _across_sections(config: GRPOConfig) -> Iterator[str]:
             f"rewards.soft_overlong_cache={config.rewards.soft_overlong_cache}: must be smaller than "
             f"sampling.max_completion_length={sampling.max_completion_length}; lower it"
         )
+    longest, skipped = sampling.max_completion_length, algorithm.teacher.skip_tokens if algorithm.teacher else 0
+    if skipped >= longest:
+        yield f"algorithm.teacher.skip_tokens={skipped}: must be below sampling.max_completion_length={longest}"
     metric = config.evaluation.metric_for_best_model
     if not says_which_is_best(metric):
         yield (

@@ -144,7 +144,7 @@ class Policy:
         for name, moves in (teachers or {}).items():
             policy.teachers[name] = held_on_to = Reference(trained, host=host, **moves)
             if name not in ("ema", "base"):
-                held_on_to.hold(name)
+                held_on_to.hold(name, "algorithm.teacher.weights")
         return policy
 
     @property

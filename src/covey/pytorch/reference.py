@@ -87,19 +87,23 @@ class Reference:
                 stack.enter_context(self._exchanged())
             yield
 
-    def hold(self, other: nn.Module | str | Path) -> None:
+    def hold(self, other: nn.Module | str | Path, setting: str = "ref_model") -> None:
         """Hold on to another checkpoint: a folder with an adapter of the policy's form, or a model of its form, loaded
-        or by its name. Beside an adapter a model needs the model's own layers (`model.fused_layers` off).
+        or by its name. Beside an adapter a model needs the model's own layers (`model.fused_layers` off). Errors name
+        the `setting`.
 
         Raises `ModelError`: it is of another form; the reference is what it was.
         """
         lora, path = isinstance(self._model, PeftModel), other if isinstance(other, str | Path) else None
-        if lora and path and (Path(path) / CONFIG_FILE).is_file():
+        if path and (Path(path) / CONFIG_FILE).is_file():
+            merged = "or give a folder of it merged (covey export)"
+            if not lora:
+                raise ModelError(f"{setting}={path}: is an adapter, and the policy has none; train one, {merged}")
             mine = {name: p.detach().clone() for name, p in self._trainable().items()}
             try:
                 load_adapter(cast(PeftModel, self._model), Path(path))
             except ModelError as error:
-                raise ModelError(f"ref_model: {error}; or give a folder of it merged (covey export)") from error
+                raise ModelError(f"{setting}: {error}; {merged}") from error
             self.copy_current()
             for name, parameter in self._trainable().items():
                 parameter.data.copy_(mine[name])
@@ -110,7 +114,7 @@ class Reference:
         theirs, held = dict(found.named_parameters()), dict(self._model.named_parameters())
         own = {re.sub(r"^base_model\.model\.|(?<=\.)(base_layer|original_module)\.", "", n): n for n in held}
         own = {bare: name for bare, name in own.items() if not re.search(r"\.(lora_|modules_to_save)", name)}
-        what = f"ref_model={path or type(found).__name__}"
+        what = f"{setting}={path or type(found).__name__}"
         check_fits({bare: held[name].shape for bare, name in own.items()}, theirs, what, "give a model of its form")
         self._snapshot, self._is_base_of_another = {}, lora
         for bare, name in own.items():

@@ -48,7 +48,7 @@ RewardLike = Any
 HasAnswer = Callable[[Prompt, str], bool]
 """Does this completion of this prompt hold an answer at all, right or wrong?"""
 
-VERDICT = "verdict/"
+VERDICT, _MOST_SAID = "verdict/", 20_000
 """How the columns begin in which rewards say something of each completion."""
 PROVIDED = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra", "prompt_ends"}
 """Arguments that reward functions get besides columns."""
@@ -293,10 +293,13 @@ class Scorer:
         return results
 
     def feedback(self, count: int) -> tuple[str | None, ...]:
-        """What rewards said in words of the last `count` completions; empty where none said anything."""
+        """What rewards said in words of the last `count` completions, each up to 20,000 characters; empty where none
+        said anything.
+        """
         said = [values[-count:] for name, values in self._extras.items() if name.startswith(VERDICT)]
         each = zip(*(values for values in said if len(values) == count), strict=True)
-        return tuple("\n".join(str(word) for word in words if word) or None for words in each)
+        texts = ("\n".join(str(word)[:_MOST_SAID] for word in words if word) for words in each)
+        return tuple(text.encode("utf-8", "replace").decode() or None for text in texts)
 
     def take_logged(self) -> Logged:
         """What functions reported through `log_metric` and `log_extra`; afterwards it is forgotten."""

@@ -68,8 +68,7 @@ class Views:
     def _part(self, group: Group, row: int, kind: str, column: str) -> str:
         rewards, least = group.rewards, self.teacher.success
         if kind == "column":
-            value = group.prompt.columns.get(column)
-            return "" if value is None else str(value)
+            return self.teacher.says(group.prompt.columns, column)
         if kind == "feedback":
             said = group.feedback[row] if group.feedback else None
             return (said or "") if rewards[row] < least else ""

@@ -79,9 +79,9 @@ class InferenceClient:
         self.url = url.rstrip("/")
         if not self.url.lower().startswith(("http://", "https://", "unix:")):
             raise ServingError(f"server {url!r}: it is not an address; begin it with http://, https:// or unix:")
-        self._retry_seconds, self._sleep, self._setting = retry_seconds, sleep, setting
+        self._retry_seconds, self._sleep, self._setting, self._variable = retry_seconds, sleep, setting, variable
         token = token or os.environ.get(variable)
-        check_token(token)
+        check_token(token, variable)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         limits = httpx.Limits(max_connections=64, max_keepalive_connections=16)
         try:
@@ -188,10 +188,11 @@ class InferenceClient:
             return found if isinstance(found, dict) else {"value": found}
         if response.status_code in _AGAIN:
             raise _BusyError(f"{response.status_code}: {_message(response)}")
-        raise RefusedError(f"{self.url}{path}: {_message(response)}", response.status_code)
+        wanted = f"; set {self._variable} to the server's token" if response.status_code == 401 else ""
+        raise RefusedError(f"{self.url}{path}: {_message(response)}{wanted}", response.status_code)
 
 
-def check_token(token: str | None) -> None:
+def check_token(token: str | None, variable: str = TOKEN_VARIABLE) -> None:
     """Check that a token fits into an HTTP header.
 
     Raises `ConfigError`: it has other characters than visible ASCII.
@@ -199,7 +200,7 @@ def check_token(token: str | None) -> None:
     if token and not re.fullmatch("[!-~]+", token):
         raise ConfigError(
             "the server's token must be of visible ASCII characters, without spaces, since an HTTP header carries it; "
-            f"set another --token or {TOKEN_VARIABLE}, such as that of: openssl rand -hex 32"
+            f"set another --token or {variable}, such as that of: openssl rand -hex 32"
         )
 
 

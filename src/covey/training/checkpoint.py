@@ -415,7 +415,7 @@ def changed_settings(checkpoint: Checkpoint, config: GRPOConfig) -> list[str]:
                 free = _FREE if section == "run" else _FREE_HERE if section == "distributed" else ()
                 if was == value or name in free:
                     continue
-                changed.append(f"{section}.{name} {was!r:.60} -> {value!r:.60}")
+                changed += _differences(f"{section}.{name}", was, value)
                 if name in _SHAPE.get(section, ()) and f"{section}.{name}" not in moved:
                     raise ConfigError(
                         f"{section}.{name}={value!r:.80}: the checkpoint {checkpoint.path} was made with {was!r:.80}; "
@@ -430,6 +430,13 @@ def changed_settings(checkpoint: Checkpoint, config: GRPOConfig) -> list[str]:
     said = [f"settings differ from those {made}: {', '.join(changed)}"] if changed else []
     said += [f"{', '.join(other)}: not the files {made}; the numbers may be others"] if other else []
     return said + ([f"{', '.join(files)}: not the code {made}; the numbers may be others"] if files else [])
+
+
+def _differences(name: str, was: Any, now: Any) -> list[str]:
+    """What changed in a setting, or in the entries of a table."""
+    if not (isinstance(was, dict) and isinstance(now, dict)):
+        return [] if was == now else [f"{name} {was!r:.60} -> {now!r:.60}"]
+    return [each for key in {**was, **now} for each in _differences(f"{name}.{key}", was.get(key), now.get(key))]
 
 
 def lost_lines(folder: RunFolder, checkpoint: Checkpoint, config: GRPOConfig) -> list[str]:

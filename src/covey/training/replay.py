@@ -43,7 +43,7 @@ from covey.training.step import scorer, step_update
 from covey.training.tables import StoredStep, read_step
 from covey.training.teaching import make_teacher
 from covey.training.update import Update
-from covey.types import Teacher
+from covey.types import Taught, Teacher
 
 EXACT, ALIKE, HALF = 1e-6, 1e-3, 3e-2
 """Tolerances: of what the same program computes on the same machine; of what another one does, in float32; and with
@@ -280,12 +280,16 @@ class _Rerun:
         plan.restore({"index": facts.phase, "start": start, "learning_rate_factor": facts.learning_rate_factor})
         phase = plan.at(Elapsed())
         self.learner.tokens_per_micro_batch = stored.facts.tokens_per_micro_batch
-        teacher: Teacher | None = None if (told := stored.taught) is None else lambda groups, batch: told
+        teacher: Teacher | None = None
+        if (told := stored.taught) is not None:  # of the rows that are selected, where some are
+            rows = {id(e): n for n, e in enumerate(e for group in stored.groups for e in group.episodes)}
+            said = told.logprobs
+            teacher = lambda _, b: Taught(said[[rows[id(e)] for e in b.episodes], : b.mask.shape[1]])  # noqa: E731
         if (how := config.algorithm.teacher) is not None and how.over_vocabulary:
             teacher = make_teacher(config, self.policy, self.learner, phase.temperature)
             if how.context != "none":
-                said = f"algorithm.teacher.context={how.context!r}: contexts are not stored; replay a run without one"
-                raise RunFolderError(f"step {facts.step} was trained on the teacher's distributions; {said}")
+                why = f"algorithm.teacher.context={how.context!r}: contexts are not stored; replay a run without one"
+                raise RunFolderError(f"step {facts.step} was trained on the teacher's distributions; {why}")
         batch = make_batch(
             stored.groups,
             config,

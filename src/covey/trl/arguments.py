@@ -88,7 +88,7 @@ class GRPOConfig(TrainingArguments):
         ConfigError: batch sizes do not fit each other, or another combination that TRL refuses.
     """
 
-    _rewarded = True  # others have no rewards, and groups of one
+    _rewarded, _also_logged = True, dict[str, str]()  # others have no rewards, and groups of one
     _VALID_DICT_FIELDS = [
         *TrainingArguments._VALID_DICT_FIELDS,
         "model_init_kwargs",

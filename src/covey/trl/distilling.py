@@ -73,6 +73,9 @@ class DistillationConfig(GRPOConfig):
 
 @dataclass
 class _SelfDistillation(GRPOConfig):
+    _also_logged = {"teacher/rows": "reprompt_sample_fraction", "teacher/divergence": "distillation_loss"}
+    _also_logged |= {"reward": "reward_mean", "frac_reward_zero_std": "flat_group_fraction"}  # of self_distillation/
+
     learning_rate: float = _same("optim", 5e-5, "Peak learning rate of AdamW.")
     disable_dropout: bool = _becomes("model.lora_dropout: 0 (other dropout is always off)", True)
     max_prompt_length: int | None = _becomes("data.max_prompt_length, with data.long_prompts: truncate", 512)
@@ -160,11 +163,15 @@ class SDPOConfig(_SelfDistillation):
     diagnostics_flat_tolerance: float = _idle(_DOCTOR, 1e-8)
 
     def taught(self) -> dict[str, Any]:
-        weight, text, used = self.distillation_weight, self.reprompt_template, dict[str, str]()
-        given = ("{solution}", "solution", self.use_successful_as_teacher)
-        more = ("{feedback}", "column:privileged_context", self.include_environment_feedback)
-        for place, context, use in (given, more):
+        weight, text = self.distillation_weight, self.reprompt_template
+        used, around = dict[str, str](), dict[str, str]()
+        solution = self.solution_template.replace("{successful_previous_attempt}", "{context}")
+        feedback = self.feedback_template.replace("{feedback_raw}", "{context}")
+        given = ("{solution}", "solution", solution, self.use_successful_as_teacher)
+        more = ("{feedback}", "column:privileged_context", feedback, self.include_environment_feedback)
+        for place, context, shown, use in (given, more):
             used |= {place: context} if use else {}
+            around |= {context.partition(":")[0]: _formatted(shown)} if use else {}
             text = text if use else text.replace(place, "")
         if not used:
             raise ConfigError(
@@ -177,14 +184,12 @@ class SDPOConfig(_SelfDistillation):
                 f"reprompt_template={self.reprompt_template!r:.200}: what the teacher reads is {places}, which "
                 "must stand in it once, side by side and in this order; change it"
             )
-        solution = self.solution_template.replace("{successful_previous_attempt}", "{context}")
-        feedback = self.feedback_template.replace("{feedback_raw}", "{context}")
         found = super().taught()
         found["teacher"] |= {
             "context": ("|" if self.environment_feedback_only_without_solution else "+").join(used.values()),
             "template": _formatted(text.replace(places, "{context}")),
-            "around": {"solution": _formatted(solution), "column": _formatted(feedback)},
-            "success": self.success_reward_threshold,
+            "around": around,
+            "success": self.success_reward_threshold if self.use_successful_as_teacher else 1.0,
             "coef": weight,
             "task_coef": round(1 - weight, 12),
         }

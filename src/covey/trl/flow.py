@@ -77,6 +77,8 @@ class Flow:
         numbers |= {name: 0.0 for name in _ENDED if name not in numbers}
         if self.args.entropy_coef:
             numbers.setdefault("entropy_coef", self.args.entropy_coef)
+        also = {ours: theirs for ours, theirs in self.args._also_logged.items() if ours in numbers}
+        numbers |= {f"self_distillation/{theirs}": numbers[ours] for ours, theirs in also.items()}
         for name, value in numbers.items():
             self._sums.setdefault(name, []).append(value)
         self._losses.append(numbers.get("loss", 0.0))

@@ -112,6 +112,8 @@ def load_model(
     folder, gguf_file = locate(source)
     if gguf_file is not None and importlib.util.find_spec("gguf") is None:
         raise ModelError(f"{source}: reading GGUF needs the gguf package; run `pip install 'covey[gguf]'`")
+    if gguf_file is None and not os.path.isdir(folder):
+        _reach_hub(folder)
     with quiet(), nullcontext() if gguf_file is None else gguf_read_once():
         trusting: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         how = trusting if gguf_file is None else {"gguf_file": gguf_file}
@@ -238,7 +240,7 @@ def locate(source: str) -> tuple[str, str | None]:
             )
         return str(path), _only_gguf(path, source)
     if path.suffix.lower() == ".gguf" or not _HUB_ID.match(source):
-        raise ModelError(f"{source}: there is no such file or folder; check the path of model.model")
+        raise ModelError(f"{source}: there is no such file or folder; check its path")
     return source, None
 
 
@@ -273,6 +275,19 @@ def _only_gguf(folder: Path, source: str) -> str:
             fix = f"it is a run: write its model with `covey export {shlex.quote(source)}`, and give that"
         raise ModelError(f"{source}: holds neither config.json nor a .gguf file; {fix}")
     raise ModelError(f"{source}: holds {len(files)} .gguf files; name one of {', '.join(files)}")
+
+
+def _reach_hub(source: str) -> None:
+    """Miss the hub at once: transformers would try each of a model's files for half a minute. Raises `ModelError`."""
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
+
+    try:
+        if not constants.HF_HUB_OFFLINE and try_to_load_from_cache(source, "config.json") is None:
+            get_session().head(constants.ENDPOINT, timeout=10)
+    except (HFValidationError, HTTPError) as error:
+        raise ModelError(_load_problem(source, source, error)) from error
 
 
 def _load(folder: str, source: str, **options: Any) -> PreTrainedModel:
