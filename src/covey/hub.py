@@ -1,4 +1,4 @@
-"""Uploads folders to the Hugging Face hub, or whatever `HF_ENDPOINT` names, through `huggingface_hub`."""
+"""The Hugging Face hub, or whatever `HF_ENDPOINT` names, through `huggingface_hub`: is it there; uploads to it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError  # type: ignore[attr-defined]
+from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 
 from covey.errors import HubError
 from covey.files import COMPLETE
@@ -17,6 +18,18 @@ _FIXES = {
     403: "the token may not write there; use one that may, or another name",
     404: "there is no such place, or the token may not see it; check the name",
 }
+
+
+def out_of_reach(model: str) -> Exception | None:
+    """Why a model that is not here cannot be asked for, None = it may be; transformers would try each of its files for
+    half a minute.
+    """
+    try:
+        if not constants.HF_HUB_OFFLINE and try_to_load_from_cache(model, "config.json") is None:
+            get_session().head(constants.ENDPOINT, timeout=10)
+    except (HFValidationError, HTTPError) as error:
+        return error
+    return None
 
 
 def prepare_upload(repository: str, *, token: str | None = None, private: bool | None = None) -> str:

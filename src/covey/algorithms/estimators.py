@@ -132,9 +132,9 @@ class Estimator:
         which = f"algorithm.teacher.use={taught!r}" if taught else f"algorithm.adv_estimator={self.name!r}"
         return (
             f"{which} and loss_type={objective.loss.name!r}: it gives each token its own advantage, but this loss has "
-            "one ratio per completion and would average them; set algorithm.loss_type to 'gspo_token' or 'grpo', or "
-            "importance_sampling_level='gspo_token' in algorithm.loss_parameters"
-            f"{', or use to loss' if taught else ''}"
+            f"one ratio per completion and would average them; set {'use to loss, or ' if taught else ''}"
+            "algorithm.loss_type to 'gspo_token' or 'grpo', or importance_sampling_level='gspo_token' in "
+            "algorithm.loss_parameters"
         )
 
     def checked(self, step: Outcomes) -> NDArray[np.float64]:

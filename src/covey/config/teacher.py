@@ -12,7 +12,6 @@ from covey.algorithms.kl import Distillation, Use
 from covey.config.section import Section
 from covey.types import Group
 
-OWN_WEIGHTS = ("ema", "base", "live")
 DEFAULT_TEMPLATES = {
     "column": "{prompt}\n\n{context}",
     "solution": "{prompt}\n\nThis is a right answer:\n{context}\n\nNow write your own.",
@@ -31,7 +30,7 @@ _ACTS_WITH |= {"position_slope": "position", "estimator ratio_cap": "loss"}
 
 
 def _whole(value: str) -> str:
-    return os.path.abspath(value) if value not in ("", *OWN_WEIGHTS) and os.path.exists(value) else value
+    return os.path.abspath(value) if value not in ("", "ema", "base", "live") and os.path.exists(value) else value
 
 
 class TeacherSource(Section, frozen=True):
@@ -81,8 +80,8 @@ class TeacherSource(Section, frozen=True):
     @staticmethod
     def says(columns: Mapping[str, object], name: str) -> str:
         """What a column of the dataset says; empty where there is nothing but white space."""
-        text = "" if (value := columns.get(name)) is None else str(value)
-        return text if text.strip() else ""
+        value = columns.get(name)
+        return "" if value is None or not str(value).strip() else str(value)
 
     @property
     def text(self) -> str:
@@ -151,7 +150,6 @@ class TeacherConfig(TeacherSource, frozen=True):
     """Of exact: over the k most likely ids of the policy, with beta 0 of the teacher; 0 = all."""
     tail: bool = True
     """With top_k: all other ids count as one more; false = both are renormalised over the k."""
-
     ratio_cap: float | None = Field(default=None, gt=0)
     """For use = loss: a token's divergence times its ratio to the policy that sampled, at most this; none = alone."""
 
@@ -193,12 +191,10 @@ class TeacherConfig(TeacherSource, frozen=True):
             yield f"{which} with estimator='exact': it takes one teacher, in this process; set estimator to k1+"
         if self.estimator in _REFUSED:
             yield f"estimator={self.estimator!r}: as a loss {_REFUSED[self.estimator]}"
-        idle = {
-            name: f"use to {uses.replace(' ', ' or ')}"
-            for names, uses in _ACTS_WITH.items()
-            for name in names.split()
-            if self.use not in uses.split()
-        }
+        idle = dict[str, str]()
+        for names, uses in _ACTS_WITH.items():
+            if self.use not in uses.split():
+                idle |= dict.fromkeys(names.split(), f"use to {uses.replace(' ', ' or ')}")
         if all(source.weights != "ema" for source in self.sources.values()):
             idle |= dict.fromkeys(("ema_decay", "update_steps"), "weights to ema")
         if not self.over_vocabulary:
@@ -208,7 +204,5 @@ class TeacherConfig(TeacherSource, frozen=True):
                 yield f"{name}={value!r}: no effect here; set {instead}, or leave {name} out"
         if not self.tail and self.top_k < 2:
             yield f"tail=False with top_k={self.top_k}: compares nothing; set top_k to 2 or more, or tail to true"
-        own_average = self.weights == "ema" and self.context == "none" and not self.teachers
-        if self.task_coef == 0 and (self.coef == 0 or own_average):
-            which = f"coef={self.coef}" if self.coef == 0 else "weights='ema' and context='none'"
-            yield f"task_coef=0.0 with {which}: nothing would be learnt; change one of them"
+        if self.task_coef == 0 and (self.coef == 0 or (self.weights, self.context, self.key) == ("ema", "none", None)):
+            yield f"task_coef=0.0, coef={self.coef}, weights={self.weights!r}: nothing would be learnt; change one"

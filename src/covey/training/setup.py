@@ -464,43 +464,6 @@ def require_measured(wanted: str, metrics: Sequence[str]) -> None:
     )
 
 
-def check_teacher(config: GRPOConfig, rows: Sequence[Mapping[str, Any]], *, plays: bool) -> None:
-    """Refuse rows without a teacher, and contexts that cannot be; `plays` is True where agents act in a world."""
-    how = config.algorithm.teacher
-    if how is None:
-        return
-    there = ", ".join(sorted({name for row in rows[:100] for name in row}))
-    if how.key is not None and not any(how.key in row for row in rows):
-        raise ConfigError(f"algorithm.teacher.key={how.key!r}: no training row has this column; there is {there}")
-    for number, name in enumerate(map(how.name_of, rows)):
-        if name not in how.sources:
-            raise ConfigError(
-                f"algorithm.teacher.key={how.key!r}: training row {number} has {name!r:.80} there, and the teachers "
-                f"are {', '.join(how.teachers)}; name one of them in each row"
-            )
-    for name, teacher in how.sources.items():
-        words = f"algorithm.teacher: context={teacher.context!r}"
-        if plays and teacher.context != "none":
-            raise ConfigError(
-                f"{words}: a world's episodes have no context yet; set it to none, with weights base, ema or an "
-                "adapter's folder"
-            )
-        own, columns = {n: row for n, row in enumerate(rows) if how.name_of(row) == name}, teacher.columns
-        said = {n: [teacher.says(row, column) for column in columns] for n, row in own.items()}
-        for at, column in enumerate(columns):
-            if own and not any(texts[at] for texts in said.values()):
-                raise ConfigError(f"{words}: no training row has something in the column {column!r}; there is {there}")
-        for n, texts in said.items():
-            if (text := "".join(texts)) != text.encode("utf-8", "replace").decode():
-                wrong = "half a surrogate pair, which is not Unicode text, in what a teacher reads; correct it"
-                raise DataError(f"training row {n}: {', '.join(columns)}: {wrong}")
-        bare = sum(not any(texts) for texts in said.values())
-        if bare and columns and all(column for one in teacher.choices for _, column in one):
-            log.warning(f"{words}: {bare} of {len(own)} training rows have nothing there, and so no teacher")
-        if teacher.context == "solution" and config.largest_group == 1:
-            raise ConfigError(f"{words}: a group of 1 has no other completion; raise sampling.num_generations")
-
-
 def require_memory(config: GRPOConfig) -> None:
     """Refuse sizes for which the machine's memory is too small: a run that the system kills says nothing."""
     sampling, evaluation = config.sampling, config.evaluation

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from covey.algorithms.teaching import teacher_metrics
+from covey.config.teacher import TeacherConfig
 from covey.config.whole import GRPOConfig
+from covey.errors import ConfigError, DataError
 from covey.functions import later
 from covey.rollout.learning import Learner
 from covey.rollout.views import Views
@@ -23,6 +26,46 @@ if TYPE_CHECKING:
     from covey.training.remote_teacher import TeacherServer
 else:  # which most runs do not have
     (remote_teacher,) = later("covey.training", "remote_teacher")
+
+log = logging.getLogger(__name__)
+
+
+def check_teacher(config: GRPOConfig, rows: Sequence[Mapping[str, Any]], *, plays: bool) -> None:
+    """Refuse rows without a teacher, and contexts that cannot be; `plays` is True where agents act in a world.
+
+    Raises `ConfigError`: a setting does not fit the rows; `DataError`: a row holds what is no text.
+    """
+    how = cast(TeacherConfig, config.algorithm.teacher)
+    there = ", ".join(sorted({name for row in rows[:100] for name in row}))
+    if how.key is not None and not any(how.key in row for row in rows):
+        raise ConfigError(f"algorithm.teacher.key={how.key!r}: no training row has this column; there is {there}")
+    for number, name in enumerate(map(how.name_of, rows)):
+        if name not in how.sources:
+            raise ConfigError(
+                f"algorithm.teacher.key={how.key!r}: training row {number} has {name!r:.80} there, and the teachers "
+                f"are {', '.join(how.teachers)}; name one of them in each row"
+            )
+    for name, teacher in how.sources.items():
+        words = f"algorithm.teacher: context={teacher.context!r}"
+        if plays and teacher.context != "none":
+            raise ConfigError(
+                f"{words}: a world's episodes have no context yet; set it to none, with weights base, ema or an "
+                "adapter's folder"
+            )
+        own, columns = {n: row for n, row in enumerate(rows) if how.name_of(row) == name}, teacher.columns
+        said = {n: [teacher.says(row, column) for column in columns] for n, row in own.items()}
+        for at, column in enumerate(columns):
+            if own and not any(texts[at] for texts in said.values()):
+                raise ConfigError(f"{words}: no training row has something in the column {column!r}; there is {there}")
+        for n, texts in said.items():
+            if (text := "".join(texts)) != text.encode("utf-8", "replace").decode():
+                wrong = "half a surrogate pair, which is not Unicode text, in what a teacher reads; correct it"
+                raise DataError(f"training row {n}: {', '.join(columns)}: {wrong}")
+        bare = sum(not any(texts) for texts in said.values())
+        if bare and columns and all(column for one in teacher.choices for _, column in one):
+            log.warning(f"{words}: {bare} of {len(own)} training rows have nothing there, and so no teacher")
+        if teacher.context == "solution" and config.largest_group == 1:
+            raise ConfigError(f"{words}: a group of 1 has no other completion; raise sampling.num_generations")
 
 
 def open_servers(config: GRPOConfig, tokenizer: Any) -> dict[str, TeacherServer]:

@@ -170,7 +170,8 @@ class GRPOTrainer:
             self.data = setup.load_data(args, task, *sources, correctness, self._taken)
         else:
             self.data = agents.world_data(args, world, (*sources, correctness))
-        setup.check_teacher(args, self.data.train, plays=world is not None)
+        if args.algorithm.teacher is not None:
+            teaching.check_teacher(args, self.data.train, plays=world is not None)
         own = type(world or task).__module__.startswith(("covey.", "builtins"))
         own = own or names_file(args.environment.world or args.data.task)
         self.only_in_memory = not own or any(thing is not None for thing in given)

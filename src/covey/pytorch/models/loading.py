@@ -113,7 +113,10 @@ def load_model(
     if gguf_file is not None and importlib.util.find_spec("gguf") is None:
         raise ModelError(f"{source}: reading GGUF needs the gguf package; run `pip install 'covey[gguf]'`")
     if gguf_file is None and not os.path.isdir(folder):
-        _reach_hub(folder)
+        from covey.hub import out_of_reach
+
+        if (error := out_of_reach(folder)) is not None:
+            raise ModelError(_load_problem(folder, source, error)) from error
     with quiet(), nullcontext() if gguf_file is None else gguf_read_once():
         trusting: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         how = trusting if gguf_file is None else {"gguf_file": gguf_file}
@@ -275,19 +278,6 @@ def _only_gguf(folder: Path, source: str) -> str:
             fix = f"it is a run: write its model with `covey export {shlex.quote(source)}`, and give that"
         raise ModelError(f"{source}: holds neither config.json nor a .gguf file; {fix}")
     raise ModelError(f"{source}: holds {len(files)} .gguf files; name one of {', '.join(files)}")
-
-
-def _reach_hub(source: str) -> None:
-    """Miss the hub at once: transformers would try each of a model's files for half a minute. Raises `ModelError`."""
-    from huggingface_hub import constants, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
-    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
-
-    try:
-        if not constants.HF_HUB_OFFLINE and try_to_load_from_cache(source, "config.json") is None:
-            get_session().head(constants.ENDPOINT, timeout=10)
-    except (HFValidationError, HTTPError) as error:
-        raise ModelError(_load_problem(source, source, error)) from error
 
 
 def _load(folder: str, source: str, **options: Any) -> PreTrainedModel:
