@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from covey.errors import ConfigError
-from covey.recipes.reasoning_gym.gym_task import _PLAIN, HELD_OUT, PARSED, ReasoningGym, read_answer
+from covey.errors import ConfigError, DataError
+from covey.recipes.reasoning_gym.gym_task import _PLAIN, HELD_OUT, PARSED, REFUSED, ReasoningGym, read_answer
 from covey.tasks import get_task
 from fakes import raises
 
@@ -56,8 +56,33 @@ def test_what_is_wrong_is_told() -> None:
         ("dataset=gcd,config=max_value=few", "must be a whole number"),
         ("dataset=gcd,answer=tag", "did you mean 'tags'"),
         ("dataset=gcd,num_eval=0", "num_eval=0"),
+        ("dataset=gcd,seconds=nan", "seconds=nan: write a number above 0"),
+        ("dataset=3", "dataset='3': no such dataset"),
+        ("dataset=gcd,config=3", "'3' is not an option"),
+        ("dataset=gcd,answer=3", "answer=3: use one of tags"),
     ):
         raises(ConfigError, message, get_task, f"reasoning_gym:{options}")
+
+
+@installed
+def test_every_dataset_and_its_own_options() -> None:
+    from reasoning_gym.factory import DATASETS
+
+    names = [name for name in DATASETS if name not in REFUSED]
+    task = ReasoningGym("|".join(names), config="gcd.max_value=20|gcd.min_value=2|lcm.max_value=9")
+    given = {"gcd": '{"max_value": 20, "min_value": 2}', "lcm": '{"max_value": 9}'}
+    assert task._options == dict.fromkeys(names, "{}") | given
+    task = ReasoningGym("gcd|lcm", config="gcd.max_value=20|max_value=30")
+    assert task._options == {"gcd": '{"max_value": 20}', "lcm": '{"max_value": 30}'}
+
+
+@installed
+@pytest.mark.slow
+def test_items_that_take_for_ever() -> None:
+    config = "needle_haystack.min_num_statements=99999999|needle_haystack.max_num_statements=99999999"
+    task = ReasoningGym("gcd|needle_haystack", config=config, seconds=1.0)
+    raises(DataError, "needle_haystack-2000000000: longer than 1 s to make; raise seconds", task.eval_rows)
+    task._pool.close()
 
 
 @pytest.fixture(scope="module")
