@@ -33,6 +33,7 @@ HELD_OUT = 2_000_000_000
 """Seed of the first held-out item. Each item has a seed of its own; those of training are below 1.1 billion."""
 REFUSED = {
     "game_of_life_halting": "its scorer takes every answer as right",
+    "coin_flip": "its scorer takes every beginning of the right answer as right, such as 0",
     "composite": "it mixes other datasets; name them: dataset=gcd|leg_counting",
     **dict.fromkeys(("knight_swap", "list_functions"), "a seed does not make the same items again"),
 }
@@ -41,7 +42,9 @@ PARSED = ("countdown", "intermediate_integration", "polynomial_multiplication", 
 """Datasets whose scorers give an answer to `eval`, and to SymPy's `parse_expr`, which calls `eval`."""
 _NAMES = r"(?:(?:a?(?:sin|cos|tan)h?|cot|sec|csc|exp|log|ln|sqrt|pi)\b|[A-Za-z]\b(?!\s*\())"
 _ARITHMETIC = rf"(?a:[-+*/^()\s]|[0-9]++(?:\.[0-9]*+)?+|\b{_NAMES})*+"
+_NO_NAN = r"(?is)(?!.*nan).*"  # NaN differs from no number, so these scorers take it as right
 _PLAIN = dict.fromkeys(EVALUATED, r"[A-Z0-9_\s]*") | dict.fromkeys(PARSED, _ARITHMETIC)
+_PLAIN |= dict.fromkeys(("complex_arithmetic", "number_sorting"), _NO_NAN)
 _ONE_BY_ONE = ("acre", "gsm_symbolic")  # draw what all items are about when a dataset is made: it is made for each item
 _FORMS = {
     "tags": ("Answer the question. Put the final answer, and nothing else, between <answer> and </answer>.", 256),

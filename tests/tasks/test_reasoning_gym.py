@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from covey.errors import ConfigError, DataError
-from covey.recipes.reasoning_gym.gym_task import _PLAIN, HELD_OUT, PARSED, REFUSED, ReasoningGym, read_answer
+from covey.recipes.reasoning_gym.gym_task import (
+    _PLAIN,
+    EVALUATED,
+    HELD_OUT,
+    PARSED,
+    REFUSED,
+    ReasoningGym,
+    read_answer,
+)
 from covey.tasks import get_task
 from fakes import raises
 
@@ -33,7 +41,8 @@ def test_no_answer_is_evaluated_that_calls_or_names_something() -> None:
     hostile = ["__import__('os').system('x')", "[exit()]", "f(x)", "x.y", "x . y", "1..y", "(1).y", "ab", "'a'", "x[0]"]
     hostile += ["x, y", "x if y else z", "x=1", "lambda: x", "entry", "x\\", "x#", "9" * 10**6 + "!", "１", "ａ"]
     arithmetic, letters = ["2*x**2 - 3*x*(y + 1)/4.5", "C + exp(x) + sin(2*x)"], ["0 1 1\n1 0 2", "_ Q _", "ABBA"]
-    for dataset, pattern in _PLAIN.items():
+    for dataset in (*EVALUATED, *PARSED):
+        pattern = _PLAIN[dataset]
         assert not [text for text in hostile if re.fullmatch(pattern, text)], dataset
         assert all(re.fullmatch(pattern, text) for text in (arithmetic if dataset in PARSED else letters)), dataset
 
@@ -121,3 +130,5 @@ def test_scores(task: ReasoningGym, tmp_path: Path) -> None:
     raising = ["prime_factorization", "{}", HELD_OUT]  # its scorer raises ValueError for what is no number
     assert task.score([[{"role": "assistant", "content": "zzz"}]], [raising], log_metric=logged.__setitem__) == [0.0]
     assert logged == {"reasoning_gym/failed": 1.0}
+    for name, answer in {"complex_arithmetic": "nan", "number_sorting": "['NaN', 'NaN', 'NaN', 'NaN', 'NaN']"}.items():
+        assert task.score([answer], [[name, "{}", HELD_OUT]]) == [0.0]
