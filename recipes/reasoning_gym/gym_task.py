@@ -33,6 +33,7 @@ HELD_OUT = 2_000_000_000
 """Seed of the first held-out item. Each item has a seed of its own; those of training are below 1.1 billion."""
 REFUSED = {
     "game_of_life_halting": "its scorer takes every answer as right",
+    "coin_flip": "its scorer takes every beginning of the right answer as right, such as 0",
     "composite": "it mixes other datasets; name them: dataset=gcd|leg_counting",
     **dict.fromkeys(("knight_swap", "list_functions"), "a seed does not make the same items again"),
 }
@@ -41,7 +42,9 @@ PARSED = ("countdown", "intermediate_integration", "polynomial_multiplication", 
 """Datasets whose scorers give an answer to `eval`, and to SymPy's `parse_expr`, which calls `eval`."""
 _NAMES = r"(?:(?:a?(?:sin|cos|tan)h?|cot|sec|csc|exp|log|ln|sqrt|pi)\b|[A-Za-z]\b(?!\s*\())"
 _ARITHMETIC = rf"(?a:[-+*/^()\s]|[0-9]++(?:\.[0-9]*+)?+|\b{_NAMES})*+"
+_NO_NAN = r"(?is)(?!.*nan).*"  # NaN differs from no number, so these scorers take it as right
 _PLAIN = dict.fromkeys(EVALUATED, r"[A-Z0-9_\s]*") | dict.fromkeys(PARSED, _ARITHMETIC)
+_PLAIN |= dict.fromkeys(("complex_arithmetic", "number_sorting"), _NO_NAN)
 _ONE_BY_ONE = ("acre", "gsm_symbolic")  # draw what all items are about when a dataset is made: it is made for each item
 _FORMS = {
     "tags": ("Answer the question. Put the final answer, and nothing else, between <answer> and </answer>.", 256),
@@ -89,11 +92,11 @@ def _item(dataset: str, options: str, index: int) -> dict[str, Any]:
     return dict(data[0])
 
 
-def _prepare(options: Mapping[str, str]) -> None:
+def _prepare(names: Sequence[str]) -> None:
     """Reads and imports what a first item and a first score need, for seconds: not in an item's time."""
-    for name, given in options.items():
+    for name in names:
         with contextlib.suppress(Exception):
-            work(name, given, 0, "1")
+            work(name, "{}", 0, "1")  # given options may make items that take for ever
 
 
 class ReasoningGym(Task):
@@ -117,15 +120,17 @@ class ReasoningGym(Task):
         seconds: float = 5.0,
     ) -> None:  # fmt: skip
         self._given = (dataset, answer, config, num_train, num_eval, seconds)
-        self._options = _options(dataset.split("|"), config)
+        self._options = _options(str(dataset).split("|"), str(config))  # an option's text may be read as a number
         if answer not in _FORMS:
-            raise ConfigError(f"answer={answer!r}: {nearest(answer, _FORMS)}")
-        if not 1 <= min(num_train, num_eval) <= max(num_train, num_eval) <= 10**6 or seconds <= 0:
-            raise ConfigError(f"num_train={num_train}, num_eval={num_eval}, seconds={seconds}: from 1 to 10^6; above 0")
+            raise ConfigError(f"answer={answer!r}: {nearest(str(answer), _FORMS)}")
+        if not 1 <= min(num_train, num_eval) <= max(num_train, num_eval) <= 10**6:
+            raise ConfigError(f"num_train={num_train}, num_eval={num_eval}: write numbers from 1 to 10^6")
+        if not 0 < seconds <= 3600:
+            raise ConfigError(f"seconds={seconds}: write a number above 0 and at most 3600")
         self._num_train, self._num_eval, self._form = num_train, num_eval, answer
         self.system_prompt, self.max_completion_length = _FORMS[answer]
         how: dict[str, Any] = {"workers": 2, "time_limit": float(seconds), "memory_mb": 2048}
-        self._pool = WorkerPool(work, prepare=partial(_prepare, self._options), **how)
+        self._pool = WorkerPool(work, prepare=partial(_prepare, [*self._options]), **how)
         self._known: dict[tuple[Any, ...], float | Exception] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -182,7 +187,9 @@ class ReasoningGym(Task):
         names, problem, rows = list(self._options), "", list[tuple[str, Row]]()
         places = [(names[n % len(names)], first + n // len(names)) for n in range(number)]
         items = [(name, self._options[name], index) for name, index in places]
-        for item, made in zip(items, self._pool.map(items), strict=True):
+        # no more at a time than there are processes, so that the first one that takes too long ends it
+        results = (made for at in range(0, number, 2) for made in self._pool.map(items[at : at + 2]))
+        for item, made in zip(items, results, strict=True):
             uid = f"{item[0]}-{item[2]}"
             if isinstance(made, ItemTimeout):
                 raise DataError(f"{uid}: {made} to make; raise seconds, or make items easier with config")
@@ -217,7 +224,8 @@ def _options(datasets: Sequence[str], config: str) -> dict[str, str]:
     for name in datasets:
         if name in REFUSED:
             raise ConfigError(f"dataset={name!r}: {REFUSED[name]}")
-        own = [item.removeprefix(f"{name}.") for item, owner in owners.items() if owner in ("", name)]
+        # those of this dataset alone come last and win
+        own = [item.removeprefix(f"{name}.") for one in ("", name) for item, owner in owners.items() if owner == one]
         given = read_options("dataset", name, ",".join(own))
         if taken := given.keys() & {"seed", "size"}:
             raise ConfigError(
@@ -225,7 +233,7 @@ def _options(datasets: Sequence[str], config: str) -> dict[str, str]:
             )
         try:
             made: Any = make_named("dataset", name, kinds, object, **given)
-            made.validate()
+            getattr(made, "validate", int)()  # two have none
         except (AssertionError, TypeError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise

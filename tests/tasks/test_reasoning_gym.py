@@ -9,8 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from covey.errors import ConfigError
-from covey.recipes.reasoning_gym.gym_task import _PLAIN, HELD_OUT, PARSED, ReasoningGym, read_answer
+from covey.errors import ConfigError, DataError
+from covey.recipes.reasoning_gym.gym_task import (
+    _PLAIN,
+    EVALUATED,
+    HELD_OUT,
+    PARSED,
+    REFUSED,
+    ReasoningGym,
+    read_answer,
+)
 from covey.tasks import get_task
 from fakes import raises
 
@@ -33,7 +41,8 @@ def test_no_answer_is_evaluated_that_calls_or_names_something() -> None:
     hostile = ["__import__('os').system('x')", "[exit()]", "f(x)", "x.y", "x . y", "1..y", "(1).y", "ab", "'a'", "x[0]"]
     hostile += ["x, y", "x if y else z", "x=1", "lambda: x", "entry", "x\\", "x#", "9" * 10**6 + "!", "１", "ａ"]
     arithmetic, letters = ["2*x**2 - 3*x*(y + 1)/4.5", "C + exp(x) + sin(2*x)"], ["0 1 1\n1 0 2", "_ Q _", "ABBA"]
-    for dataset, pattern in _PLAIN.items():
+    for dataset in (*EVALUATED, *PARSED):
+        pattern = _PLAIN[dataset]
         assert not [text for text in hostile if re.fullmatch(pattern, text)], dataset
         assert all(re.fullmatch(pattern, text) for text in (arithmetic if dataset in PARSED else letters)), dataset
 
@@ -56,8 +65,33 @@ def test_what_is_wrong_is_told() -> None:
         ("dataset=gcd,config=max_value=few", "must be a whole number"),
         ("dataset=gcd,answer=tag", "did you mean 'tags'"),
         ("dataset=gcd,num_eval=0", "num_eval=0"),
+        ("dataset=gcd,seconds=nan", "seconds=nan: write a number above 0"),
+        ("dataset=3", "dataset='3': no such dataset"),
+        ("dataset=gcd,config=3", "'3' is not an option"),
+        ("dataset=gcd,answer=3", "answer=3: use one of tags"),
     ):
         raises(ConfigError, message, get_task, f"reasoning_gym:{options}")
+
+
+@installed
+def test_every_dataset_and_its_own_options() -> None:
+    from reasoning_gym.factory import DATASETS
+
+    names = [name for name in DATASETS if name not in REFUSED]
+    task = ReasoningGym("|".join(names), config="gcd.max_value=20|gcd.min_value=2|lcm.max_value=9")
+    given = {"gcd": '{"max_value": 20, "min_value": 2}', "lcm": '{"max_value": 9}'}
+    assert task._options == dict.fromkeys(names, "{}") | given
+    task = ReasoningGym("gcd|lcm", config="gcd.max_value=20|max_value=30")
+    assert task._options == {"gcd": '{"max_value": 20}', "lcm": '{"max_value": 30}'}
+
+
+@installed
+@pytest.mark.slow
+def test_items_that_take_for_ever() -> None:
+    config = "needle_haystack.min_num_statements=99999999|needle_haystack.max_num_statements=99999999"
+    task = ReasoningGym("gcd|needle_haystack", config=config, seconds=1.0)
+    raises(DataError, "needle_haystack-2000000000: longer than 1 s to make; raise seconds", task.eval_rows)
+    task._pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +130,5 @@ def test_scores(task: ReasoningGym, tmp_path: Path) -> None:
     raising = ["prime_factorization", "{}", HELD_OUT]  # its scorer raises ValueError for what is no number
     assert task.score([[{"role": "assistant", "content": "zzz"}]], [raising], log_metric=logged.__setitem__) == [0.0]
     assert logged == {"reasoning_gym/failed": 1.0}
+    for name, answer in {"complex_arithmetic": "nan", "number_sorting": "['NaN', 'NaN', 'NaN', 'NaN', 'NaN']"}.items():
+        assert task.score([answer], [[name, "{}", HELD_OUT]]) == [0.0]
