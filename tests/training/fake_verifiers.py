@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 AFTER = 3
@@ -26,8 +27,8 @@ def ask(asked: dict[str, Any], ids: list[int], **more: Any) -> list[int]:
     """One turn, through the client's address."""
     sampling = asked["sampling"] | {"stop_token_ids": [1], "logprobs": 1, "skip_special_tokens": False} | more
     body = json.dumps({"model": "policy", "token_ids": ids, "sampling_params": sampling}).encode()
-    url = asked["client"]["base_url"].removesuffix("/v1") + "/inference/v1/generate"
-    headers = {"authorization": f"Bearer {os.environ['COVEY_ENDPOINT_TOKEN']}", "content-type": "application/json"}
+    url = asked["url"].removesuffix("/v1") + "/inference/v1/generate"
+    headers = {"authorization": f"Bearer {asked['token']}", "content-type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
         (choice,) = json.load(answer)["choices"]
     assert [f"token_id:{token}" for token in choice["token_ids"]] == [c["token"] for c in choice["logprobs"]["content"]]
@@ -38,7 +39,7 @@ def play(asked: dict[str, Any], does: str) -> dict[str, Any]:
     first = [5, 6, 7 + asked["task"]]
     if does == "hangs":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-        print(child.pid, file=open(os.path.join(os.environ["PYTHONPATH"], "child"), "w"))
+        Path(os.environ["PYTHONPATH"], "child").write_text(str(child.pid))
         time.sleep(600)
     if does == "dies":
         os._exit(3)

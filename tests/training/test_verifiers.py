@@ -94,9 +94,7 @@ def test_what_hangs_is_ended_with_all_that_it_has_started(settings: Settings, py
     assert not child.exists() or "Z" in (child / "stat").read_text().split()[2]
 
 
-def test_variables_with_keys_do_not_reach_it(
-    settings: Settings, python: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_with_keys_do_not_reach_it(settings: Settings, python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("HF_TOKEN", "OPENAI_API_KEY", "COVEY_SERVER_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "WANTED")
     for name in names:
         monkeypatch.setenv(name, "secret")

@@ -144,7 +144,9 @@ class Verifiers(World):
 
         Raises `DataError`: the taskset cannot be loaded.
         """
-        driver, self._spare = self._spare or self._started(), None
+        driver, self._spare = self._spare, None
+        if driver is None or not driver.runs:
+            driver = self._started()
         driver.tell = tell
         return driver
 
@@ -195,7 +197,7 @@ class Driver:
     def __init__(self, python: Path, env: Mapping[str, str]) -> None:
         self.first: queue.SimpleQueue[Any] = queue.SimpleQueue()  # gets what it says first, or None
         self.tell: Callable[[Any], None] = lambda said: None
-        self.token, mark = secrets.token_urlsafe(24), f"COVEY_DRIVER={secrets.token_hex(12)}"
+        mark = secrets.token_hex(16)
         self._home = tempfile.TemporaryDirectory(prefix="covey-verifiers-")  # what is written beside goes with it
         self._process = subprocess.Popen(
             [python, "-P", Path(__file__).with_name("verifiers_driver.py")],
@@ -203,13 +205,19 @@ class Driver:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=self._home.name,
-            env={**env, "COVEY_ENDPOINT_TOKEN": self.token, "COVEY_DRIVER": mark.partition("=")[2]},
+            env={**env, "COVEY_DRIVER": mark},
             start_new_session=True,
         )
         self._words: deque[str] = deque(maxlen=20)
         self._end = weakref.finalize(self, _end, self._process, mark, self._home)
-        for read in (self._read, self._read_errors):
-            threading.Thread(target=read, daemon=True).start()
+        self._errors = threading.Thread(target=self._read_errors, daemon=True)
+        for thread in (self._errors, threading.Thread(target=self._read, daemon=True)):
+            thread.start()
+
+    @property
+    def runs(self) -> bool:
+        """Whether its process has not ended."""
+        return self._process.poll() is None
 
     def send(self, what: Mapping[str, Any]) -> None:
         """Tell the process something; one that has ended does not hear it, and says so by `(driver, None)`."""
@@ -220,6 +228,7 @@ class Driver:
 
     def last_words(self) -> str:
         """The end of what it has written to standard error."""
+        self._errors.join(1.0)
         return " / ".join(list(self._words)[-4:])[-600:] or "without a word"
 
     def end(self, *, at_once: bool = False) -> None:
@@ -236,7 +245,8 @@ class Driver:
                 while line := lines.readline(_LONGEST_LINE):
                     self.tell((self, Told.model_validate_json(line)))
         except (OSError, ValueError) as error:  # ValidationError is one
-            self._words.append(f"it said what is no answer: {error!s:.300}")
+            if self.runs:
+                self._words.append(f"it said what is no answer: {error!s:.300}")
             self._process.kill()
         self.first.put(None)
         self.tell((self, None))

@@ -2,7 +2,8 @@
 
     trainer  {"sets": {"train": {"taskset": {...}, "agent": {...}, "timeout": {...}}}, "most": 1000}
     driver   {"tasks": {"train": ["9f2c...", ...]}}                    of each task a hash of what it contains
-    trainer  {"id": 7, "set": "train", "task": 0, "client": {...}, "sampling": {...}, ...}
+    trainer  {"id": 7, "set": "train", "task": 0, "key": "9f2c...", "url": "http://127.0.0.1:5/v1", "token": "...",
+              "tokenizer": "/tmp/x", "renderer": {"name": "default"}, "sampling": {"temperature": 1.0, ...}}
     driver   {"id": 7, "ok": true, "reward": 1.0, "branches": [[[5, 6, 7], [0, 0, 1]]], ...}
 
 One JSON value a line, from standard input to standard output; what anything else prints goes to standard error. Each
@@ -25,7 +26,7 @@ from typing import Any, TextIO
 
 import verifiers.v1 as vf
 
-_GRACE_SECONDS = 4.0
+_GRACE_SECONDS, _TOKEN = 4.0, "COVEY_ENDPOINT_API_KEY"
 _MOST_CHARACTERS = 500  # of an error
 
 
@@ -50,7 +51,9 @@ class Played:
         task = self.tasks[asked["task"]]
         if identity(task) != asked["key"]:
             raise ValueError(f"task {asked['task']} is another one than before; load() must give the same tasks")
-        client = vf.TrainClientConfig(**asked["client"])
+        os.environ[_TOKEN] = asked["token"]  # of such a name that programs do not inherit it
+        how = {"renderer": asked["renderer"], "renderer_model_name": asked["tokenizer"]}
+        client = vf.TrainClientConfig(base_url=asked["url"], api_key_var=_TOKEN, **how)
         context = vf.ModelContext(model="policy", client=client, sampling=vf.SamplingConfig(**asked["sampling"]))
         episode = await self.env.run_episode(task, context)
         if len(episode.traces) != 1:
@@ -126,5 +129,4 @@ def read(loop: asyncio.AbstractEventLoop, lines: asyncio.Queue[Any]) -> None:
 if __name__ == "__main__":
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    os.environ["COVEY_ENDPOINT_API_KEY"] = os.environ.pop("COVEY_ENDPOINT_TOKEN", "")  # not inherited by programs
     asyncio.run(main(told))

@@ -1,6 +1,6 @@
 """A server on loopback whose completions somebody else samples: the generate route for programs that drive a model.
 
-    endpoint = Endpoint(queue.put, token="...", context_length=2048)     # the queue gets `Asked`
+    endpoint = Endpoint(queue.put, context_length=2048)                  # the queue gets `Asked`
     asked.answer.set_result(generated([completion], len(prompt)))        # or set_exception(RequestError(...))
 
 Each request waits in a thread of its own. Without the token nothing is read.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import secrets
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -35,12 +36,10 @@ class Asked:
 class Endpoint:
     """Listens until it is closed. `url` ends in /v1, as clients of OpenAI's API want it."""
 
-    def __init__(self, ask: Callable[[Asked], None], *, token: str, context_length: int) -> None:
-        class Handler(_Handler):
-            pass
-
-        Handler.ask, Handler.bearer, Handler.context_length = staticmethod(ask), f"Bearer {token}", context_length
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    def __init__(self, ask: Callable[[Asked], None], *, context_length: int) -> None:
+        self.token = secrets.token_urlsafe(24)
+        own = {"ask": staticmethod(ask), "bearer": f"Bearer {self.token}", "context_length": context_length}
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), own))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -91,9 +92,10 @@ class DrivenCollector:
         self.world, self.engine, self.decode, self.settings = world, engine, decode, chosen
         self.vocabulary, self._tokenizer = policy.vocabulary, policy.tokenizer
         self.context_length = min(chosen.max_conversation_tokens, engine.context_length)
-        self._template = dict(config.data.chat_template_kwargs or {})
+        kwargs = config.data.chat_template_kwargs
+        self._template = {"chat_template_kwargs": dict(kwargs)} if kwargs else {}
         self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._driver: Driver | None = None
+        self.driver: Driver | None = None
         self._endpoint: Endpoint | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._count, self._branched = 0, False
@@ -147,49 +149,38 @@ class DrivenCollector:
 
     def close(self) -> None:
         """End the driver and all that it has started; it starts anew when it is needed."""
-        if self._driver is not None:
-            self._driver.end()
+        self.lose()
         if self._endpoint is not None:
             self._endpoint.close()
         if self._folder is not None:
             self._folder.cleanup()
-        self._driver = self._endpoint = self._folder = None
+        self._endpoint = self._folder = None
 
-    def is_driven_by(self, driver: Driver) -> bool:
-        """Whether this is the driver that runs, not one that was ended."""
-        return driver is self._driver
+    def lose(self, *, at_once: bool = False) -> str:
+        """End the driver, and return its last words."""
+        driver, self.driver = self.driver, None
+        if driver is None:
+            return ""
+        driver.end(at_once=at_once)
+        return driver.last_words()
 
-    def driver(self) -> Driver:
-        """The driver that runs, or a new one."""
-        if self._driver is None:
-            self._driver = self.world.driver(self.heard.put)
-            if self._endpoint is not None:
-                self._endpoint.close()
-            self._endpoint = Endpoint(self.heard.put, token=self._driver.token, context_length=self.context_length)
-        return self._driver
-
-    def lose(self, *, at_once: bool = False) -> None:
-        """The driver has ended, or is to end at once."""
-        if self._driver is not None:
-            self._driver.end(at_once=at_once)
-        self._driver = None
-
-    def ask(self, live: _Live, settings: SamplingSettings) -> None:
+    def begin(self, live: _Live, settings: SamplingSettings) -> None:
         """Let the driver begin an episode."""
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="covey-tokenizer-")
             self._tokenizer.save_pretrained(self._folder.name)
-        driver, task = self.driver(), live.prompt.columns
-        assert self._endpoint is not None
-        sampling: dict[str, Any] = {"seed": live.number, "temperature": settings.temperature}
-        sampling |= {"max_tokens": settings.max_tokens} | (settings.cut if settings.cuts else {})
-        client: dict[str, Any] = {"base_url": self._endpoint.url, "api_key_var": "COVEY_ENDPOINT_API_KEY"}
-        client |= {"renderer": self.world.renderer, "renderer_model_name": self._folder.name}
-        if self._template:
-            sampling["chat_template_kwargs"] = self._template
-        driver.send(
-            {"id": live.number, "set": task["set"], "task": task["number"], "key": task["uid"]}
-            | {"client": client, "sampling": sampling}
+        if self._endpoint is None:
+            self._endpoint = Endpoint(self.heard.put, context_length=self.context_length)
+        if self.driver is None:
+            self.driver = self.world.driver(self.heard.put)
+        task, cut = live.prompt.columns, settings.cut if settings.cuts else {}
+        sampling = {"seed": live.number, "temperature": settings.temperature, "max_tokens": settings.max_tokens} | cut
+        self.driver.send(
+            {
+                **{"id": live.number, "set": task["set"], "task": task["number"], "key": task["uid"]},
+                **{"url": self._endpoint.url, "token": self._endpoint.token, "tokenizer": self._folder.name},
+                **{"renderer": self.world.renderer, "sampling": sampling | self._template},
+            }
         )
         live.until = time.monotonic() + 2 * self.world.seconds + _LATE_SECONDS
 
@@ -216,7 +207,7 @@ class _Play:
             while self._waiting and len(self._live) < self._places:
                 live = self._waiting.popleft()
                 self._live[live.number] = live
-                self._all.ask(live, self._settings)
+                self._all.begin(live, self._settings)
             self._hear()
             if self._session is not None and self._session.busy:
                 for row in self._session.advance():
@@ -238,21 +229,15 @@ class _Play:
     def _hear(self) -> None:
         """Take in what has been said; where there is nothing to sample, wait for it for a moment."""
         idle, began = self._session is None or not self._session.busy, time.perf_counter()
-        try:
-            said = self._all.heard.get(timeout=0.5) if idle else self._all.heard.get_nowait()
-        except queue.Empty:
-            return
-        finally:
+        with suppress(queue.Empty):
+            said = self._all.heard.get(timeout=0.5 if idle else 0.0)
             self.stats.waiting_seconds += idle * (time.perf_counter() - began)
-        while True:
-            if isinstance(said, Asked):
-                self._start(said)
-            elif self._all.is_driven_by(said[0]):
-                self._take_in(said[1])
-            try:
+            while True:
+                if isinstance(said, Asked):
+                    self._start(said)
+                elif said[0] is self._all.driver:  # not one that was ended
+                    self._take_in(said[1])
                 said = self._all.heard.get_nowait()
-            except queue.Empty:
-                return
 
     def _start(self, asked: Asked) -> None:
         try:
@@ -311,10 +296,7 @@ class _Play:
 
     def _take_in(self, told: Told | None) -> None:
         if told is None:
-            words = self._all.driver().last_words()
-            self._all.lose()
-            for live in list(self._live.values()):
-                self._end(live, EpisodeError(f"the process of verifiers ended: {words}"))
+            self._end_all(f"the process of verifiers ended: {self._all.lose()}")
         elif told.id in self._live:
             live = self._live[told.id]
             try:
