@@ -307,10 +307,11 @@ class _Play:
     def _end_late(self) -> None:
         if any(live.until < time.monotonic() for live in self._live.values()):
             self._all.lose(at_once=True)
-            for live in list(self._live.values()):
-                self._end(
-                    live, EpisodeError(f"verifiers did not end within {self._all.world.seconds:g} s, and was ended")
-                )
+            self._end_all(f"an episode of verifiers did not end within {self._all.world.seconds:g} s; all were ended")
+
+    def _end_all(self, why: str) -> None:
+        for live in list(self._live.values()):
+            self._end(live, EpisodeError(why))
 
     def _end(self, live: _Live, found: Trajectory | EpisodeError) -> None:
         if isinstance(found, EpisodeError):
