@@ -13,6 +13,7 @@ import json
 import os
 import queue
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -198,18 +199,18 @@ class Driver:
         self.first: queue.SimpleQueue[Any] = queue.SimpleQueue()  # gets what it says first, or None
         self.tell: Callable[[Any], None] = lambda said: None
         mark = secrets.token_hex(16)
-        self._home = tempfile.TemporaryDirectory(prefix="covey-verifiers-")  # what is written beside goes with it
+        self.folder = tempfile.mkdtemp(prefix="covey-verifiers-")  # it works there, and it goes with it
         self._process = subprocess.Popen(
             [python, "-P", Path(__file__).with_name("verifiers_driver.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            cwd=self._home.name,
+            cwd=self.folder,
             env={**env, "COVEY_DRIVER": mark},
             start_new_session=True,
         )
         self._words: deque[str] = deque(maxlen=20)
-        self._end = weakref.finalize(self, _end, self._process, mark, self._home)
+        self._end = weakref.finalize(self, _end, self._process, mark, self.folder)
         self._errors = threading.Thread(target=self._read_errors, daemon=True)
         for thread in (self._errors, threading.Thread(target=self._read, daemon=True)):
             thread.start()
@@ -258,7 +259,7 @@ class Driver:
                 self._words.append(line.decode("utf-8", "replace").strip())
 
 
-def _end(process: subprocess.Popen[bytes], mark: str, home: tempfile.TemporaryDirectory[str]) -> None:
+def _end(process: subprocess.Popen[bytes], mark: str, folder: str) -> None:
     if process.stdin is not None:
         with suppress(OSError):
             process.stdin.close()
@@ -272,4 +273,4 @@ def _end(process: subprocess.Popen[bytes], mark: str, home: tempfile.TemporaryDi
         with suppress(OSError):
             if mark.encode() in environ.read_bytes():
                 os.kill(int(environ.parent.name), signal.SIGKILL)
-    home.cleanup()
+    shutil.rmtree(folder, ignore_errors=True)

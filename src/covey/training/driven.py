@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -97,7 +96,6 @@ class DrivenCollector:
         self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.driver: Driver | None = None
         self._endpoint: Endpoint | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._count, self._branched = 0, False
 
     def __call__(
@@ -152,9 +150,7 @@ class DrivenCollector:
         self.lose()
         if self._endpoint is not None:
             self._endpoint.close()
-        if self._folder is not None:
-            self._folder.cleanup()
-        self._endpoint = self._folder = None
+        self._endpoint = None
 
     def lose(self, *, at_once: bool = False) -> str:
         """End the driver, and return its last words."""
@@ -166,19 +162,17 @@ class DrivenCollector:
 
     def begin(self, live: _Live, settings: SamplingSettings) -> None:
         """Let the driver begin an episode."""
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="covey-tokenizer-")
-            self._tokenizer.save_pretrained(self._folder.name)
         if self._endpoint is None:
             self._endpoint = Endpoint(self.heard.put, context_length=self.context_length)
         if self.driver is None:
             self.driver = self.world.driver(self.heard.put)
+            self._tokenizer.save_pretrained(self.driver.folder)
         task, cut = live.prompt.columns, settings.cut if settings.cuts else {}
         sampling = {"seed": live.number, "temperature": settings.temperature, "max_tokens": settings.max_tokens} | cut
         self.driver.send(
             {
                 **{"id": live.number, "set": task["set"], "task": task["number"], "key": task["uid"]},
-                **{"url": self._endpoint.url, "token": self._endpoint.token, "tokenizer": self._folder.name},
+                **{"url": self._endpoint.url, "token": self._endpoint.token, "tokenizer": self.driver.folder},
                 **{"renderer": self.world.renderer, "sampling": sampling | self._template},
             }
         )
