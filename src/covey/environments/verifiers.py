@@ -140,6 +140,9 @@ class Verifiers(World):
     def make(self) -> Environment:
         raise ConfigError("verifiers: its programs drive the model, so nobody else can play; use covey eval or train")
 
+    def __reduce__(self) -> Any:  # it is pickled where others would play it
+        return self.make()
+
     def driver(self, tell: Callable[[Any], None]) -> Driver:
         """A driver; `tell` gets `(driver, Told)` for each episode, and `(driver, None)` at its end.
 

@@ -13,7 +13,7 @@ import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -65,7 +65,6 @@ class _Live:
     stream: tuple[int, ...]
     until: float = 0.0
     sampled: list[tuple[IntArray, Completion]] = field(default_factory=list)
-    rows: dict[int, tuple[Any, Asked, IntArray]] = field(default_factory=dict)
     turns: int = 0
 
 
@@ -188,7 +187,7 @@ class _Play:
         self._all, self._settings, self._version = collector, settings, version
         self._order, self._waiting = [live.number for live in lives], deque(lives)
         self._live: dict[int, _Live] = {}
-        self._of: dict[int, _Live] = {}  # by row
+        self._rows: dict[int, tuple[Any, _Live, Asked, IntArray]] = {}
         self._done: dict[int, Trajectory] = {}
         self._session: Session[Any] | None = None
         self._places = min(collector.settings.parallel_episodes, len(lives))
@@ -213,8 +212,7 @@ class _Play:
 
     def refuse_all(self) -> None:
         """Nobody samples any more: refuse what waits."""
-        for live in self._live.values():
-            self._leave(live)
+        self._forget(self._live.values())
         while not self._all.heard.empty():
             said = self._all.heard.get()
             if isinstance(said, Asked):
@@ -253,8 +251,7 @@ class _Play:
             asked.answer.set_exception(error if isinstance(error, RequestError) else RequestError(str(error)))
             return
         live.turns += 1
-        live.rows[id(row)] = (row, asked, ids)
-        self._of[id(row)] = live
+        self._rows[id(row)] = (row, live, asked, ids)
 
     def _settings_of(self, asked: Asked) -> SamplingSettings:
         """The run's, with the request's limits. Raises `RequestError`: it wants another distribution."""
@@ -281,8 +278,7 @@ class _Play:
 
     def _answer(self, row: Any) -> None:
         assert self._session is not None
-        live = self._of.pop(id(row))
-        _, asked, ids = live.rows.pop(id(row))
+        _, live, asked, ids = self._rows.pop(id(row))
         completion = self._session.completion(row)
         live.sampled.append((ids, completion))
         self.stats.turns += 1
@@ -311,18 +307,18 @@ class _Play:
         if isinstance(found, EpisodeError):
             self.stats.failures += 1
             found = Trajectory((), (), False, "failed", str(found))
-        self._leave(live)
+        self._forget([live])
         del self._live[live.number]
         self._done[live.number] = found
 
-    def _leave(self, live: _Live) -> None:
-        """Forget what is sampled for an episode that is over."""
-        for row, asked, _ in live.rows.values():
-            assert self._session is not None
-            self._session.drop(row)
-            self._of.pop(id(row), None)
-            asked.answer.set_exception(RequestError("the episode is over"))
-        live.rows.clear()
+    def _forget(self, lives: Collection[_Live]) -> None:
+        """Drop what is sampled for episodes that are over."""
+        for row, live, asked, _ in list(self._rows.values()):
+            if live in lives:
+                del self._rows[id(row)]
+                asked.answer.set_exception(RequestError("the episode is over"))
+                assert self._session is not None
+                self._session.drop(row)
 
 
 def trajectory_of(
