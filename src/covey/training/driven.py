@@ -14,7 +14,6 @@ import queue
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -220,29 +219,32 @@ class _Play:
 
     def _hear(self) -> None:
         """Take in what has been said; where there is nothing to sample, wait for it for a moment."""
-        idle, began = self._session is None or not self._session.busy, time.perf_counter()
-        with suppress(queue.Empty):
-            said = self._all.heard.get(timeout=0.5 if idle else 0.0)
-            self.stats.waiting_seconds += idle * (time.perf_counter() - began)
-            while True:
-                if isinstance(said, Asked):
-                    self._start(said)
-                elif said[0] is self._all.driver:  # not one that was ended
-                    self._take_in(said[1])
-                said = self._all.heard.get_nowait()
+        idle = self._session is None or not self._session.busy
+        said = self._next(0.5 if idle else 0.0)
+        while said is not None:
+            if isinstance(said, Asked):
+                self._start(said)
+            elif said[0] is self._all.driver:  # not one that was ended
+                self._take_in(said[1])
+            said = self._next(0.0)
+
+    def _next(self, seconds: float) -> Any:
+        began = time.perf_counter()
+        try:
+            return self._all.heard.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        finally:
+            self.stats.waiting_seconds += time.perf_counter() - began if seconds else 0.0
 
     def _start(self, asked: Asked) -> None:
+        session, seed, ids = self._opened(), asked.request.seed, np.array(asked.request.prompt, np.int64)
         try:
-            live, ids = (
-                self._live.get(-1 if asked.request.seed is None else asked.request.seed),
-                np.array(asked.request.prompt, np.int64),
-            )
-            if live is None:
-                raise RequestError(f"seed={asked.request.seed}: no such episode is being played")
+            if seed is None or (live := self._live.get(seed)) is None:
+                raise RequestError(f"seed={seed}: no such episode is being played")
             settings = self._settings_of(asked)
             if ids.max() >= self._all.vocabulary:
                 raise RequestError(f"token id {ids.max()}: the vocabulary has {self._all.vocabulary}")
-            session = self._opened()
             if len(ids) >= self._all.context_length or not session.has_room_for(len(ids)):
                 most = f"environment.max_conversation_tokens={self._all.settings.max_conversation_tokens}"
                 raise RequestError(f"the prompt has {len(ids)} tokens; {most} leaves no room for an answer")
