@@ -103,6 +103,7 @@ dynamic_sampling/discarded_groups | groups | groups with equal rewards that dyna
     rewards and lengths count them, metrics of the update do not
 agent/success | fraction | episodes that solved their task, of all episodes; accuracy leaves failed environments out
 agent/turns | turns | actions of an episode, mean
+agent/branches | sequences | token sequences of an episode, mean; 1 for a conversation that only grew
 agent/no_action_ratio | fraction | turns without a valid action
 agent/same_action_ratio | fraction | of the turns that several episodes of a group begin with the same observation:
     those in which all of these episodes act alike; an action that none of them tries cannot be learned

@@ -46,6 +46,9 @@ def serve(
         Literal["finish", "continue"],
         typer.Option(help="Running completions at an upload: finish (old weights) or continue (new ones)."),
     ] = "finish",
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name that clients ask for; default: the model as it is given here.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --check: print the result as JSON.")] = False,
 ) -> None:
     """Serve a model: OpenAI's completion API, and adapters that are uploaded while it runs. Or try a server.
@@ -76,7 +79,8 @@ def serve(
 
     logging.getLogger("covey").setLevel(logging.INFO)
     sizes = (kv_cache_gb, max_batch_size, max_completion_length, max_waiting, max_upload_mb, max_connections)
-    app, listening = open_server(model, host, port, token or None, ServeOptions(dtype, device, *sizes, swap))
+    options = ServeOptions(dtype, device, *sizes, swap, served_model_name)
+    app, listening = open_server(model, host, port, token or None, options)
     address = listening.getsockname()
     out.print(f"serving {model} at http://{address[0]}:{address[1]} (Ctrl-C to stop)", highlight=False)
     uvicorn_server(app, ConnectionLimits(address=max_connections)).run(sockets=[listening])

@@ -199,6 +199,7 @@ _WORLDS: dict[str, Callable[..., World] | str] = {
     "house": "covey.recipes.house.house:House",  # the recipe's file, which is installed
     "openenv": "covey.environments.adapters:OpenEnv",
     "textworld": "covey.environments.textworld:TextWorld",
+    "verifiers": "covey.environments.verifiers:Verifiers",
 }  # imported when they are asked for
 
 

@@ -67,6 +67,7 @@ def play_metrics(trajectories: Sequence[Trajectory], stats: PlayStats) -> dict[s
     return {
         "agent/success": float(np.mean([t.success for t in trajectories])),
         "agent/turns": float(np.mean([len(t.turns) for t in trajectories])),
+        "agent/branches": float(np.mean([len(t.episodes) for t in trajectories])),
         "agent/no_action_ratio": stats.no_actions / turns,
         "agent/failed_ratio": stats.failures / len(trajectories),
         "agent/failed_episodes": float(stats.failures),

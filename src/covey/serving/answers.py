@@ -23,6 +23,7 @@ import numpy as np
 from covey.errors import CoveyError
 from covey.rollout.learning import Weights
 from covey.serving.batching import Answer, BatchingEngine, Job, unheld
+from covey.serving.generate import GenerateRequest, generated
 from covey.serving.json_output import json_rules
 from covey.serving.requests import ChatRequest, CompletionRequest, RequestError, ScoreRequest, chat_text, read_request
 from covey.serving.scoring import Scorer
@@ -172,6 +173,15 @@ class Answering:
 
         Raises `VersionConflictError`: other weights are held than it asks for.
         """
+        return await self._in_thread(self._body, asked, await self._completed(asked))
+
+    async def generate(self, asked: GenerateRequest) -> bytes:
+        """The answer to a request for token ids, as JSON. Raises as `complete`, and `RequestError`."""
+        found = await self._completed(asked.completion(self._engine.max_completion_length))
+        completions = [answer.completion for _, answer in found]
+        return await self._in_thread(lambda: "".join(_pieces(generated(completions, len(asked.token_ids)))).encode())
+
+    async def _completed(self, asked: Asked) -> list[tuple[Request, Answer]]:
         jobs, queue = await self._submitted(asked)
         answers: dict[int, Answer] = {}
         try:
@@ -183,7 +193,7 @@ class Answering:
         finally:
             if len(answers) < len(jobs):
                 self._engine.cancel(jobs)
-        return await self._in_thread(self._body, asked, [(job.request, answers[i]) for i, job in enumerate(jobs)])
+        return [(job.request, answers[i]) for i, job in enumerate(jobs)]
 
     async def score(self, asked: ScoreRequest, scorer: Scorer) -> bytes:
         """The answer to a request for scores, as JSON. Raises as `complete` and `BatchingEngine.submit`."""

@@ -34,6 +34,7 @@ from covey.serving.answers import Answering, UnknownModelError
 from covey.serving.batching import BatchingEngine, NoWeightsError, QueueFullError, VersionConflictError, prometheus_text
 from covey.serving.connections import listen
 from covey.serving.gate import Gate, ServeSettings
+from covey.serving.generate import GenerateRequest
 from covey.serving.requests import ChatRequest, CompletionRequest, RequestError, ScoreRequest
 from covey.serving.scoring import Scorer
 from covey.serving.uploads import TrainerLease, TwoTrainersError, read_form, spool, try_adapter
@@ -111,13 +112,13 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
         lease.release(_Form.of(parts).trainer)
         return {"policy_version": engine.version}
 
-    async def answer(request: Request, kind: type[Any]) -> Any:
+    async def answer(request: Request, kind: type[Any], complete: Callable[[Any], Any] = answering.complete) -> Any:
         started = time.monotonic()
         asked = await answering.read(kind, await request.body())
         if asked.stream:
             events = _timed(await answering.chunks(asked), lambda: observe(time.monotonic() - started))
             return StreamingResponse(events, media_type="text/event-stream")
-        response = await _until_disconnected(request, answering.complete(asked))
+        response = await _until_disconnected(request, complete(asked))
         observe(time.monotonic() - started)
         return response
 
@@ -135,6 +136,10 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
     async def score(request: Request) -> Any:
         asked = await answering.read(ScoreRequest, await request.body())
         return await _until_disconnected(request, answering.score(asked, scorer))
+
+    @app.post("/inference/v1/generate")
+    async def generate(request: Request) -> Any:
+        return await answer(request, GenerateRequest, answering.generate)
 
     _add_errors(app)
     app.add_middleware(Gate, settings=settings)
@@ -233,6 +238,7 @@ class ServeOptions:
     max_upload_mb: int = 1024
     max_connections: int = 512
     swap: str = "finish"
+    served_model_name: str | None = None
 
 
 def open_server(
@@ -255,7 +261,7 @@ def open_server(
         max_waiting=options.max_waiting,
         swap=options.swap,  # type: ignore[arg-type]
     )
-    settings = ServeSettings(model_name=model, token=token, max_upload_bytes=options.max_upload_mb << 20)
+    settings = ServeSettings(options.served_model_name or model, token, options.max_upload_mb << 20)
     gc.freeze()  # what is loaded stays: no collection has to look at it while clients wait
     listening.listen(1024)  # who asks from now on is answered
     return create_app(batching, loaded.tokenizer, settings, bare), listening

@@ -44,7 +44,7 @@ _NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "documents": ([],), "chat_template": (), "add_generation_prompt": (True,),
         "continue_final_message": (False,), "add_special_tokens": (False,),
     },
-    "ScoreRequest": {},
+    "ScoreRequest": {}, "GenerateRequest": {},
 }
 # fmt: on
 
@@ -266,7 +266,7 @@ def _keys_once(pairs: list[tuple[str, Any]]) -> None:
         seen.add(name)
 
 
-Asked = TypeVar("Asked", CompletionRequest, ChatRequest, ScoreRequest)
+Asked = TypeVar("Asked", bound=BaseModel)
 
 
 def read_request(kind: type[Asked], body: bytes) -> Asked:
@@ -288,8 +288,13 @@ def read_request(kind: type[Asked], body: bytes) -> Asked:
         raise RequestError(f"the body is not JSON: {error!s:.300}") from error
     if not isinstance(given, dict):
         raise RequestError("the body is not a JSON object")
+    return checked(kind, given, kind.model_fields.keys())
+
+
+def checked(kind: type[Asked], given: Mapping[str, Any], served: Set[str], **more: Any) -> Asked:
+    """A request from the fields that a client gave, and `more`. Raises `RequestError`, as `read_request` does."""
     try:
-        return kind.model_validate(without_neutral(kind.__name__, given, kind.model_fields.keys()))
+        return kind.model_validate(without_neutral(kind.__name__, given, served) | more)
     except ValidationError as error:
         lines = error.errors(include_url=False, include_input=False, include_context=False)[:5]
         raise RequestError("; ".join(f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in lines)) from error

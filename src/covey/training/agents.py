@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from covey.config.whole import GRPOConfig
 from covey.environments.base import World
+from covey.environments.verifiers import Verifiers
 from covey.errors import ConfigError, DataError, naming
+from covey.functions import later
 from covey.rollout.agents import Player
-from covey.rollout.collect import AgentCollector
+from covey.rollout.collect import AgentCollector, Collector, Decode
 from covey.rollout.conversation import ConversationTemplate
 from covey.rollout.learning import Sampler, TrainedPolicy
 from covey.rollout.scoring import Scorer, has_text
 from covey.training import setup
 from covey.types import Prompt
 
+(driven,) = later("covey.training", "driven")
 _ACTION = {"action": {"type": "string", "description": "what to do, in words"}}
 _ACT: dict[str, Any] = {
     "name": "act",
@@ -70,13 +73,23 @@ def task_prompts(rows: Sequence[Mapping[str, Any]]) -> list[Prompt]:
     ]
 
 
+def collector_of(
+    config: GRPOConfig, world: World, policy: TrainedPolicy, engine: Sampler, data: setup.Data, decode: Decode
+) -> Collector:
+    """What plays the world: its own programs, or the policy turn by turn."""
+    if isinstance(world, Verifiers):
+        collector: Collector = driven.DrivenCollector(config, world, policy, engine, decode)
+        return collector
+    return make_collector(config, world, policy, engine, data, decode)
+
+
 def make_collector(
     config: GRPOConfig,
     world: World,
     policy: TrainedPolicy,
     engine: Sampler,
     data: setup.Data,
-    decode: Callable[[Sequence[int]], str],
+    decode: Decode,
     player: type[Player] = Player,
 ) -> AgentCollector:
     """What plays episodes of the world with the engine; by `player`, whoever takes the turns."""

@@ -207,7 +207,7 @@ class GRPOTrainer:
         if collector is not None:
             self.collect = collector(self)
         elif world is not None:
-            self.collect = agents.make_collector(args, world, self.policy, self.engine, self.data, self.decode)
+            self.collect = agents.collector_of(args, world, self.policy, self.engine, self.data, self.decode)
         self._callbacks = Callbacks(callbacks or (), args, self.state)
         self._recorder: Recorder | None = None
         self._samples: Samples | None = None

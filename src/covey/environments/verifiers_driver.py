@@ -1,0 +1,132 @@
+"""Plays episodes of a taskset of verifiers. A trainer runs it with the Python that has verifiers.
+
+    trainer  {"sets": {"train": {"taskset": {...}, "agent": {...}, "timeout": {...}}}, "most": 1000}
+    driver   {"tasks": {"train": ["9f2c...", ...]}}                    of each task a hash of what it contains
+    trainer  {"id": 7, "set": "train", "task": 0, "key": "9f2c...", "url": "http://127.0.0.1:5/v1", "token": "...",
+              "tokenizer": "/tmp/x", "renderer": {"name": "default"}, "sampling": {"temperature": 1.0, ...}}
+    driver   {"id": 7, "ok": true, "reward": 1.0, "branches": [[[5, 6, 7], [0, 0, 1]]], ...}
+
+One JSON value a line, from standard input to standard output; what anything else prints goes to standard error. Each
+episode is a task of one event loop. The end of the input ends the driver. It imports verifiers and the standard library
+alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import AsyncExitStack
+from typing import Any, TextIO
+
+import verifiers.v1 as vf
+
+_GRACE_SECONDS, _TOKEN = 4.0, "COVEY_ENDPOINT_API_KEY"
+_MOST_CHARACTERS = 500  # of an error
+
+
+class Played:
+    """A taskset with the environment that plays it; what its episodes share is started for the first of them."""
+
+    def __init__(self, config: dict[str, Any], most: int, servers: AsyncExitStack) -> None:
+        plain = vf.resolve_env_config({"taskset": config["taskset"]})
+        seats = [name for name, value in plain if hasattr(value, "harness") and hasattr(value, "runtime")]
+        if len(seats) != 1:
+            raise ValueError(f"its environment has the agents {', '.join(seats)}; exactly one can be trained")
+        seat = {seats[0]: config["agent"]}
+        self.env = vf.load_environment(vf.resolve_env_config({k: config[k] for k in ("taskset", "timeout")} | seat))
+        self.tasks = list(self.env.taskset.take(most))
+        self._servers, self._serving, self._lock = servers, False, asyncio.Lock()
+
+    async def play(self, asked: dict[str, Any]) -> dict[str, Any]:
+        async with self._lock:
+            if not self._serving:
+                await self._servers.enter_async_context(self.env.serving())
+                self._serving = True
+        task = self.tasks[asked["task"]]
+        if identity(task) != asked["key"]:
+            raise ValueError(f"task {asked['task']} is another one than before; load() must give the same tasks")
+        os.environ[_TOKEN] = asked["token"]  # of such a name that programs do not inherit it
+        how = {"renderer": asked["renderer"], "renderer_model_name": asked["tokenizer"]}
+        client = vf.TrainClientConfig(base_url=asked["url"], api_key_var=_TOKEN, **how)
+        context = vf.ModelContext(model="policy", client=client, sampling=vf.SamplingConfig(**asked["sampling"]))
+        episode = await self.env.run_episode(task, context)
+        if len(episode.traces) != 1:
+            return failure([*map(text_of, episode.errors), f"{len(episode.traces)} agents have played, not one"])
+        (trace,) = episode.traces
+        return {
+            "ok": bool(episode.ok and trace.ok),
+            "trainable": bool(trace.agent.trainable),
+            "reward": float(trace.reward),
+            "stop": trace.stop_condition,
+            "errors": [text_of(error) for error in (*episode.errors, *trace.errors)],
+            "branches": [
+                [branch.token_ids, list(map(int, branch.sampled_mask))] for branch in trace.branches if branch.trainable
+            ],
+        }
+
+
+def identity(task: Any) -> str:
+    """A hash of what a task contains, whatever its place. Verifiers' own key has the place in it."""
+    content = task.data.model_dump(mode="json", exclude={"idx"})
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def text_of(error: Any) -> str:
+    return f"{error.type}: {error.message}"[:_MOST_CHARACTERS]
+
+
+def failure(errors: list[str]) -> dict[str, Any]:
+    return {"ok": False, "errors": errors}
+
+
+async def main(out: TextIO) -> None:
+    loop, lines = asyncio.get_running_loop(), asyncio.Queue[Any]()
+    threading.Thread(target=read, args=(loop, lines), daemon=True).start()
+
+    def say(what: dict[str, Any]) -> None:
+        out.write(json.dumps(what) + "\n")
+        out.flush()
+
+    async def answer(asked: dict[str, Any]) -> None:
+        try:
+            found = await sets[asked["set"]].play(asked)
+        except Exception as error:
+            found = failure([f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]])
+        say({"id": asked["id"]} | found)
+
+    asked = await lines.get()
+    if asked is None:
+        return
+    async with AsyncExitStack() as servers, asyncio.TaskGroup() as group:
+        try:
+            sets = {name: Played(config, asked["most"], servers) for name, config in asked["sets"].items()}
+        except Exception as error:
+            return say({"error": f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]})
+        say({"tasks": {name: list(map(identity, played.tasks)) for name, played in sets.items()}})
+        episodes = []
+        while (asked := await lines.get()) is not None:
+            episodes.append(group.create_task(answer(asked)))
+            episodes = [episode for episode in episodes if not episode.done()]
+        for episode in episodes:  # which end the programs that they have started
+            episode.cancel()
+
+
+def read(loop: asyncio.AbstractEventLoop, lines: asyncio.Queue[Any]) -> None:
+    """Hand on the lines of the input. At its end the process has a while to clean up, whatever its loop is doing."""
+    for line in sys.stdin:
+        loop.call_soon_threadsafe(lines.put_nowait, json.loads(line))
+    loop.call_soon_threadsafe(lines.put_nowait, None)
+    time.sleep(_GRACE_SECONDS)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    told = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    asyncio.run(main(told))

@@ -1,0 +1,181 @@
+"""Tasksets of verifiers as a world: its programs sample from the trainer's engine, and what they say is not believed.
+
+A script that speaks the driver's lines stands in for verifiers; COVEY_VERIFIERS_PYTHON names one that has it.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from training_runs import Settings, build, steps_of, trained
+
+from covey.environments import get_world
+from covey.environments.verifiers import Told
+from covey.errors import ConfigError, DataError, EpisodeError
+from covey.observe.run_folder import RunFolder
+from covey.training.driven import trajectory_of
+from covey.types import Completion
+from fakes import raises, slow
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PYTHON = os.environ.get("COVEY_VERIFIERS_PYTHON")
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name('fake_verifiers.py')}\n")
+    path.chmod(0o755)
+    return path
+
+
+def playing(settings: Settings, python: Path, does: str, more: str = "") -> Settings:
+    world = f"verifiers:taskset={does},python={python},path={python.parent},seconds=20{more}"
+    return settings | {"world": world, "parallel_episodes": 4, "max_conversation_tokens": 100, "beta": 0.0}
+
+
+def test_it_trains_on_what_was_sampled(settings: Settings, python: Path) -> None:
+    run = trained(playing(settings, python, "plays"), max_steps=2, keep_sampling_mask=True, top_k=20)
+    steps = steps_of(run)
+    for record in steps:
+        assert (record["agent/turns"], record["agent/branches"], record["agent/failed_episodes"]) == (2, 1, 0)
+        assert record["sampling/sampling_logp_difference/max"] < 1e-3
+    rows = RunFolder.read(run.args.output_dir).read_completions(1)
+    assert {row["reward"] for row in rows} <= {0.0, 1.0}
+    assert [row["turns"] for row in rows] == [2] * 8
+    assert [row["uid"] for row in run.data.held_out] == ["0000000atrain"]  # one in ten, by the hash
+    run.close()
+
+
+def test_equal_seeds_sample_the_same_one_at_a_time(settings: Settings, python: Path) -> None:
+    def texts() -> Any:
+        run = build(playing(settings, python, "plays") | {"parallel_episodes": 1})
+        groups = run.rollout().groups
+        run.close()
+        return [episode.token_ids.tolist() for group in groups for episode in group.episodes]
+
+    assert texts() == texts()
+
+
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [
+        ("not ok", "no dice"),
+        ("other tokens", "branch 0: its tokens 3 to 11 are not what was sampled after the others"),
+        ("untrainable", "not trainable"),
+        ("no number", "Input should be a finite number"),
+        ("dies", "the process of verifiers ended"),
+        ("asks otherwise", "temperature=0.5: this run samples with 1.0"),
+        ("too long", "max_conversation_tokens=100 leaves no room"),
+    ],
+)
+def test_a_failure_costs_its_own_episodes(settings: Settings, python: Path, does: str, words: str) -> None:
+    run = build(playing(settings, python, does), prompts_per_step=1, parallel_episodes=1)
+    (group,) = run.rollout().groups
+    run.close()
+    failed = [trajectory.ended == "failed" for trajectory in group.trajectories]
+    assert np.isnan(group.rewards).tolist() == failed
+    assert failed[3]
+    assert len(group.episodes) == failed.count(False) > 0
+    assert words in group.trajectories[3].error
+
+
+def test_what_hangs_is_ended_with_all_that_it_has_started(settings: Settings, python: Path) -> None:
+    changes = playing(settings, python, "hangs")
+    run = build(changes | {"world": changes["world"].replace("seconds=20", "seconds=0.5")}, prompts_per_step=1)
+    (group,) = run.rollout().groups
+    assert "did not end within 0.5 s" in group.trajectories[3].error
+    run.close()
+    child = Path(f"/proc/{(python.parent / 'child').read_text().strip()}")
+    assert not child.exists() or "Z" in (child / "stat").read_text().split()[2]
+
+
+def test_variables_with_keys_do_not_reach_it(settings: Settings, python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("HF_TOKEN", "OPENAI_API_KEY", "COVEY_SERVER_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "WANTED")
+    for name in names:
+        monkeypatch.setenv(name, "secret")
+    run = build(playing(settings, python, "tells its variables", ",variables=WANTED"), prompts_per_step=1)
+    (group,) = run.rollout().groups
+    run.close()
+    told = group.trajectories[3].error.split()
+    assert [name for name in names if name in told] == ["WANTED"]
+    assert len(told) < 20
+
+
+def test_branches_are_trained_on_once(settings: Settings, python: Path) -> None:
+    run = build(playing(settings, python, "two branches"), prompts_per_step=1)
+    (group,) = run.rollout().groups
+    run.close()
+    first, second = group.trajectories[3].episodes
+    shared = first.token_ids[3:][first.sampled[3:]][: int(np.argmin(first.sampled[3:]))]
+    assert second.token_ids[3 : 3 + len(shared)].tolist() == shared.tolist()
+    assert not second.sampled[: 3 + len(shared) + 1].any()
+    assert [(turn.row, turn.segment) for turn in group.trajectories[3].turns] == [(0, 0), (0, 1), (1, 0)]
+
+
+def test_a_trace_by_hand() -> None:
+    """[1 2] -> 3, then [1 2 3 4] -> 5 6; the reward is the last turn's."""
+
+    def completion(*ids: int) -> Completion:
+        return Completion(np.array(ids), -np.array(ids, np.float32), "stop", 7)
+
+    sampled = [(np.array([1, 2]), completion(3)), (np.array([1, 2, 3, 4]), completion(5, 6))]
+    told = Told(id=0, ok=True, reward=0.5, stop="max_turns", branches=[([1, 2, 3, 4, 5, 6, 9], [0, 0, 1, 0, 1, 1, 0])])
+    found = trajectory_of(told, sampled, str, success=0.5)
+    (episode,) = found.episodes
+    assert episode.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert episode.logprobs.tolist() == [0, 0, -3, 0, -5, -6]
+    assert [(turn.observation, turn.said, turn.reward) for turn in found.turns] == [
+        ("[1, 2]", "[3]", 0.0),
+        ("[4]", "[5, 6]", 0.5),
+    ]
+    assert (found.ended, found.success, episode.policy_version) == ("turns", True, 7)
+    for branches in ([([1, 2, 3, 4, 5, 7], [0, 0, 1, 0, 1, 1])], [([1, 3], [0, 1])], [([1, 2], [0])], []):
+        raises(EpisodeError, None, trajectory_of, told.model_copy(update={"branches": branches}), sampled, str, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("taskset=a,runtime=prime", "rents machines"),
+        ("taskset=a,runtime=modal", "rents machines"),
+        ("taskset=a,runtime=e2b", "rents machines"),
+        ("taskset=a,harness=bash", "runs the model's commands on this machine"),
+        ("taskset=a,python=/no/python", "no such program"),
+        ("taskset=a,seconds=0", "must be above 0"),
+        ("", "taskset"),
+    ],
+)
+def test_what_costs_or_runs_here_is_refused(options: str, words: str) -> None:
+    raises(ConfigError, words, get_world, f"verifiers:{options}")
+    if "rents" in words or "commands" in words:
+        get_world(f"verifiers:{options},unsafe=true")
+
+
+@pytest.mark.parametrize(
+    ("does", "words"), [("cannot be loaded", "ValueError: no such file"), ("ends", "no verifiers here")]
+)
+def test_a_taskset_that_cannot_be_loaded(python: Path, does: str, words: str) -> None:
+    world = get_world(f"verifiers:taskset={does},python={python}")
+    raises(DataError, words, world.train_tasks, 0)
+
+
+def test_settings_of_other_worlds_are_refused(settings: Settings, python: Path) -> None:
+    for change in ({"max_turns": 3}, {"failed_episodes": "score"}, {"system_prompt": "Be good."}):
+        raises(ConfigError, next(iter(change)), build, playing(settings, python, "plays"), **change)
+
+
+@pytest.mark.skipif(PYTHON is None, reason="COVEY_VERIFIERS_PYTHON names no Python with verifiers")
+@pytest.mark.parametrize(("taskset", "turns"), [slow("addsub_v1", 1), slow("guess_v1", 3)])
+def test_the_examples_with_verifiers_itself(settings: Settings, taskset: str, turns: int) -> None:
+    world = f"verifiers:taskset={taskset},python={PYTHON},path={EXAMPLES},max_turns={turns},num_eval=2"
+    changes = {"world": world, "parallel_episodes": 4, "max_conversation_tokens": 600, "beta": 0.0}
+    run = trained(settings | changes, max_steps=1, num_generations=2, prompts_per_step=2)
+    (record,) = steps_of(run)
+    run.close()
+    assert record["agent/failed_episodes"] == 0
+    assert 1 <= record["agent/turns"] <= turns
+    assert record.get("sampling/sampling_logp_difference/max", 0.0) < 1e-3  # of a step that was not skipped
