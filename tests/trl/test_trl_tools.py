@@ -22,13 +22,14 @@ import covey
 from covey.errors import ConfigError, DataError, GenerationError
 from covey.pytorch.engine import device as engine_device
 from covey.pytorch.engine.sampling import Draw
+from covey.rollout.toolchat import ToolChat, calls_in
+from covey.rollout.tools import Call
 from covey.rollout.turns import Row
 from covey.tasks import build_prompts
+from covey.training.tools import tool_schema
 from covey.trl import GRPOTrainer
 from covey.trl.loading import RewardModel
 from covey.trl.rewards import think_format_reward
-from covey.trl.toolchat import ToolChat, calls_in
-from covey.trl.tools import Call, tool_schema
 from fakes import raises
 
 TEMPLATE = TOOLS + TURNS + OPENS

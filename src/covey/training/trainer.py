@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from covey.rollout.collect import Collector, Rollout
     from covey.rollout.learning import Learner, Sampler
     from covey.tasks.base import Task
-    from covey.training import agents, prefetch, step, tables, teaching
+    from covey.training import agents, prefetch, step, tables, teaching, tools
     from covey.training import evaluate as judging
     from covey.training import recorder as recording
     from covey.training.evaluate import Evaluation
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from covey.training.update import Update
 else:  # worlds, which most runs do not have, and the parts of a step: many trainers are never trained
     (collecting,) = later("covey.rollout", "collect")
-    agents, judging, prefetch, recording, step, tables, teaching = later(
-        "covey.training", "agents evaluate prefetch recorder step tables teaching"
+    agents, judging, prefetch, recording, step, tables, teaching, tools = later(
+        "covey.training", "agents evaluate prefetch recorder step tables teaching tools"
     )
 
 TRAINING_STREAM = 0
@@ -207,6 +207,8 @@ class GRPOTrainer:
             self.collect = collector(self)
         elif world is not None:
             self.collect = agents.make_collector(args, world, self.policy, self.engine, self.data, self.decode)
+        elif args.environment.tools:
+            self.collect = tools.make_collector(args, self.policy, self.engine, self.data.scorer, self.decode)
         self._callbacks = Callbacks(callbacks or (), args, self.state)
         self._recorder: Recorder | None = None
         self._samples: Samples | None = None
