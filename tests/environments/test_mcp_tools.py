@@ -48,13 +48,13 @@ def test_calls_results_and_episodes(tools: McpTools) -> None:
     for place in (0, 1):
         tools.begin(place)
     both = tools.call({0: [("price", {"item": "apple"}), ("pay", {"slip": SLIP})], 1: [("pay", {"slip": SLIP})]})
-    assert both == {0: [("3", False), ("paid [3]", False)], 1: [("paid [3]", False)]}  # each has a till of its own
+    assert both == {0: [["3", False], ["paid [3]", False]], 1: [["paid [3]", False]]}  # each has a till of its own
     ((told, failed),) = call(tools, "price", item="plum")
     assert failed
     assert "Input should be 'apple' or 'pear'" in told
-    assert call(tools, "pay", slip=SLIP) == [("paid [3, 3]", False)]
+    assert call(tools, "pay", slip=SLIP) == [["paid [3, 3]", False]]
     tools.begin(0)
-    assert call(tools, "pay", slip=SLIP) == [("paid [3]", False)]  # another episode
+    assert call(tools, "pay", slip=SLIP) == [["paid [3]", False]]  # another episode
     ((names, _),) = call(tools, "trouble", kind="environment")
     assert "PATH" in names
     assert "OPENAI_API_KEY" not in names
@@ -73,14 +73,14 @@ def test_calls_results_and_episodes(tools: McpTools) -> None:
 )
 def test_a_server_that_is_lost_costs_its_episode(tools: McpTools, kind: str, words: str) -> None:
     tools.begin(0)
-    assert call(tools, "pay", slip=SLIP) == [("paid [3]", False)]
+    assert call(tools, "pay", slip=SLIP) == [["paid [3]", False]]
     if kind == "hang":
         tools._pool._limits["step"] = 1.0
     with pytest.raises(EpisodeError, match=words):
         raise call(tools, "trouble", kind=kind)
     tools._pool._limits["step"] = 30.0
     tools.begin(0)
-    assert call(tools, "pay", slip=SLIP) == [("paid [3]", False)]
+    assert call(tools, "pay", slip=SLIP) == [["paid [3]", False]]
 
 
 def test_servers_that_do_not_start() -> None:

@@ -277,7 +277,7 @@ def sample(
     from covey.pytorch.backend import BACKEND
     from covey.tasks.dataset import build_prompts
     from covey.training import setup
-    from covey.types import Request
+    from covey.types import Completion, Request
 
     setup.require_room_for(f"-n {number} x --max-tokens {max_tokens}", number * len(prompt), max_tokens)
     prompt = [os.fsencode(text).decode("utf-8", "replace") for text in prompt]  # of any locale
@@ -309,7 +309,6 @@ def sample(
     engine.publish(policy.weights(1))
     settings = replace(setup.sampling_settings(config, policy, temperature), max_tokens=max_tokens, keep_support=False)
     decode = setup.decoder(policy)
-    sampled: Any
     if tools:
         from covey.rollout.scoring import Scorer
         from covey.training.tables import transcript
@@ -320,7 +319,8 @@ def sample(
         streams = [(seed, index) for index in range(len(prompts))]
         groups = collect(prompts, settings, num_generations=number, streams=streams, policy_version=1).groups
         collect.close()
-        sampled = [episode for group in groups for episode in group.episodes]
+        said = (e for group in groups for e in group.episodes)
+        sampled = [Completion(e.token_ids[e.sampled], e.logprobs, e.finish_reason, e.policy_version) for e in said]
         texts = [transcript(trajectory) for group in groups for trajectory in group.with_tools]
     else:
         requests = [Request(p.token_ids, (seed, index, n)) for index, p in enumerate(prompts) for n in range(number)]

@@ -107,9 +107,10 @@ class Settings(TypedDict, total=False):
     reward_timeout: float
     soft_overlong_cache: int
     world: str | None
+    tools: list[str] | tuple[str, ...] | str
     max_turns: int | None
     history_length: int | None
-    action_format: Literal["tags", "text", "tool", "choice"]
+    action_format: Literal["tags", "text", "turn", "call", "choice"]
     show_actions: bool
     invalid_action_penalty: float
     failed_episodes: Literal["exclude", "score"]
@@ -546,17 +547,22 @@ class Flat:
         FILE.py:WORLD or FILE.py:WORLD:size=9. none = prompts with single answers.
         """
     @property
+    def tools(self) -> tuple[str, ...]:
+        """Functions that the model may call while it answers prompts: FILE.py:FUNCTION, "mcp:COMMAND" or "mcp:URL"
+        (an MCP server). Rewards are those of the task.
+        """
+    @property
     def max_turns(self) -> int | None:
-        """Most turns of an episode; none = the world's own limit."""
+        """Most turns of an episode; none = the world's own limit, with tools no limit."""
     @property
     def history_length(self) -> int | None:
         """Give each turn its own prompt, with this many earlier turns; 2 is usual. none = one growing conversation,
         whose KV cache is kept between turns.
         """
     @property
-    def action_format(self) -> Literal["tags", "text", "tool", "choice"]:
-        """How the action is read from a turn: text (its first line), tags (<action>...</action>), tool (a call in
-        JSON), choice (only an admissible action can be sampled).
+    def action_format(self) -> Literal["tags", "text", "turn", "call", "choice"]:
+        """How the action is read from a turn: text (its first line), turn (all of it), tags (<action>...</action>),
+        call (a function call: its name and arguments as JSON), choice (only an admissible action can be sampled).
         """
     @property
     def show_actions(self) -> bool:
@@ -571,7 +577,7 @@ class Flat:
         """
     @property
     def max_observation_tokens(self) -> int:
-        """Longest observation, in tokens. Longer ones are cut, and a metric counts them."""
+        """Longest observation or result of a tool, in tokens. Longer ones are cut, and a metric counts them."""
     @property
     def max_conversation_tokens(self) -> int:
         """Longest conversation after the first prompt, in tokens; a longer episode ends. Memory grows with it. With
@@ -582,7 +588,9 @@ class Flat:
         """Episodes played at the same time, each in its own process."""
     @property
     def step_seconds(self) -> float:
-        """Time limit for a step of the environment, in seconds; a reset may take three times as long."""
+        """Time limit for a step of the environment or a call of a tool, in seconds; a reset may take three times as
+        long.
+        """
     @property
     def inference_server_url(self) -> str | tuple[str, ...] | None:
         """Address of the inference server that samples, such as http://127.0.0.1:8000 (the default of `covey serve`).

@@ -37,11 +37,8 @@ def parse_action(text: str, format: ActionFormat = "text", actions: Sequence[str
     said = _READERS[format](text)
     if said is None or not said.strip() or (format in ("tags", "text") and len(said) > _LONGEST):
         return None
-    if actions is None or (
-        format == "call" and said.startswith('{"name": ')
-    ):  # whether it may be called says the world
-        return said.strip()
-    return match_action(said, actions)
+    of_a_tool = format == "call" and said.startswith('{"name": ')  # the world says whether it may be called
+    return said.strip() if actions is None or of_a_tool else match_action(said, actions)
 
 
 def write_action(action: str, format: ActionFormat = "text") -> str:

@@ -218,7 +218,7 @@ class ToolCollector(Scoring):
         rewards, parts = self.scorer.score([scene.prompt for scene in scenes], episodes, messages)
         if self.limits.failed_episodes == "exclude":
             rewards = np.where([trajectory.ended == "failed" for trajectory in played], np.nan, rewards)
-        found = grouped(prompts, episodes, rewards, parts)
+        found = grouped(prompts, episodes, rewards, parts, self.scorer.feedback(len(episodes)))
         return Rollout(
             groups=tuple(replace(group, with_tools=tuple(own)) for group, own in zip(found, groups, strict=True)),
             sampling_seconds=player.stats.seconds,

@@ -470,7 +470,7 @@ def require_measured(wanted: str, metrics: Sequence[str]) -> None:
 
 
 def check_teacher(config: GRPOConfig, rows: Sequence[Mapping[str, Any]], *, plays: bool) -> None:
-    """Refuse rows without a teacher, and contexts that cannot be; `plays` is True where agents act in a world."""
+    """Refuse rows without a teacher, and contexts that cannot be; `plays` is True where there are worlds or tools."""
     how = config.algorithm.teacher
     if how is None:
         return
@@ -484,8 +484,8 @@ def check_teacher(config: GRPOConfig, rows: Sequence[Mapping[str, Any]], *, play
         words = f"algorithm.teacher: context={teacher.context!r}"
         if plays and teacher.context != "none":
             raise ConfigError(
-                f"{words}: a world's episodes have no context yet; set it to none, with weights base, ema or an "
-                "adapter's folder"
+                f"{words}: episodes of worlds and answers with tools have no context yet; set it to none, with weights "
+                "base, ema or an adapter's folder"
             )
         for column in teacher.columns:
             if not any(row.get(column) not in (None, "") for row in rows):

@@ -169,7 +169,7 @@ class GRPOTrainer:
             self.data = setup.load_data(args, task, *sources, correctness, self._taken)
         else:
             self.data = agents.world_data(args, world, (*sources, correctness))
-        setup.check_teacher(args, self.data.train, plays=world is not None)
+        setup.check_teacher(args, self.data.train, plays=world is not None or bool(args.environment.tools))
         own = type(world or task).__module__.startswith(("covey.", "builtins"))
         own = own or names_file(args.environment.world or args.data.task)
         self.only_in_memory = not own or any(thing is not None for thing in given)
