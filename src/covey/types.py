@@ -34,6 +34,9 @@ FloatArray = NDArray[np.floating[Any]]
 Message = dict[str, Any]
 """One chat message: `{"role": "user", "content": "..."}`."""
 
+ActionFormat = Literal["tags", "text", "turn", "call", "choice"]
+"""How an agent says what it does; see `covey.environments.actions`."""
+
 FinishReason = Literal["stop", "length"]
 """`stop`: an end-of-sequence token or a stop string; `length`: the token limit, i.e. the completion is truncated."""
 

@@ -131,12 +131,12 @@ def test_the_tool_is_shown_as_the_template_shows_tools(playing: Settings) -> Non
         rollout = trainer.collect(trainer.prompts[:1], sampling, **one)
         return str(tokenizer.decode(rollout.groups[0].episodes[0].token_ids))
 
-    assert 'You may call these functions:\n{"name": "act"' in opening()  # this template knows no tools
+    assert 'Act with a call such as {"name": "act"' in opening()  # this template knows no tools
     tokenizer.chat_template = "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}" + tokenizer.chat_template
     parts: Any = (trainer.world, trainer.policy, trainer.engine, trainer.data, trainer.decode)
     trainer.collect = make_collector(trainer.args, *parts)
     assert opening().startswith('<tools>[{"type": "function", "function": {"name": "act"')
-    assert "You may call" not in opening()
+    assert "Act with a call" not in opening()
     trainer.close()
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from covey.config.section import Section, Texts
-from covey.environments.actions import ActionFormat
+from covey.types import ActionFormat
 
 
 def _replaced(value: Any) -> Any:

@@ -18,11 +18,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from covey.rewards.extract import read_json
-
-ActionFormat = Literal["tags", "text", "turn", "call", "choice"]
+from covey.types import ActionFormat
 
 ACT = "act"
 """The tool of worlds that name none: its argument `action` is the action in words."""

@@ -28,6 +28,7 @@ _ACT: dict[str, Any] = {
 }
 """The tool of `action_format = "call"` where the world names none."""
 _TAGS = "Write your action between <action> and </action>."
+_ACT_IN_WORDS = 'Act with a call such as {"name": "act", "arguments": {"action": "..."}}.'
 
 
 def world_data(config: GRPOConfig, world: World, others: Sequence[Any] = ()) -> setup.Data:
@@ -86,7 +87,8 @@ def make_collector(
         if "tools" in str(getattr(policy.tokenizer, "chat_template", None)):
             template_kwargs.setdefault("tools", schemas)  # the template shows them in the model's own way
         else:
-            words = "\n\n".join(filter(None, (words, tools_in_words(schemas))))
+            told = tools_in_words(schemas) if world.tools else _ACT_IN_WORDS
+            words = "\n\n".join(filter(None, (words, told)))
     elif chosen.action_format == "tags":
         words = " ".join(filter(None, (words, _TAGS)))
     template = ConversationTemplate(policy.tokenizer, policy.eos_token_ids, words, template_kwargs)
