@@ -248,6 +248,8 @@ class TestTools:
             ('x <tool_call>{"name": "say", "arguments": "{\\"n\\": 2}"}', {"n": 2}),
             (f"x <tool_call>\n{NESTED}\n</tool_call>", {"text": "1", "n": 2}),
             ('{"name": "say", "parameters": {"n": 2}}', {"n": 2}),
+            ('{"name": "say", "arguments": {"n": 2}}', {"n": 2}),
+            ('{"name": "say", "arguments": {"n": 2}, "why": 1}', None),
             ('x {"name": "say", "parameters": {"n": 2}}', None),
             ("x", None),
         ):

@@ -39,7 +39,8 @@ class McpTools:
         seconds: time limit of the calls of a turn; starting the servers may take three times as long.
 
     Attributes:
-        schemas: the tools as chat templates show them; the parameters are the servers' own JSON schemas.
+        schemas: the tools as chat templates show them; the parameters are the servers' own JSON schemas,
+            without their title.
 
     Raises `ConfigError`: mcp is not installed, or a server does not start.
     """
@@ -150,8 +151,10 @@ class _Clients(Environment):
                     await stack.enter_async_context(client)
                     for tool in (await client.list_tools()).tools:
                         self._of[tool.name] = server, client
-                        about = {"name": tool.name, "description": tool.description or tool.name}
-                        schemas.append({"type": "function", "function": about | {"parameters": tool.input_schema}})
+                        about: dict[str, Any] = {"name": tool.name, "description": tool.description or tool.name}
+                        # a title such as "priceArguments" is taken for the tool's name by small models
+                        about["parameters"] = {key: of for key, of in tool.input_schema.items() if key != "title"}
+                        schemas.append({"type": "function", "function": about})
                 opened.set_result(schemas)
                 await self._ended.wait()
         except BaseException as error:

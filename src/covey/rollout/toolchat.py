@@ -44,7 +44,7 @@ class ToolChat:
     """Writes and reads conversations with tools.
 
     Raises `ConfigError`: the template does not show tools, or their results. With `in_words` such a template is given
-    them as text, in the messages that it shows.
+    them as text, in the messages that it shows, and a turn that is nothing but the JSON of a call is one.
     """
 
     def __init__(
@@ -67,8 +67,9 @@ class ToolChat:
             self._in_words = True
             self._check(result)
         shown = self._answered([result])
-        self._bare = OPEN not in shown and '"parameters": {' in shown
-        known = self._bare or getattr(tokenizer, "response_template", None) is not None
+        bare = OPEN not in shown and '"parameters": {' in shown
+        self._bare = bare or in_words
+        known = bare or getattr(tokenizer, "response_template", None) is not None
         if not known and all(call.problem for call in calls_in(shown, (), ended=False, bare=False)[1]):
             log.warning(
                 "tools: this chat template writes calls in a form that is not read; set the tokenizer's "
@@ -227,8 +228,9 @@ def calls_in(text: str, schemas: Sequence[Mapping[str, Any]], *, ended: bool, ba
     if bare and not calls:
         with suppress(ValueError):
             found = read_json(text)
-            if isinstance(found, dict) and "parameters" in found:
-                return "", [read_call({"name": found.get("name"), "arguments": found["parameters"]})]
+            if isinstance(found, dict) and ("parameters" in found or found.keys() == {"name", "arguments"}):
+                arguments = found.get("parameters", found.get("arguments"))
+                return "", [read_call({"name": found.get("name"), "arguments": arguments})]
     return "".join([*rest, text[read:]]).strip() if calls else text, calls
 
 
