@@ -30,12 +30,13 @@ from covey.rewards.option_letter import extract_choice
 from covey.rewards.text import has_tags, json_text
 from covey.rollout.calls import AsyncRunner
 from covey.rollout.drawing import StopMatcher
+from covey.rollout.toolchat import UNREADABLE, ToolChat, calls_in, read_call
+from covey.rollout.tools import Call, Calls, Order
 from covey.serving.requests import chat_text
 from covey.tasks.gsm8k import GSM8K, is_correct_answer, reference_answer
 from covey.tasks.usmle import USMLERewardModel, compute_reward, extract_answer, extract_answer_literal
+from covey.training.tools import tool_schema
 from covey.trl import rewards
-from covey.trl.toolchat import UNREADABLE, ToolChat, calls_in, read_call
-from covey.trl.tools import Call, Calls, Order, tool_schema
 from covey.watch.tables import _turns
 from fakes import raises, slow
 
@@ -140,7 +141,7 @@ class Characters:
         return parse_response(self.decode(ids), self.response_template, prefix=self.decode(prefix), tools=tools)
 
 
-FORMS, ACTIONS = ("tags", "text", "tool", "choice"), (None, ["go", "go north"])
+FORMS, ACTIONS = ("tags", "text", "turn", "call", "choice"), (None, ["go", "go north"])
 LARGER = {"answer": "4", "kind": "larger"}
 APPOINTMENTS = Path(__file__).parents[1] / "recipes/appointments/appointments.py"
 
@@ -309,7 +310,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "JSON": lambda text: UNIQUE([text]),
     "an action in tags": lambda text: parse_action(text, "tags", KNOWN),
     "an action as a line": lambda text: parse_action(text, "text", KNOWN),
-    "an action as a call": lambda text: parse_action(text, "tool", KNOWN),
+    "an action as a call": lambda text: parse_action(text, "call", KNOWN),
     "an action as it is": lambda text: parse_action(text, "choice", KNOWN),
     "calls of tools": lambda text: calls_in(text, (), ended=True, bare=True),
     "calls of tools in tags": lambda text: calls_in(f"<tool_call><function=f>{text}", (), ended=True, bare=True),

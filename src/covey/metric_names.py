@@ -114,8 +114,10 @@ agent/full_context_ratio | fraction | episodes that the limit of tokens ended
 agent/cut_observations | observations | observations longer than environment.max_observation_tokens
 agent/waiting_share | fraction | share of the playing time in which every episode waited for its environment, so that
     nothing could be sampled
-tools/call_frequency | calls | tool calls of a completion, mean; only with tools, in covey.trl
+tools/call_frequency | calls | tool calls of a completion, mean; only with tools
 tools/failure_frequency | fraction | tool calls that raised, named no tool or could not be read
+tools/cut_results | results | results longer than environment.max_observation_tokens; only where there are any
+tools/failed_episodes | episodes | completions that the failure of an MCP server ended; only where there are any
 teacher/kl | nats | minus the mean of the teacher's log-probability minus the sampler's, over tokens with a teacher: an
     estimate of KL(policy, teacher) that may be below 0; only with algorithm.teacher, as all of teacher/
 teacher/<name>/kl | nats | teacher/kl of one of several teachers, by its name in algorithm.teacher.teachers

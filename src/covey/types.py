@@ -34,6 +34,9 @@ FloatArray = NDArray[np.floating[Any]]
 Message = dict[str, Any]
 """One chat message: `{"role": "user", "content": "..."}`."""
 
+ActionFormat = Literal["tags", "text", "turn", "call", "choice"]
+"""How an agent says what it does; see `covey.environments.actions`."""
+
 FinishReason = Literal["stop", "length"]
 """`stop`: an end-of-sequence token or a stop string; `length`: the token limit, i.e. the completion is truncated."""
 
@@ -204,6 +207,8 @@ class Group:
     added: int = 0
     """How many of the last of the G were added by `sampling.max_generations`. They are trained on, but left out of
     accuracy and reward metrics, since they were only added where rewards were equal."""
+    with_tools: tuple[Trajectory, ...] = ()
+    """Where tools may be called: the turns of each answer, in the order of `episodes`. What is scored is the answer."""
 
     @property
     def first(self) -> Group:
@@ -218,6 +223,7 @@ class Group:
             rewards=self.rewards[:count],
             reward_parts={name: values[:count] for name, values in self.reward_parts.items()},
             trajectories=played,
+            with_tools=self.with_tools[:count],
             feedback=self.feedback[:count],
             added=0,
         )
@@ -230,6 +236,7 @@ class Group:
             rewards=np.concatenate([self.rewards, more.rewards]),
             reward_parts={n: np.concatenate([v, more.reward_parts[n]]) for n, v in self.reward_parts.items()},
             trajectories=self.trajectories + more.trajectories,
+            with_tools=self.with_tools + more.with_tools,
             feedback=self.feedback + more.feedback,
             added=self.added + len(more.rewards),
         )

@@ -1,5 +1,6 @@
 """Worlds: adapters for other interfaces, worlds by name, and from what a model says to what it does."""
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from worlds import answers, begun
 
 from covey.environments import EnvironmentPool, Observation, get_world, register_world, world_names
-from covey.environments.actions import match_action, parse_action
+from covey.environments.actions import match_action, parse_action, write_action
 from covey.environments.adapters import Gymnasium, GymnasiumEnvironment, OpenEnv, OpenEnvEnvironment
 from covey.environments.base import checked_reset, checked_step
 from covey.errors import ConfigError, EpisodeError
@@ -147,6 +148,9 @@ def test_a_real_gymnasium_environment_in_a_process_of_its_own() -> None:
 ACTIONS = ("go", "go north", "go to the red door", "take key", "look")
 
 
+BOOK = '{"name": "book", "arguments": {"to": "Rome", "from": "Oslo", "meta": {"seats": [1, 2]}}}'
+
+
 def test_formats() -> None:
     for text, format, action in (
         ("<action>go north</action>", "tags", "go north"),
@@ -161,16 +165,19 @@ def test_formats() -> None:
         ("gonorth", "text", None),
         ("", "text", None),
         ("   \n ", "text", None),
-        ('{"name": "act", "arguments": {"action": "look"}}', "tool", "look"),
-        ('<tool_call>{"name": "go", "arguments": {"direction": "north"}}</tool_call>', "tool", "go north"),
-        ('{"name": "act", "arguments": "{\\"action\\": \\"take key\\"}"}', "tool", "take key"),
-        ('{"name": "look", "parameters": {}}', "tool", "look"),
-        ('{"name": "look"', "tool", None),
-        ('[{"name": "look", "arguments": {}}, {"name": "go", "arguments": {"to": "north"}}]', "tool", "go north"),
-        ("[]", "tool", None),
-        ("[1, 2]", "tool", None),
-        ('{"arguments": 3}', "tool", None),
-        ("[" * 100_000, "tool", None),
+        ('{"name": "act", "arguments": {"action": "look"}}', "call", "look"),
+        ('{"name": "act", "arguments": "{\\"action\\": \\"take key\\"}"}', "call", "take key"),
+        ('{"name": "act", "arguments": {"action": "fly"}}', "call", None),
+        (f"Well. <tool_call>{BOOK}</tool_call>", "call", BOOK),
+        ('{"name": "look", "parameters": {}}', "call", '{"name": "look", "arguments": {}}'),
+        ('{"name": "look"', "call", None),
+        (f'[{{"name": "look", "arguments": {{}}}}, {BOOK}]', "call", BOOK),
+        ("[]", "call", None),
+        ("[1, 2]", "call", None),
+        ('{"arguments": 3}', "call", None),
+        ('{"name": 3, "arguments": {}}', "call", None),
+        ("[" * 100_000, "call", None),
+        ("look\naround", "turn", "look"),
         ("go", "choice", "go"),
     ):
         assert parse_action(text, format, ACTIONS) == action, text[:80]  # type: ignore[arg-type]
@@ -179,6 +186,9 @@ def test_formats() -> None:
 def test_without_a_list_anything_may_be_tried_and_with_one_the_longest_name_is_meant() -> None:
     assert parse_action("<action> open the box </action>", "tags") == "open the box"
     assert parse_action("x" * 1001, "text") is None
+    assert parse_action(" a\nb" * 1000, "turn") == ("a\nb" + " a\nb" * 999)
+    edit = json.dumps({"name": "edit", "arguments": {"text": "x" * 2000}})
+    assert parse_action(edit, "call") == edit == write_action(edit, "call")
     for said, action in (("go north!", "go north"), ("GO", "go"), ("going nowhere", None)):
         assert match_action(said, ACTIONS) == action
     assert match_action("x", ()) is None

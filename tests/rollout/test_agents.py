@@ -1,5 +1,6 @@
 """Playing episodes, how alike they are, and the credit of their turns."""
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, count, groupby
@@ -240,6 +241,34 @@ def test_actions_are_listed_and_what_is_none_costs() -> None:
     assert one.turns[0].action is None
     assert one.turns[1].observation == one.turns[0].observation
     assert (one.reward, player.stats.no_actions) == (pytest.approx(0.8), 2)
+
+
+class Booking(Environment):
+    def reset(self, task: dict[str, Any], seed: int) -> str:
+        return "Book a trip."
+
+    def step(self, action: str) -> Any:
+        where = json.loads(action)["arguments"]["to"]["city"]
+        return f"{where} is booked", 1.0, where == "Oslo", {}
+
+
+def test_calls_are_told_as_such_and_tasks_have_prompts_of_their_own() -> None:
+    calls = [json.dumps({"name": "book", "arguments": {"to": {"city": city}}}) for city in ("Rome", "Oslo")]
+    turns = iter([f"<tool_call>{calls[0]}</tool_call>", "hm", f"Now {calls[1]}", f"<tool_call>{calls[1]}</tool_call>"])
+    generator = FakeGenerator(lambda _: next(turns))
+    own = {"system_prompt": "Be brief.", "messages": [{"role": "user", "content": "Hi"}]}
+    own["messages"] += [{"role": "assistant", "content": "Hello"}]  # type: ignore[attr-defined]
+    player = make_player(FakePool(Booking, 1), action_format="call", max_turns=5)
+    prompt = Prompt(np.zeros(0, np.int64), "", own, "t")
+    how: dict[str, Any] = {"streams": [(3, 0, 0)], "num_generations": 1, "policy_version": 5}
+    ((one,),) = player.play([prompt], generator, SamplingSettings(max_tokens=99), **how)  # type: ignore[arg-type]
+    assert [turn.action for turn in one.turns] == [calls[0], None, None, calls[1]]
+    assert one.success
+    text = TOKENIZER.decode(one.episodes[0].token_ids)
+    opening = ["system\nBe brief.", "user\nHi", "assistant\nHello", "user\nBook a trip."]
+    assert text.startswith("".join(f"<|im_start|>{each}<|im_end|>\n" for each in opening))
+    assert "</tool_call><|im_end|>\n<|im_start|>tool\nRome is booked<|im_end|>\n" in text
+    assert f"hm<|im_end|>\n<|im_start|>user\n{NO_ACTION} Rome is booked<|im_end|>" in text
 
 
 def test_an_episode_ends_after_its_last_turn_or_when_the_context_is_full_and_a_turn_that_is_cut_off() -> None:

@@ -30,10 +30,10 @@ from fakes import raises, slow
 WORLDS, RECIPES = Path(__file__).parents[1] / "environments" / "worlds.py", Path(__file__).parents[2] / "recipes"
 FAILING = {"raises": lambda step: 1 / 0, "leaves": lambda step: sys.exit(3), "text": lambda step: "x", "number": 5}
 FAILING["nan"] = lambda step: step.rewards * np.nan
-FORMATS = ("choice", "text", "tags", "tool")
+FORMATS = ("choice", "text", "turn", "tags", "call")
 EVERY = [(format, mode) for format in FORMATS for mode in ("conversation", "steps")]
 # three calls of tools are more characters than the tiny model's context
-FAST, TOO_LONG = (("choice", "conversation"), ("tool", "steps")), ("tool", "conversation")
+FAST, TOO_LONG = (("choice", "conversation"), ("call", "steps")), ("call", "conversation")
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def playing(settings: Settings) -> Settings:
         slow({"adv_estimator": "naive_grpo", "norm_adv_by_std_in_grpo": False}),
         slow({"adv_estimator": "gigpo", "adv_parameters": {"discount": 0.9}, "beta": 0.0}),
         slow({"action_format": "tags", "loss_type": "dapo"}),
-        slow({"action_format": "tool", "dynamic_sampling": 3}),
+        slow({"action_format": "call", "dynamic_sampling": 3}),
         slow({"max_generations": 9, "max_steps": 2}),
         slow({"adv_estimator": "remax", "beta": 0.0}),
         slow({"adv_estimator": "optimal_token_baseline", "beta": 0.0}),
@@ -84,7 +84,7 @@ def test_every_variant_trains(playing: Settings, changes: Settings) -> None:
     assert first["eval/num_completions"] == 3
     assert first["eval/agent/turns"] >= 1
     unanswered = steps[0]["completions/no_answer_ratio"]  # of random letters
-    assert unanswered > 0.9 if changes.get("action_format") in ("tags", "tool") else unanswered == 0.0
+    assert unanswered > 0.9 if changes.get("action_format") in ("tags", "call") else unanswered == 0.0
 
 
 def centred(step: Outcomes) -> Any:
@@ -123,7 +123,7 @@ def test_each_turn_is_recorded_with_the_credit_of_its_tokens(playing: Settings, 
 
 
 def test_the_tool_is_shown_as_the_template_shows_tools(playing: Settings) -> None:
-    trainer = build(playing, action_format="tool")
+    trainer = build(playing, action_format="call")
     tokenizer, sampling = trainer.policy.tokenizer, SamplingSettings(max_tokens=4)
 
     def opening() -> str:

@@ -1,4 +1,4 @@
-"""The examples of docs/data.md and docs/losses.md run as they are printed."""
+"""The examples of docs/agents.md, docs/data.md and docs/losses.md run as they are printed."""
 
 import asyncio
 import json
@@ -12,11 +12,13 @@ import httpx
 import pytest
 
 from covey import GRPOConfig
+from covey.environments import get_world
 from covey.errors import ConfigError
 from covey.functions import load_function
 from covey.rewards.code import CodeReward
 from covey.tasks import get_task
 from covey.training.setup import check_estimator
+from covey.training.tools import tool_schema
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -27,7 +29,7 @@ def blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     found = {}
-    for page in ("data", "losses"):
+    for page in ("agents", "data", "losses"):
         printed = re.findall(r"^```(\w+)\n(.*?)^```", (DOCS / f"{page}.md").read_text(), flags=re.M | re.S)
         for number, (language, body) in enumerate(printed):
             named = re.match(r"# (\w+\.(?:py|toml))\n", body)
@@ -60,6 +62,19 @@ def test_rewards_of_the_page_and_its_verifier_in_processes(blocks: dict[str, str
     assert tags(completions=["<think>a</think> <answer>b</answer>", "b"]) == [1.0, 0.0]
     with closing(load_function("my_verifiers.py:is_even")) as is_even:
         assert is_even(prompts=["a", "a"], completions=["14", "15"]) == [1.0, 0.0]
+
+
+def test_tools_and_world_of_the_page(blocks: dict[str, str]) -> None:
+    (name,) = GRPOConfig.from_toml("tools.toml").environment.tools
+    multiply, right = load_function(name), load_function("tools.py:right")
+    assert tool_schema(multiply)["function"]["parameters"]["required"] == ["a", "b"]
+    said = [{"role": "assistant", "content": ""}, {"role": "tool", "content": str(multiply(23, 17))}]
+    assert right([[*said, {"role": "assistant", "content": "It is 391."}], said[:1]], product=[391, 391]) == [1.0, 0.0]
+    Path("guess.py").write_text(next(code for code in blocks.values() if "class Guess(World)" in code))
+    world = get_world("guess.py:Guess")
+    environment = world.make()
+    environment.reset(world.eval_tasks()[0], seed=0)
+    assert [environment.step(each)[:3] for each in "23"][1] == ("Right!", 1.0, True)
 
 
 def test_task_of_the_page_is_a_task_and_its_programs_are_tested(blocks: dict[str, str], capsys: Any) -> None:

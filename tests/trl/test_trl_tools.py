@@ -22,13 +22,14 @@ import covey
 from covey.errors import ConfigError, DataError, GenerationError
 from covey.pytorch.engine import device as engine_device
 from covey.pytorch.engine.sampling import Draw
+from covey.rollout.toolchat import ToolChat, calls_in
+from covey.rollout.tools import Call
 from covey.rollout.turns import Row
 from covey.tasks import build_prompts
+from covey.training.tools import tool_schema
 from covey.trl import GRPOTrainer
 from covey.trl.loading import RewardModel
 from covey.trl.rewards import think_format_reward
-from covey.trl.toolchat import ToolChat, calls_in
-from covey.trl.tools import Call, tool_schema
 from fakes import raises
 
 TEMPLATE = TOOLS + TURNS + OPENS
@@ -247,6 +248,8 @@ class TestTools:
             ('x <tool_call>{"name": "say", "arguments": "{\\"n\\": 2}"}', {"n": 2}),
             (f"x <tool_call>\n{NESTED}\n</tool_call>", {"text": "1", "n": 2}),
             ('{"name": "say", "parameters": {"n": 2}}', {"n": 2}),
+            ('{"name": "say", "arguments": {"n": 2}}', {"n": 2}),
+            ('{"name": "say", "arguments": {"n": 2}, "why": 1}', None),
             ('x {"name": "say", "parameters": {"n": 2}}', None),
             ("x", None),
         ):

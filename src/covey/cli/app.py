@@ -288,7 +288,7 @@ def sample(
     from covey.pytorch.backend import BACKEND
     from covey.tasks.dataset import build_prompts
     from covey.training import setup
-    from covey.types import Request
+    from covey.types import Completion, Request
 
     setup.require_room_for(f"-n {number} x --max-tokens {max_tokens}", number * len(prompt), max_tokens)
     prompt = [os.fsencode(text).decode("utf-8", "replace") for text in prompt]  # of any locale
@@ -305,7 +305,8 @@ def sample(
     BACKEND.check(config)
     policy = BACKEND.make_policy(config)
     engine = BACKEND.make_sampler(config, policy)
-    plain = not conversation and (conversation is False or policy.tokenizer.chat_template is None)
+    tools = config.environment.tools
+    plain = not conversation and not tools and (conversation is False or policy.tokenizer.chat_template is None)
     if plain and system is None:
         say(err, f"prompt: plain text, {'no chat template' if conversation is None else 'as in training'}")
     prompts = build_prompts(
@@ -317,11 +318,25 @@ def sample(
         max_completion_length=max_tokens,
     )
     engine.publish(policy.weights(1))
-    requests = [Request(p.token_ids, (seed, index, n)) for index, p in enumerate(prompts) for n in range(number)]
     settings = replace(setup.sampling_settings(config, policy, temperature), max_tokens=max_tokens, keep_support=False)
     decode = setup.decoder(policy)
-    sampled = engine(requests, settings, policy_version=1)
-    texts = [decode(completion.token_ids.tolist()) for completion in sampled]
+    if tools:
+        from covey.rollout.scoring import Scorer
+        from covey.training.tables import transcript
+        from covey.training.tools import make_collector
+
+        unscored = Scorer(lambda completions, **_: [0.0] * len(completions))
+        collect = make_collector(config, policy, engine, unscored, decode)
+        streams = [(seed, index) for index in range(len(prompts))]
+        groups = collect(prompts, settings, num_generations=number, streams=streams, policy_version=1).groups
+        collect.close()
+        said = (e for group in groups for e in group.episodes)
+        sampled = [Completion(e.token_ids[e.sampled], e.logprobs, e.finish_reason, e.policy_version) for e in said]
+        texts = [transcript(trajectory) for group in groups for trajectory in group.with_tools]
+    else:
+        requests = [Request(p.token_ids, (seed, index, n)) for index, p in enumerate(prompts) for n in range(number)]
+        sampled = engine(requests, settings, policy_version=1)
+        texts = [decode(completion.token_ids.tolist()) for completion in sampled]
     if as_json:
         rows: list[dict[str, Any]] = [{"prompt": prompt[n // number], "text": text} for n, text in enumerate(texts)]
         for row, completion in zip(rows, sampled, strict=True):
@@ -421,6 +436,7 @@ def _show(result: Evaluation, number: int) -> None:
     """Print completions, marked as right or wrong where that is known; of agents, what they saw and did."""
     from covey.training.tables import transcript
 
+    with_tools = [transcript(trajectory) for group in result.rollout.groups for trajectory in group.with_tools]
     played = [trajectory for group in result.rollout.groups for trajectory in group.trajectories]
     for trajectory in played[:number]:
         out.print(visible(transcript(trajectory), 5000) + "\n", markup=False, highlight=False)
@@ -432,7 +448,8 @@ def _show(result: Evaluation, number: int) -> None:
         mark = "" if result.correct is None else ("right: " if result.correct[index] else "wrong: ")
         columns = {name: value for name, value in prompt.columns.items() if name != "question"}  # it is in the prompt
         row = ", ".join(f"{name}={visible(repr(value), 200)}" for name, value in columns.items())
-        told = f"{question}\n  {mark}{episode.text!r}" + (f"\n  row: {row}" if row else "")
+        said = visible(with_tools[index], 5000) if with_tools else repr(episode.text)
+        told = f"{question}\n  {mark}{said}" + (f"\n  row: {row}" if row else "")
         out.print(told, markup=False, highlight=False)
 
 

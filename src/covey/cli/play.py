@@ -4,6 +4,7 @@ the expert.
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,6 +69,8 @@ def _play(world: World, task: TaskInstance, *, seed: int, expert: bool, max_turn
         seen, total = _answer(pool), 0.0
         if world.system_prompt:
             out.print(world.system_prompt, style="dim", markup=False, highlight=False)
+        for tool in world.tools:
+            out.print(visible(json.dumps(tool), 2000), style="dim", markup=False, highlight=False)
         for turn in range(1, max_turns + 1):
             _show(seen)
             action = pool.expert_action(0) if expert else _read(seen)

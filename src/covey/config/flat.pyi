@@ -106,9 +106,10 @@ class Settings(TypedDict, total=False):
     reward_timeout: float
     soft_overlong_cache: int
     world: str | None
+    tools: list[str] | tuple[str, ...] | str
     max_turns: int | None
     history_length: int | None
-    action_format: Literal["tags", "text", "tool", "choice"]
+    action_format: Literal["tags", "text", "turn", "call", "choice"]
     show_actions: bool
     invalid_action_penalty: float
     failed_episodes: Literal["exclude", "score"]
@@ -432,14 +433,17 @@ class Flat:
     world: Final[str | None]
     """The world to act in, with options: house, house:rooms=4, gymnasium:env=FrozenLake-v1, or your own as
     FILE.py:WORLD or FILE.py:WORLD:size=9. none = prompts with single answers."""
+    tools: Final[tuple[str, ...]]
+    """Functions that the model may call while it answers prompts: FILE.py:FUNCTION, "mcp:COMMAND" or "mcp:URL" (an
+    MCP server). Rewards are those of the task."""
     max_turns: Final[int | None]
-    """Most turns of an episode; none = the world's own limit."""
+    """Most turns of an episode; none = the world's own limit, with tools no limit."""
     history_length: Final[int | None]
     """Give each turn its own prompt, with this many earlier turns; 2 is usual. none = one growing conversation, whose
     KV cache is kept between turns."""
-    action_format: Final[Literal["tags", "text", "tool", "choice"]]
-    """How the action is read from a turn: text (its first line), tags (<action>...</action>), tool (a call in JSON),
-    choice (only an admissible action can be sampled)."""
+    action_format: Final[Literal["tags", "text", "turn", "call", "choice"]]
+    """How the action is read from a turn: text (its first line), turn (all of it), tags (<action>...</action>), call
+    (a function call: its name and arguments as JSON), choice (only an admissible action can be sampled)."""
     show_actions: Final[bool]
     """List the admissible actions after each observation."""
     invalid_action_penalty: Final[float]
@@ -448,14 +452,15 @@ class Flat:
     """What to do with episodes that end because the environment failed. exclude: leave them out of their group and
     the loss. score: keep the reward so far."""
     max_observation_tokens: Final[int]
-    """Longest observation, in tokens. Longer ones are cut, and a metric counts them."""
+    """Longest observation or result of a tool, in tokens. Longer ones are cut, and a metric counts them."""
     max_conversation_tokens: Final[int]
     """Longest conversation after the first prompt, in tokens; a longer episode ends. Memory grows with it. With
     history_length: longest prompt with history, in tokens; older turns are dropped."""
     parallel_episodes: Final[int]
     """Episodes played at the same time, each in its own process."""
     step_seconds: Final[float]
-    """Time limit for a step of the environment, in seconds; a reset may take three times as long."""
+    """Time limit for a step of the environment or a call of a tool, in seconds; a reset may take three times as
+    long."""
     inference_server_url: Final[str | tuple[str, ...] | None]
     """Address of the inference server that samples, such as http://127.0.0.1:8000 (the default of `covey serve`).
     Several addresses: a list, or text with commas. The adapter is uploaded to each. none = sample in this process."""

@@ -8,9 +8,10 @@ input (`covey.config.names`) and never written. TRL's names belong to `covey.trl
 from __future__ import annotations
 
 import os
+import shlex
 import tomllib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -224,7 +225,7 @@ _PATHS = ("model", "adapter", "adv_estimator", "dataset", "eval_dataset", "funct
 """Fields that name files, or may."""
 
 _CODE: tuple[str, ...] = ("functions", "correctness", "task", "world", "loss_type", "adv_estimator", "down_sampling")
-_CODE += ("inference_server_kind",)
+_CODE += ("inference_server_kind", "tools")
 _DATA, _WEIGHTS = ("dataset", "eval_dataset"), ("model", "adapter")
 """Fields that may name something in a file of the user's, a file of data, and a folder or file of weights."""
 
@@ -239,6 +240,8 @@ def _whole_paths(values: Mapping[str, Any], *folders: Path) -> dict[str, Any]:
             return tuple(whole(field, item) for item in value)
         if not isinstance(value, str) or no_path(value):
             return value
+        if field == "tools" and value.startswith("mcp:"):
+            return _whole_command(value, folders)
         if field in _CODE:
             return whole_path(value, folders)
         places = folders if field in _DATA else folders[-1:] if field in _WEIGHTS else ()
@@ -246,6 +249,20 @@ def _whole_paths(values: Mapping[str, Any], *folders: Path) -> dict[str, Any]:
         return next(map(os.path.abspath, found), value)
 
     return {field: whole(field, value) for field, value in values.items()}
+
+
+def _whole_command(value: str, folders: Sequence[Path]) -> str:
+    """`mcp:COMMAND` with the whole path of each file in it that one of the folders has."""
+
+    def whole(word: str) -> str:
+        found = (folder / word for folder in folders if (folder / word).is_file())
+        return next(map(os.path.abspath, found), word)
+
+    try:
+        words = shlex.split(value.removeprefix("mcp:"))
+    except ValueError:  # a quotation mark alone: the server will not start
+        return value
+    return f"mcp:{shlex.join(map(whole, words))}"
 
 
 def _build_sections(values: Mapping[str, Any]) -> dict[str, Section]:

@@ -4,12 +4,13 @@
 |---|---|
 | `tags` | what stands between the last `<action>` and `</action>` |
 | `text` | the first line that is not empty |
-| `tool` | a call in JSON, `{"name": "act", "arguments": {"action": "go north"}}`, alone, listed, or in `<tool_call>` |
+| `turn` | the whole completion |
+| `call` | a call in JSON, `{"name": "go", "arguments": {"to": "north"}}`; of a call of `act`, its argument `action` |
 | `choice` | the whole completion: the sampler lets the model say nothing but an admissible action |
 
 Where the admissible actions are known, case, white space, quotes and a full stop at the end make no difference, and a
 text that names exactly one of them means that one. What is none of them is no action: it is told to the model, and may
-cost `invalid_action_penalty`.
+cost `invalid_action_penalty`. Actions of `tags` and `text` have 1,000 characters at most.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any
 
 from covey.rewards.extract import read_json
+from covey.types import ActionFormat
 
-ActionFormat = Literal["tags", "text", "tool", "choice"]
-
-_LONGEST = 1000  # an action of more characters is none: worlds need not cope with a whole essay
+ACT = "act"
+"""The tool of worlds that name none: its argument `action` is the action in words."""
+_LONGEST = 1000  # such an action of more characters is none: worlds need not cope with a whole essay
 
 
 def parse_action(text: str, format: ActionFormat = "text", actions: Sequence[str] | None = None) -> str | None:
@@ -32,9 +34,10 @@ def parse_action(text: str, format: ActionFormat = "text", actions: Sequence[str
     `format` is one of the table above; `actions` are the admissible ones, if the world lists them.
     """
     said = _READERS[format](text)
-    if said is None or not said.strip() or len(said) > _LONGEST:
+    if said is None or not said.strip() or (format in ("tags", "text") and len(said) > _LONGEST):
         return None
-    return said.strip() if actions is None else match_action(said, actions)
+    of_a_tool = format == "call" and said.startswith('{"name": ')  # the world says whether it may be called
+    return said.strip() if actions is None or of_a_tool else match_action(said, actions)
 
 
 def write_action(action: str, format: ActionFormat = "text") -> str:
@@ -73,31 +76,41 @@ def _first_line(text: str) -> str | None:
     return next((line for line in text.splitlines() if line.strip()), None)
 
 
-def _tool_call(text: str) -> str | None:
-    """`arguments.action`, or the call's name followed by its arguments: `go(direction="north")` is `go north`."""
+def _read_call(text: str) -> dict[str, Any] | None:
+    """The call in a text, the last one of several, as `{"name": ..., "arguments": {...}}`; None = there is none."""
     tagged = _between_tags(text, "tool_call")
-    written = text if tagged is None else tagged
     try:
-        call = read_json(written)
+        call = read_json(text if tagged is None else tagged)
         if isinstance(call, list):  # some models list their calls; one is done at a time
             call = call[-1] if call else {}
-        arguments = call.get("arguments", call.get("parameters", {}))
+        name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
         if isinstance(arguments, str):  # some models quote them
             arguments = read_json(arguments)
-        if not isinstance(arguments, dict):
-            return None
-        if "action" in arguments:
-            return str(arguments["action"])
-        return " ".join([str(call["name"]), *map(str, arguments.values())])
-    except (ValueError, AttributeError, KeyError):
+        return {"name": name, "arguments": arguments} if isinstance(name, str) and isinstance(arguments, dict) else None
+    except (ValueError, AttributeError, TypeError, KeyError):
         return None
 
 
+def _call(text: str) -> str | None:
+    call = _read_call(text)
+    if call is None:
+        return None
+    if call["name"] == ACT and isinstance(call["arguments"].get("action"), str):
+        return str(call["arguments"]["action"])
+    return json.dumps(call)
+
+
+def _write_call(action: str) -> str:
+    call = _read_call(action) or {"name": ACT, "arguments": {"action": action}}
+    return json.dumps(call)
+
+
 _READERS: dict[str, Callable[[str], str | None]]
-_READERS = {"tags": _between_tags, "text": _first_line, "tool": _tool_call, "choice": str}
+_READERS = {"tags": _between_tags, "text": _first_line, "turn": str, "call": _call, "choice": str}
 _WRITERS: dict[str, Callable[[str], str]] = {
     "tags": lambda action: f"<action>{action}</action>",
     "text": str,
-    "tool": lambda action: json.dumps({"name": "act", "arguments": {"action": action}}, ensure_ascii=False),
+    "turn": str,
+    "call": _write_call,
     "choice": str,
 }

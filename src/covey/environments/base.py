@@ -22,7 +22,8 @@ from covey.errors import ConfigError, EpisodeError
 from covey.functions import make_named
 
 TaskInstance = dict[str, Any]
-"""One task: plain JSON values with a `uid` and, if there are several kinds of task, a `type`."""
+"""One task: plain JSON values with a `uid` and, if there are several kinds of task, a `type`. It may have a
+`system_prompt` in place of the world's, and `messages` that come before the first observation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,9 @@ class World(ABC):
     """The world's name for `get_world`."""
     system_prompt: str | None = None
     """The rules, shown before each episode; None = none."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """For `action_format = "call"`: name, description and parameters (JSON schema) of each function that the model may
+    call. An action is then the JSON of a call, `{"name": ..., "arguments": {...}}`."""
     max_turns: int = 20
     """Most turns of an episode; a default for `environment.max_turns`."""
     max_completion_length: int = 32

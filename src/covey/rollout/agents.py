@@ -56,6 +56,8 @@ class PlayStats:
     no_actions: int = 0
     cut_observations: int = 0
     failures: int = 0
+    calls: int = 0
+    failed_calls: int = 0
 
     def __add__(self, other: PlayStats) -> PlayStats:
         return PlayStats(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -76,6 +78,16 @@ def play_metrics(trajectories: Sequence[Trajectory], stats: PlayStats) -> dict[s
         "agent/cut_observations": float(stats.cut_observations),
         "agent/waiting_share": stats.waiting_seconds / stats.seconds if stats.seconds else 0.0,
     }
+
+
+def tool_metrics(completions: int, stats: PlayStats) -> dict[str, float]:
+    """The same of completions that may call tools."""
+    found = {
+        "tools/call_frequency": stats.calls / completions,
+        "tools/failure_frequency": stats.failed_calls / stats.calls if stats.calls else 0.0,
+    }
+    rare = {"tools/cut_results": stats.cut_observations, "tools/failed_episodes": stats.failures}
+    return found | {name: float(count) for name, count in rare.items() if count}
 
 
 @dataclass(slots=True, eq=False)
@@ -207,11 +219,15 @@ class Player:
 
     def opening(self, live: LiveEpisode, history: int = 0) -> IntArray:
         """The tokens of a prompt that tells the task, the last `history` turns, and what is seen now."""
-        return self._template.opening(self.words_with_history(live, history))
+        row = live.prompt.columns
+        own = {name: row[name] for name in ("system_prompt", "messages") if row.get(name)}
+        return self._template.opening(self.words_with_history(live, history), **own)
 
     def reply(self, live: LiveEpisode) -> IntArray:
         """The tokens that tell a conversation what is seen now."""
-        return self._template.reply(self.words(live), ended=live.finish_reason == "stop")
+        calls = self.settings.action_format == "call" and live.turns[-1].action is not None
+        role = "tool" if calls else "user"
+        return self._template.reply(self.words(live), ended=live.finish_reason == "stop", role=role)
 
     def read(self, live: LiveEpisode, completion: Completion) -> Any:
         """A turn that is over as an action, None if it is none."""

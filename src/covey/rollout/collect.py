@@ -39,7 +39,7 @@ class Rollout:
     scoring_seconds: float  # wall time in the reward functions
     sampled_tokens: int  # tokens that the policy sampled, those of groups later discarded included
     discarded: tuple[Group, ...] = ()  # groups that were sampled but are not trained on (dynamic sampling only)
-    played: PlayStats | None = None  # what playing cost (agents only)
+    played: PlayStats | None = None  # what playing cost (agents and tools only)
 
     @property
     def whole(self) -> Rollout:
@@ -54,12 +54,14 @@ class Rollout:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What there is to tell of agents, discarded groups included."""
+        """What there is to tell of agents and tools, discarded groups included."""
         if self.played is None:
             return {}
-        from covey.rollout.agents import play_metrics, same_action_ratio
+        from covey.rollout.agents import play_metrics, same_action_ratio, tool_metrics
 
         groups = self.counted.groups
+        if not any(group.trajectories for group in groups):
+            return tool_metrics(sum(len(group.episodes) for group in self.whole.groups), self.played)
         found, alike = play_metrics([t for g in groups for t in g.trajectories], self.played), same_action_ratio(groups)
         return found if alike is None else found | {"agent/same_action_ratio": alike}
 

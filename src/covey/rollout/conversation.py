@@ -11,6 +11,7 @@ tokens: an observation that contains `<|im_end|>` does not end anything.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -37,34 +38,53 @@ class ConversationTemplate:
         self._tokenizer = tokenizer
         self._kwargs = dict(chat_template_kwargs or {})
         self.has_template = getattr(tokenizer, "chat_template", None) is not None
-        system: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._system = system_prompt
+        self._opening = self._before_and_after()
+        self._between = {"user": ("\n", "\n> ")}
+        self._ending = ""
         if not self.has_template:
-            first = f"{system_prompt}\n\n" if system_prompt else ""
-            self._opening, self._between = (first, "\n> "), ("\n", "\n> ")
-            self._ending = ""
             return
-        asked = [*system, {"role": "user", "content": _OBSERVED}]
-        self._opening = self._cut(self._render(asked, True), _OBSERVED)
-        said: list[Message] = [*asked, {"role": "assistant", "content": _SAID}]
+        said: list[Message] = [*self._asked(), {"role": "assistant", "content": _SAID}]
         _, tail = self._cut(self._render(said, False), _SAID)
-        after = self._render([*said, {"role": "user", "content": _OBSERVED}], True)
-        _, between = self._cut(after, _SAID)
-        if not between.startswith(tail.rstrip()):
-            raise ConfigError(
-                "this chat template writes an earlier turn of the assistant differently once another turn follows; "
-                "use environment.history_length=2"
-            )
-        self._between = self._cut(between, _OBSERVED)
+
+        def between(role: str) -> tuple[str, str]:
+            _, after = self._cut(self._render([*said, {"role": role, "content": _OBSERVED}], True), _SAID)
+            if not after.startswith(tail.rstrip()):
+                raise ConfigError(
+                    "this chat template writes an earlier turn of the assistant differently once another turn follows; "
+                    "use environment.history_length=2"
+                )
+            return self._cut(after, _OBSERVED)
+
+        self._between["user"] = between("user")
+        with suppress(Exception):  # templates without the role raise what they like
+            self._between["tool"] = between("tool")
         endings = [str(tokenizer.decode([token])) for token in eos_token_ids]
-        self._ending = next((ending for ending in endings if ending and between.startswith(ending)), "")
+        begins = [ending for ending in endings if ending and self._between["user"][0].startswith(ending)]
+        self._ending = begins[0] if begins else ""
 
-    def opening(self, observation: str) -> IntArray:
-        """Token ids of everything before the policy's first turn."""
-        return self._pieces(*self._opening, observation, first=True)
+    def opening(self, observation: str, system_prompt: str | None = None, messages: Sequence[Message] = ()) -> IntArray:
+        """Token ids of everything before the policy's first turn.
 
-    def reply(self, observation: str, *, ended: bool) -> IntArray:
-        """Token ids between a turn of the policy and its next one."""
-        before, after = self._between
+        A task may have a system prompt in place of the world's, and messages that come before the observation.
+        """
+        own = self._before_and_after(system_prompt, messages) if system_prompt or messages else self._opening
+        return self._pieces(*own, observation, first=True)
+
+    def _asked(self, system_prompt: str | None = None, messages: Sequence[Message] = ()) -> list[Message]:
+        words = system_prompt or self._system
+        system: list[Message] = [{"role": "system", "content": words}] if words else []
+        return [*system, *messages, {"role": "user", "content": _OBSERVED}]
+
+    def _before_and_after(self, *own: Any) -> tuple[str, str]:
+        asked = self._asked(*own)
+        if not self.has_template:
+            return "".join(f"{message['content']}\n\n" for message in asked[:-1]), "\n> "
+        return self._cut(self._render(asked, True), _OBSERVED)
+
+    def reply(self, observation: str, *, ended: bool, role: str = "user") -> IntArray:
+        """Token ids between a turn of the policy and its next one; `role` is of who says it, where there is such."""
+        before, after = self._between.get(role, self._between["user"])
         return self._pieces(before.removeprefix(self._ending) if ended else before, after, observation)
 
     def _pieces(self, before: str, after: str, observation: str, *, first: bool = False) -> IntArray:

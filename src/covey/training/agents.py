@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from covey.config.whole import GRPOConfig
+from covey.environments.actions import ACT
 from covey.environments.base import World
 from covey.environments.verifiers import Verifiers
 from covey.errors import ConfigError, DataError, naming
@@ -17,21 +18,20 @@ from covey.rollout.collect import AgentCollector, Collector, Decode
 from covey.rollout.conversation import ConversationTemplate
 from covey.rollout.learning import Sampler, TrainedPolicy
 from covey.rollout.scoring import Scorer, has_text
+from covey.rollout.toolchat import tools_in_words
 from covey.training import setup
 from covey.types import Prompt
 
 (driven,) = later("covey.training", "driven")
 _ACTION = {"action": {"type": "string", "description": "what to do, in words"}}
 _ACT: dict[str, Any] = {
-    "name": "act",
+    "name": ACT,
     "description": "Do something in the world.",
     "parameters": {"type": "object", "properties": _ACTION, "required": ["action"]},
 }
-"""The tool of `action_format = "tool"`, shown by the chat template in the model's own way where it has one."""
-_HOW_TO_ACT = {
-    "tags": "Write your action between <action> and </action>.",
-    "tool": 'Act with a call such as {"name": "act", "arguments": {"action": "..."}}.',
-}
+"""The tool of `action_format = "call"` where the world names none."""
+_TAGS = "Write your action between <action> and </action>."
+_ACT_IN_WORDS = 'Act with a call such as {"name": "act", "arguments": {"action": "..."}}.'
 
 
 def world_data(config: GRPOConfig, world: World, others: Sequence[Any] = ()) -> setup.Data:
@@ -95,10 +95,15 @@ def make_collector(
     """What plays episodes of the world with the engine; by `player`, whoever takes the turns."""
     chosen, words = config.environment, data.system_prompt
     template_kwargs: dict[str, Any] = dict(config.data.chat_template_kwargs or {})
-    if chosen.action_format == "tool" and "tools" in str(getattr(policy.tokenizer, "chat_template", None)):
-        template_kwargs.setdefault("tools", [{"type": "function", "function": _ACT}])
-    else:
-        words = " ".join(filter(None, (words, _HOW_TO_ACT.get(chosen.action_format)))) or None
+    if chosen.action_format == "call":
+        schemas = [{"type": "function", "function": dict(tool)} for tool in world.tools or (_ACT,)]
+        if "tools" in str(getattr(policy.tokenizer, "chat_template", None)):
+            template_kwargs.setdefault("tools", schemas)  # the template shows them in the model's own way
+        else:
+            told = tools_in_words(schemas) if world.tools else _ACT_IN_WORDS
+            words = "\n\n".join(filter(None, (words, told)))
+    elif chosen.action_format == "tags":
+        words = " ".join(filter(None, (words, _TAGS)))
     template = ConversationTemplate(policy.tokenizer, policy.eos_token_ids, words, template_kwargs)
     from covey.environments.pool import EnvironmentPool  # single answers load none of it
 

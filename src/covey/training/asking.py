@@ -27,6 +27,8 @@ def answers(trainer: Any, prompts: Any, num_generations: int, temperature: float
     args, column = trainer.args, trainer.args.data.prompt_column
     if trainer.world is not None:
         raise ConfigError("generate: agents answer in episodes of their world; use trainer.evaluation()")
+    if args.environment.tools:
+        raise ConfigError("generate: it calls no tools; use trainer.evaluation() or covey sample RUN PROMPT")
     if num_generations < 1:
         raise ConfigError(f"num_generations={num_generations}: must be at least 1")
     if trainer._samples is not None:

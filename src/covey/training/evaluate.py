@@ -137,7 +137,10 @@ def _mean(values: np.ndarray) -> float:
 
 def judged_completions(rollout: Rollout) -> BoolArray:
     """`[N]` in the order of the groups: False for episodes that their environment's failure ended, else True."""
-    judged = [[t.ended != "failed" for t in g.trajectories] or [True] * len(g.rewards) for g in rollout.groups]
+    judged = [
+        [t.ended != "failed" for t in group.trajectories or group.with_tools] or [True] * len(group.rewards)
+        for group in rollout.groups
+    ]
     return np.concatenate([np.array(group, np.bool_) for group in judged])
 
 

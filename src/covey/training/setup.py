@@ -273,11 +273,16 @@ def load_data(
 def tokenize(
     config: GRPOConfig, rows: Sequence[Mapping[str, Any]], data: Data, policy: TrainedPolicy, context_length: int
 ) -> list[Prompt]:
-    """Rows -> prompts, through the chat template where they are conversations."""
+    """Rows -> prompts, through the chat template where they are conversations; with tools they all are."""
+    column = config.data.prompt_column
+    if config.environment.tools:
+        said = (row.get(column) for row in rows)
+        asked = ([{"role": "user", "content": each}] if isinstance(each, str) else each for each in said)
+        rows = [{**row, column: each} if column in row else row for row, each in zip(rows, asked, strict=True)]
     return build_prompts(
         rows,
         policy.tokenizer,
-        prompt_column=config.data.prompt_column,
+        prompt_column=column,
         system_prompt=data.system_prompt,
         max_prompt_length=config.data.max_prompt_length,
         context_length=context_length,
@@ -510,6 +515,7 @@ def may_wait(config: GRPOConfig) -> bool:
     chosen, sampling = config.distributed, config.sampling
     elsewhere = config.server.upload_adapters_to_server or chosen.samplers is not None
     usual = (sampling.engine, sampling.sampler_dtype, config.model.quantization) == ("covey", "model", "none")
+    usual = usual and not config.environment.tools
     return not elsewhere and chosen.learners == 1 and usual and config.optim.optimizer == "adamw"
 
 

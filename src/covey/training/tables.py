@@ -64,6 +64,9 @@ def completion_rows(
             else:
                 episodes = (group.episodes[sample],)
                 entry |= _answer_row(group, sample)
+                if group.with_tools:
+                    entry |= _turns_row(group.with_tools[sample])
+                    entry["play"] = json.dumps(_play(group.with_tools[sample], first, batch, of_episode))
                 if correct is not None:
                     entry["correct"] = bool(correct[len(rows)])
             if batch is not None:
@@ -117,6 +120,12 @@ def _trajectory_row(group: Group, sample: int, penalty: float) -> dict[str, Any]
         "rewards/world": trajectory.reward + penalty * invalid,
         "rewards/invalid_actions": -penalty * invalid,
     }
+
+
+def _turns_row(trajectory: Trajectory) -> dict[str, Any]:
+    """What was said in an answer with tools, calls and results."""
+    told = {"completion": transcript(trajectory), "turns": len(trajectory.turns), "no_actions": 0}
+    return told | {"ended": trajectory.ended, "error": trajectory.error}
 
 
 def _trained(batch: Batch, first: int, episodes: Sequence[Episode]) -> dict[str, Any]:
@@ -185,7 +194,8 @@ def transcript(trajectory: Trajectory) -> str:
     for turn in trajectory.turns:
         note = "" if turn.valid else "  (no valid action)"
         earned = f"  [{turn.reward:+g}]" if turn.reward else ""
-        lines.append(f"{turn.observation}\n> {turn.said.strip()}{note}{earned}")
+        seen = f"{turn.observation}\n" if turn.observation else ""
+        lines.append(f"{seen}> {turn.said.strip()}{note}{earned}")
     return "\n".join([*lines, f"({trajectory.error or trajectory.ended})"])
 
 

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def check_teacher(config: GRPOConfig, rows: Sequence[Mapping[str, Any]], *, plays: bool) -> None:
-    """Refuse rows without a teacher, and contexts that cannot be; `plays` is True where agents act in a world.
+    """Refuse rows without a teacher, and contexts that cannot be; `plays` is True where there are worlds or tools.
 
     Raises `ConfigError`: a setting does not fit the rows; `DataError`: a row holds what is no text.
     """
@@ -49,8 +49,8 @@ def check_teacher(config: GRPOConfig, rows: Sequence[Mapping[str, Any]], *, play
         words = f"algorithm.teacher: context={teacher.context!r}"
         if plays and teacher.context != "none":
             raise ConfigError(
-                f"{words}: a world's episodes have no context yet; set it to none, with weights base, ema or an "
-                "adapter's folder"
+                f"{words}: episodes of worlds and answers with tools have no context yet; set it to none, with weights "
+                "base, ema or an adapter's folder"
             )
         own, columns = {n: row for n, row in enumerate(rows) if how.name_of(row) == name}, teacher.columns
         said = {n: [teacher.says(row, column) for column in columns] for n, row in own.items()}

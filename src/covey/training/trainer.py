@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from covey.rollout.collect import Collector, Rollout
     from covey.rollout.learning import Learner, Sampler
     from covey.tasks.base import Task
-    from covey.training import agents, prefetch, step, tables, teaching
+    from covey.training import agents, prefetch, step, tables, teaching, tools
     from covey.training import evaluate as judging
     from covey.training import recorder as recording
     from covey.training.evaluate import Evaluation
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from covey.training.update import Update
 else:  # worlds, which most runs do not have, and the parts of a step: many trainers are never trained
     batching, collecting = later("covey.rollout", "batching collect")
-    agents, judging, prefetch, recording, step, tables, teaching = later(
-        "covey.training", "agents evaluate prefetch recorder step tables teaching"
+    agents, judging, prefetch, recording, step, tables, teaching, tools = later(
+        "covey.training", "agents evaluate prefetch recorder step tables teaching tools"
     )
 
 TRAINING_STREAM = 0
@@ -171,7 +171,7 @@ class GRPOTrainer:
         else:
             self.data = agents.world_data(args, world, (*sources, correctness))
         if args.algorithm.teacher is not None:
-            teaching.check_teacher(args, self.data.train, plays=world is not None)
+            teaching.check_teacher(args, self.data.train, plays=world is not None or bool(args.environment.tools))
         own = type(world or task).__module__.startswith(("covey.", "builtins"))
         own = own or names_file(args.environment.world or args.data.task)
         self.only_in_memory = not own or any(thing is not None for thing in given)
@@ -208,6 +208,8 @@ class GRPOTrainer:
             self.collect = collector(self)
         elif world is not None:
             self.collect = agents.collector_of(args, world, self.policy, self.engine, self.data, self.decode)
+        elif args.environment.tools:
+            self.collect = tools.make_collector(args, self.policy, self.engine, self.data.scorer, self.decode)
         self._callbacks = Callbacks(callbacks or (), args, self.state)
         self._recorder: Recorder | None = None
         self._samples: Samples | None = None

@@ -1,153 +1,23 @@
-"""Tools of an agent, and environments whose public methods are tools: what the model is told, how calls are made.
+"""Tools of an agent as in TRL, and environments whose public methods are tools.
 
-They are the user's own and run in this process: synchronous ones in the caller's thread, one after the other,
-asynchronous ones together on one event loop. Environments are made once and reset for every episode.
+They are the user's own and run in this process. Environments are made once and reset for every episode.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, get_type_hints
-
-from transformers.utils.chat_template_utils import get_json_schema
+from dataclasses import replace
+from typing import Any
 
 from covey.errors import ConfigError, DataError, EpisodeError, raised_at
-from covey.rollout.calls import AsyncRunner, Failure, call_with_timeout, is_async, shorten
+from covey.rollout.calls import is_async
+from covey.rollout.tools import EMPTY, Scene, Tool, takes_index, tool_name
+from covey.training.tools import tool_schema
 from covey.types import Message, Prompt
 
-log = logging.getLogger(__name__)
-
-Tool = Callable[..., Any]  # with type hints and a docstring in Google's style, sync or async
-INDEX = "_completion_idx"
-"""An argument that gets the number of the completion that calls, and is not shown to the model."""
-EMPTY: Message = {"role": "user", "content": ""}  # what is asked where the environment's `reset` says it all
 _OWN = ("reset", "get_reward")  # methods that the model cannot call
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What the model asks for."""
-
-    name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    problem: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """A call of completion `number`, which has these tools by name."""
-
-    number: int
-    call: Call
-    tools: Mapping[str, Tool]
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What the model is told; `failed` where no tool came to its end."""
-
-    text: str
-    failed: bool
-
-
-class _RefusedError(Exception):
-    """The model's mistake, not the tool's."""
-
-
-def tool_name(tool: Tool) -> str:
-    return str(getattr(tool, "__name__", type(tool).__name__))
-
-
-def takes_index(tool: Tool) -> bool:
-    return INDEX in inspect.signature(tool).parameters
-
-
-def tool_schema(tool: Tool) -> dict[str, Any]:
-    """The tool as chat templates show it: name, description, JSON schema of its arguments."""
-    if not callable(tool):
-        raise ConfigError(f"tools: {tool!r:.200} is a {type(tool).__name__}; give functions")
-    try:
-        return dict(get_json_schema(_without_index(tool) if takes_index(tool) else tool))
-    except Exception as error:  # several kinds, none of them public
-        raise ConfigError(
-            f"tools: {tool_name(tool)} cannot be described to the model ({error!s:.300}); give each "
-            "argument a type hint and a line below 'Args:' of its docstring"
-        ) from error
-
-
-def _without_index(tool: Tool) -> Tool:
-    """Something with the tool's name, docstring and arguments, but `_completion_idx`."""
-
-    def shown() -> None: ...
-
-    signature = inspect.signature(tool)
-    shown.__name__, shown.__doc__ = tool_name(tool), inspect.getdoc(tool)
-    shown.__annotations__ = {name: hint for name, hint in get_type_hints(tool).items() if name != INDEX}
-    kept = [parameter for name, parameter in signature.parameters.items() if name != INDEX]
-    vars(shown)["__signature__"] = signature.replace(parameters=kept)
-    return shown
-
-
-class Calls:
-    """Carries calls out."""
-
-    def __init__(self, runner: AsyncRunner) -> None:
-        self._runner, self._told = runner, set[str]()
-
-    def run(self, orders: Sequence[Order]) -> list[Result]:
-        """A result for each call, in order. The model is told what went wrong; the console of a tool's first error."""
-        outcomes = [self._begin(order) for order in orders]
-        waiting = [place for place, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)]
-        answers = self._runner.run([outcomes[place] for place in waiting], None)
-        for place, answer in zip(waiting, answers, strict=True):
-            outcomes[place] = answer
-        return [self._result(order, outcome) for order, outcome in zip(orders, outcomes, strict=True)]
-
-    @staticmethod
-    def _begin(order: Order) -> Any:
-        call, tool = order.call, order.tools.get(order.call.name)
-        if call.problem:
-            return Failure(_RefusedError(call.problem))
-        if tool is None:
-            return Failure(_RefusedError(f"There is no tool {call.name}. There are: {', '.join(order.tools)}."))
-        arguments = {**call.arguments, **({INDEX: order.number} if takes_index(tool) else {})}
-        try:
-            inspect.signature(tool).bind(**arguments)
-        except TypeError as error:
-            return Failure(_RefusedError(f"{call.name}: {error}"))
-        return call_with_timeout(lambda: tool(**arguments), None, f"tool {call.name!r}")
-
-    def _result(self, order: Order, outcome: Any) -> Result:
-        failed = isinstance(outcome, Failure)
-        if failed and not isinstance(outcome.error, _RefusedError):
-            self._tell(order.call.name, outcome.error)
-        text = str({"error": str(outcome.error)} if failed else outcome)
-        return Result(text.encode("utf-8", "replace").decode(), failed)  # lone surrogates are no text
-
-    def _tell(self, name: str, error: BaseException | None) -> None:
-        if name in self._told or error is None:
-            return
-        self._told.add(name)
-        said = (
-            f"the tool {name} raised {type(error).__name__}: {shorten(str(error))}. The model is given the message as "
-            "the tool's result; more errors of this tool are only counted, in tools/failure_frequency. The traceback:"
-        )
-        log.warning("%s\n%s", said, "".join(traceback.format_exception(error)).rstrip())
-
-
-@dataclass(slots=True, eq=False)
-class Scene:
-    """What one episode is played with."""
-
-    prompt: Prompt
-    environment: Any
-    tools: Mapping[str, Tool]
-    schemas: Sequence[Mapping[str, Any]]
 
 
 class Toolset:

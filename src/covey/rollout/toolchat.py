@@ -25,8 +25,8 @@ import numpy as np
 
 from covey.errors import ConfigError
 from covey.rewards.extract import MAX_JSON, read_json
+from covey.rollout.tools import EMPTY, Call
 from covey.tasks.dataset import prompt_ending
-from covey.trl.tools import EMPTY, Call
 from covey.types import IntArray, Message
 
 log = logging.getLogger(__name__)
@@ -41,12 +41,43 @@ _MARK = re.compile("\u2402[0-9]+\u2402")
 
 
 class ToolChat:
-    """Writes and reads conversations with tools; an error for a template that does not show them, or their results."""
+    """Writes and reads conversations with tools.
 
-    def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int], chat_template_kwargs: Mapping[str, Any]) -> None:
-        self._tokenizer, self._kwargs = tokenizer, dict(chat_template_kwargs)
+    Raises `ConfigError`: the template does not show tools, or their results. With `in_words` such a template is given
+    them as text, in the messages that it shows, and a turn that is nothing but the JSON of a call is one.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        eos_token_ids: Sequence[int],
+        chat_template_kwargs: Mapping[str, Any],
+        *,
+        in_words: bool = False,
+    ) -> None:
+        self.tokenizer, self._kwargs = tokenizer, dict(chat_template_kwargs)
         self._endings = [text for text in (str(tokenizer.decode([token])) for token in eos_token_ids) if text]
+        self._in_words = False
         result: Message = {"role": "tool", "name": "f", "content": "1"}
+        try:
+            self._check(result)
+        except ConfigError:
+            if not in_words:
+                raise
+            self._in_words = True
+            self._check(result)
+        shown = self._answered([result])
+        bare = OPEN not in shown and '"parameters": {' in shown
+        self._bare = bare or in_words
+        known = bare or getattr(tokenizer, "response_template", None) is not None
+        if not known and all(call.problem for call in calls_in(shown, (), ended=False, bare=False)[1]):
+            log.warning(
+                "tools: this chat template writes calls in a form that is not read; set the tokenizer's "
+                "response_template to what its model writes, or ask in the prompt for calls like "
+                '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+            )
+
+    def _check(self, result: Message) -> None:
         for count in (1, 2):
             self.results([result] * count, ended=True)
         tool: Any = {"name": "covey_tool", "description": ".", "parameters": {"type": "object", "properties": {}}}
@@ -54,15 +85,6 @@ class ToolChat:
             raise ConfigError(
                 "tools: this chat template does not show the model its tools (it leaves out the argument `tools`); use "
                 "a model made for tools, or set another chat_template"
-            )
-        shown = self._answered([result])
-        self._bare = OPEN not in shown and '"parameters": {' in shown
-        known = self._bare or getattr(tokenizer, "response_template", None) is not None
-        if not known and all(call.problem for call in calls_in(shown, (), ended=False, bare=False)[1]):
-            log.warning(
-                "tools: this chat template writes calls in a form that is not read; set the tokenizer's "
-                "response_template to what its model writes, or ask in the prompt for calls like "
-                '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
             )
 
     def opening(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> IntArray:
@@ -100,13 +122,13 @@ class ToolChat:
         """A turn of the policy as a message, and the calls in it."""
         text = self._text(token_ids)
         message: Message = {"role": "assistant", "content": text}
-        if getattr(self._tokenizer, "response_template", None) is None:
+        if getattr(self.tokenizer, "response_template", None) is None:
             message["content"], calls = calls_in(text, schemas, ended=ended, bare=self._bare)
         else:
             try:
                 if len(text) > MAX_JSON:  # the patterns of a response_template may take the square of the length
                     raise ValueError(f"{len(text)} characters, more than the {MAX_JSON} that are read")
-                parsed = self._tokenizer.parse_response(list(token_ids), prefix=list(prefix), tools=list(schemas))
+                parsed = self.tokenizer.parse_response(list(token_ids), prefix=list(prefix), tools=list(schemas))
                 if not isinstance(parsed, dict):
                     return message, []
                 entries = parsed.pop("tool_calls", None) or ()
@@ -123,10 +145,10 @@ class ToolChat:
 
     def _text(self, token_ids: Sequence[int]) -> str:
         """A turn without special tokens, but for those that calls begin with where they are such."""
-        text = str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        text = str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
         if OPEN in text:
             return text
-        whole = str(self._tokenizer.decode(list(token_ids)))
+        whole = str(self.tokenizer.decode(list(token_ids)))
         for ending in self._endings:
             whole = whole.removesuffix(ending)
         return whole if OPEN in whole else text
@@ -137,9 +159,11 @@ class ToolChat:
         return self._render([{"role": "user", "content": "."}, turn, *results])
 
     def _render(self, messages: list[Message], tools: Any = None) -> str:
+        if self._in_words:
+            messages, tools = _worded(messages, tools), None
         try:
             how = {"tools": tools, "tokenize": False, **prompt_ending(messages), **self._kwargs}
-            return str(self._tokenizer.apply_chat_template(messages, **how))
+            return str(self.tokenizer.apply_chat_template(messages, **how))
         except Exception as error:  # templates raise what they like
             raise ConfigError(
                 f"tools: the chat template cannot write a conversation with tools ({type(error).__name__}: "
@@ -149,8 +173,39 @@ class ToolChat:
     def _encode(self, text: str, *, special: bool) -> list[int]:
         if not text:
             return []
-        encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=not special)
+        encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=not special)
         return [int(token) for token in encoded["input_ids"]]
+
+
+def _worded(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[Message]:
+    """The same for a template without tools: the system message tells them, and the user the results."""
+    told: list[Message] = []
+    for before, message in zip([{}, *messages], messages, strict=False):
+        text = str(message["content"])
+        if message["role"] == "tool":
+            text = f"<tool_response>\n{text}\n</tool_response>"
+            if before.get("role") == "tool":
+                told[-1]["content"] += f"\n{text}"
+                continue
+        for call in message.get("tool_calls") or ():
+            text += f"<tool_call>{json.dumps(call['function'])}</tool_call>"
+        told.append({"role": "user" if message["role"] == "tool" else message["role"], "content": text})
+    if tools:
+        system = told.pop(0)["content"] + "\n\n" if told[0]["role"] == "system" else ""
+        told.insert(0, {"role": "system", "content": system + tools_in_words(tools)})
+    return told
+
+
+def tools_in_words(schemas: Sequence[Mapping[str, Any]]) -> str:
+    """What the system message says of tools where the chat template has no place for them."""
+    return "\n".join(
+        [
+            "You may call these functions:",
+            *(json.dumps(schema["function"], ensure_ascii=False) for schema in schemas),
+            "To call one, write its name and its arguments as JSON:",
+            '<tool_call>{"name": "...", "arguments": {...}}</tool_call>',
+        ]
+    )
 
 
 def calls_in(text: str, schemas: Sequence[Mapping[str, Any]], *, ended: bool, bare: bool) -> tuple[str, list[Call]]:
@@ -173,8 +228,9 @@ def calls_in(text: str, schemas: Sequence[Mapping[str, Any]], *, ended: bool, ba
     if bare and not calls:
         with suppress(ValueError):
             found = read_json(text)
-            if isinstance(found, dict) and "parameters" in found:
-                return "", [read_call({"name": found.get("name"), "arguments": found["parameters"]})]
+            if isinstance(found, dict) and ("parameters" in found or found.keys() == {"name", "arguments"}):
+                arguments = found.get("parameters", found.get("arguments"))
+                return "", [read_call({"name": found.get("name"), "arguments": arguments})]
     return "".join([*rest, text[read:]]).strip() if calls else text, calls
 
 

@@ -1,0 +1,126 @@
+"""Calls of tools: what the model asks for, how it is carried out, and what it is told.
+
+Functions run in this process: synchronous ones in the caller's thread, or with a time limit in one of their own, one
+after the other; asynchronous ones together on one event loop.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from covey.rollout.calls import AsyncRunner, Failure, call_with_timeout, shorten
+from covey.types import Message, Prompt
+
+log = logging.getLogger(__name__)
+
+Tool = Callable[..., Any]  # with type hints and a docstring in Google's style, sync or async
+INDEX = "_completion_idx"
+"""An argument that gets the number of the completion that calls, and is not shown to the model."""
+EMPTY: Message = {"role": "user", "content": ""}  # what is asked where the environment's `reset` says it all
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What the model asks for."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A call of completion `number`, which has these tools by name; None = one that is not called here."""
+
+    number: int
+    call: Call
+    tools: Mapping[str, Tool | None]
+
+    @property
+    def elsewhere(self) -> bool:
+        """The call is not carried out in this process."""
+        return not self.call.problem and self.tools.get(self.call.name, self) is None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What the model is told; `failed` where no tool came to its end."""
+
+    text: str
+    failed: bool
+
+
+class _RefusedError(Exception):
+    """The model's mistake, not the tool's."""
+
+
+def tool_name(tool: Tool) -> str:
+    return str(getattr(tool, "__name__", type(tool).__name__))
+
+
+def takes_index(tool: Tool) -> bool:
+    return INDEX in inspect.signature(tool).parameters
+
+
+class Calls:
+    """Carries calls of functions out; `seconds` is the time limit of each call, None = none."""
+
+    def __init__(self, runner: AsyncRunner, seconds: float | None = None) -> None:
+        self._runner, self._seconds, self._told = runner, seconds, set[str]()
+
+    def run(self, orders: Sequence[Order]) -> list[Result]:
+        """A result for each call, in order. The model is told what went wrong; the console of a tool's first error."""
+        outcomes = [self._begin(order) for order in orders]
+        waiting = [place for place, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)]
+        names = [f"tool {orders[place].call.name!r}" for place in waiting]
+        answers = self._runner.run([outcomes[place] for place in waiting], self._seconds, names)
+        for place, answer in zip(waiting, answers, strict=True):
+            outcomes[place] = answer
+        return [self._result(order, outcome) for order, outcome in zip(orders, outcomes, strict=True)]
+
+    def _begin(self, order: Order) -> Any:
+        call, tool = order.call, order.tools.get(order.call.name)
+        if call.problem:
+            return Failure(_RefusedError(call.problem))
+        if tool is None:
+            return Failure(_RefusedError(f"There is no tool {call.name}. There are: {', '.join(order.tools)}."))
+        arguments = {**call.arguments, **({INDEX: order.number} if takes_index(tool) else {})}
+        try:
+            inspect.signature(tool).bind(**arguments)
+        except TypeError as error:
+            return Failure(_RefusedError(f"{call.name}: {error}"))
+        return call_with_timeout(lambda: tool(**arguments), self._seconds, f"tool {call.name!r}")
+
+    def _result(self, order: Order, outcome: Any) -> Result:
+        failed = isinstance(outcome, Failure)
+        if failed:
+            error = outcome.error or TimeoutError(f"{order.call.name} took longer than {self._seconds:g} s")
+            if not isinstance(error, _RefusedError):
+                self._tell(order.call.name, error)
+            outcome = {"error": str(error)}
+        return Result(str(outcome).encode("utf-8", "replace").decode(), failed)  # lone surrogates are no text
+
+    def _tell(self, name: str, error: BaseException) -> None:
+        if name in self._told:
+            return
+        self._told.add(name)
+        said = (
+            f"the tool {name} raised {type(error).__name__}: {shorten(str(error))}. The model is given the message as "
+            "the tool's result; more errors of this tool are only counted, in tools/failure_frequency. The traceback:"
+        )
+        log.warning("%s\n%s", said, "".join(traceback.format_exception(error)).rstrip())
+
+
+@dataclass(slots=True, eq=False)
+class Scene:
+    """What one episode is played with."""
+
+    prompt: Prompt
+    environment: Any
+    tools: Mapping[str, Tool | None]
+    schemas: Sequence[Mapping[str, Any]]

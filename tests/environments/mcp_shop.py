@@ -1,0 +1,47 @@
+"""A small MCP server over stdio, some of whose tools misbehave."""
+
+import os
+import sys
+import time
+from typing import Literal
+
+from mcp.server.mcpserver import MCPServer
+from pydantic import BaseModel
+
+server = MCPServer("shop")
+till: list[int] = []
+
+
+class Slip(BaseModel):
+    coins: int
+    kind: Literal["cash", "card"]
+
+
+@server.tool()
+def price(item: Literal["apple", "pear"]) -> str:
+    """The price of an item."""
+    return str({"apple": 3, "pear": 4}[item])
+
+
+@server.tool()
+def pay(slip: Slip) -> str:
+    """Pay."""
+    till.append(slip.coins)
+    return f"paid {till}"
+
+
+@server.tool()
+def trouble(kind: str) -> str:
+    """Misbehave."""
+    if kind == "hang":
+        time.sleep(600)
+    if kind == "die":
+        sys.stderr.write("the till is broken\n")
+        sys.stderr.flush()
+        os._exit(3)
+    print("this is no message", flush=True)  # on the channel of the messages
+    return ",".join(sorted(os.environ)) if kind == "environment" else "x" * int(kind)
+
+
+if __name__ == "__main__":
+    server.run(transport="stdio")
