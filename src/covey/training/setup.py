@@ -274,7 +274,10 @@ def tokenize(
     config: GRPOConfig, rows: Sequence[Mapping[str, Any]], data: Data, policy: TrainedPolicy, context_length: int
 ) -> list[Prompt]:
     """Rows -> prompts, through the chat template where they are conversations."""
-    return build_prompts(
+    album = getattr(policy, "album", None)
+    if album is not None:
+        album.options = dict(config.data.processor_kwargs)
+    prompts = build_prompts(
         rows,
         policy.tokenizer,
         prompt_column=config.data.prompt_column,
@@ -284,7 +287,15 @@ def tokenize(
         max_completion_length=config.sampling.max_completion_length,
         chat_template_kwargs=config.data.chat_template_kwargs,
         long_prompts=config.data.long_prompts,
+        album=album,
     )
+    sampled, shared = config.sampling.engine != "covey", config.distributed
+    elsewhere = {"sampling.engine": sampled, "server": bool(config.server.upload_adapters_to_server)}
+    elsewhere |= {"distributed": shared.samplers is not None or shared.learners > 1}
+    elsewhere |= {"algorithm.teacher": config.algorithm.teacher is not None}
+    for name in [name for name, used in elsewhere.items() if used and any(p.has_pictures for p in prompts)]:
+        raise ConfigError(f"{name}: pictures are read by Covey's own engine and learner in one process; leave it out")
+    return prompts
 
 
 def make_order(config: GRPOConfig, count: int, weights: Callable[[], NDArray[np.float64]]) -> DataOrder | WeightedOrder:
