@@ -101,6 +101,7 @@ class Settings(TypedDict, total=False):
     system_prompt: str | None
     prompt_column: str
     chat_template_kwargs: Mapping[str, bool | int | float | str] | None
+    processor_kwargs: Mapping[str, bool | int | float | str] | None
     functions: list[str] | tuple[str, ...] | str
     reward_weights: list[float] | tuple[float, ...] | None
     correctness: str | None
@@ -520,6 +521,9 @@ class Flat:
     @property
     def chat_template_kwargs(self) -> dict[str, bool | int | float | str]:
         """More arguments for the chat template, such as enable_thinking."""
+    @property
+    def processor_kwargs(self) -> dict[str, bool | int | float | str]:
+        """More arguments for a vision model's processor, such as do_image_splitting."""
     @property
     def functions(self) -> tuple[str, ...]:
         """Reward functions: FILE.py:FUNCTION or MODULE:FUNCTION. An empty list = the task's own."""
