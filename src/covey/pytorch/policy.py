@@ -311,7 +311,7 @@ class Policy:
         if isinstance(self.model, PeftModel):
             save_adapter(self.model, path, state)
         else:
-            (self.album or self.held.lm).save_pretrained(str(path), state_dict=state)
+            (self.album.whole if self.album else self.held.lm).save_pretrained(str(path), state_dict=state)
         save_tokenizer(self.tokenizer, path)
         if self.album is not None:
             self.album.save_processor(path)

@@ -27,7 +27,6 @@ from covey.types import PICTURE_COLUMNS, PICTURES, IntArray, Message, Prompt
 
 if TYPE_CHECKING:
     from covey.tasks import pictures, sources
-    from covey.tasks.pictures import Album
 else:
     pictures, sources = later("covey.tasks", "pictures sources")
 
@@ -116,7 +115,7 @@ def build_prompts(
     max_completion_length: int | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     long_prompts: str = "error",
-    album: Album | None = None,
+    album: Any = None,
 ) -> list[Prompt]:
     """Render and tokenise the prompt of every row.
 
@@ -136,7 +135,7 @@ def build_prompts(
         chat_template_kwargs: more arguments for the chat template, such as `enable_thinking`.
         long_prompts: what to do with a prompt that is too long: "error", "truncate" (keep its last tokens; reward
             functions see the whole text) or "drop" (leave its row out).
-        album: how the model reads pictures; None = it reads none.
+        album: how the model reads pictures (`covey.pytorch.models.pictures`); None = it reads none.
 
     Returns:
         One prompt for each row, in order. `columns` holds the row without `prompt_column`. `uid` is the row's `uid` or

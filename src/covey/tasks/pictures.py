@@ -7,28 +7,19 @@ import binascii
 import hashlib
 import io
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from covey.errors import DataError
-from covey.types import PICTURE_COLUMNS, IntArray, Message
+from covey.types import PICTURE_COLUMNS, Message
 
 _MOST_PIXELS, _MOST_BYTES = 64_000_000, 256 << 20
 _KEPT: dict[str, Literal["png", "jpg", "webp"]] = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp"}
 _READ = (*_KEPT, "GIF", "BMP")
-
-
-class Album(Protocol):
-    """How a model reads conversations with pictures; see `covey.pytorch.models.pictures`."""
-
-    placeholder_id: int
-
-    def expand(self, ids: IntArray, pictures: Sequence[Picture]) -> IntArray: ...
-    def placeholders(self, ids: IntArray) -> IntArray: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ from covey.training.setup import Data, RunLength, require_measured
 from covey.training.step import episode_credit
 from covey.training.tables import Ledger, StepFacts, completion_rows, pack_step
 from covey.training.update import Update
-from covey.types import Group, Prompt
+from covey.types import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -249,7 +249,7 @@ class Recorder:
             )
         penalty, credit = config.environment.invalid_action_penalty, episode_credit(rollout.groups, config)
         rows = completion_rows(rollout.groups, done.batch, sampled.logged.columns, sampled.correct, penalty, credit)
-        self._keep_pictures(folder, rollout.whole.groups)
+        folder.write_pictures(pictures_in([group.prompt.content for group in rollout.whole.groups]))
         if sampled.answers:
             folder.append_answers(number, sampled.answers)
         self._unsaved = True
@@ -276,9 +276,6 @@ class Recorder:
             folder.write_batch(number, pack_step(facts, rollout.groups, run.data.has_answer, done.batch.teacher))
         return metrics
 
-    def _keep_pictures(self, folder: RunFolder, groups: Sequence[Group]) -> None:
-        folder.write_pictures(picture for group in groups for picture in pictures_in(group.prompt.content))
-
     def _diagnose(self) -> None:
         for diagnosis in self._doctor.check(self._run.state.log_history[-1]):
             self.event("diagnosis", str(diagnosis))
@@ -295,7 +292,7 @@ class Recorder:
         penalty = self._run.args.environment.invalid_action_penalty
         rows = completion_rows(result.rollout.groups, None, logged.columns, result.correct, penalty)
         if self._settings.log_completions:
-            self._keep_pictures(folder, result.rollout.groups)
+            folder.write_pictures(pictures_in([group.prompt.content for group in result.rollout.groups]))
             folder.write_evaluation(state.global_step, rows)
         self._tell_failures(rows)
         self._diagnose()

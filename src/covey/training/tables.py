@@ -26,7 +26,7 @@ from covey.files import explained, open_regular
 from covey.rollout.batching import segment_of_token
 from covey.rollout.learning import entropy_weights, loss_weights, rows_with_gradient
 from covey.rollout.scoring import HasAnswer
-from covey.tasks.pictures import pictures_in, with_pictures
+from covey.tasks.pictures import Picture, pictures_in, with_pictures
 from covey.training.update import Pass
 from covey.types import (
     Batch,
@@ -34,7 +34,6 @@ from covey.types import (
     Episode,
     FinishReason,
     Group,
-    Message,
     Prompt,
     Support,
     Taught,
@@ -101,7 +100,7 @@ def completion_rows(
 def _answer_row(group: Group, sample: int) -> dict[str, Any]:
     prompt, episode = group.prompt, group.episodes[sample]
     return {
-        "prompt": prompt.content if isinstance(prompt.content, str) else _as_json(prompt.content),
+        "prompt": said if isinstance(said := with_pictures(prompt.content, _hash), str) else json.dumps(said),
         "completion": episode.text,
         "reward": float(group.rewards[sample]),
         "length": episode.num_sampled,
@@ -112,9 +111,8 @@ def _answer_row(group: Group, sample: int) -> dict[str, Any]:
     }
 
 
-def _as_json(messages: Sequence[Message]) -> str:
-    """Messages with a picture's hash in its place."""
-    return json.dumps(with_pictures(messages, lambda picture: picture.sha256))
+def _hash(picture: Picture) -> str:
+    return picture.sha256
 
 
 def _trajectory_row(group: Group, sample: int, penalty: float) -> dict[str, Any]:

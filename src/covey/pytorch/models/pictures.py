@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import io
 import json
 import re
 import shutil
@@ -43,7 +42,7 @@ from covey.adapters import PEFT_PREFIX, Adapter, read_adapter_folder
 from covey.errors import DataError, ModelError
 from covey.pytorch.models.narrow import computing_dtype
 from covey.pytorch.rounding import truth_and_own, unexplained
-from covey.tasks.pictures import Picture
+from covey.tasks.pictures import Picture, read_picture
 from covey.types import PICTURES, IntArray
 
 SEEING = ("smolvlm", "idefics3", "llava")
@@ -121,10 +120,8 @@ class Album:
     @cached_property
     def _settings(self) -> str:
         """What decides what a picture becomes, the same in every process."""
-        told = {"image": self.processor.image_processor.to_dict(), "options": self.options}
-        return json.dumps(
-            told | {"places": getattr(self.processor, "image_seq_len", None)}, sort_keys=True, default=str
-        )
+        told = [self.processor.image_processor.to_dict(), self.options, getattr(self.processor, "image_seq_len", None)]
+        return json.dumps(told, sort_keys=True, default=str)
 
     def expand(self, ids: IntArray, pictures: Sequence[Picture]) -> IntArray:
         """A prompt `[P]` with one placeholder for each picture, with the ids of the pictures in their places.
@@ -228,35 +225,23 @@ class Album:
         name, source = whole.config.model_type, whole.config._name_or_path
         if name not in SEEING:
             raise ModelError(f"{source}: of a {name} model text is read here; pictures are read by {', '.join(SEEING)}")
-        rng, file = np.random.default_rng(0), io.BytesIO()
-        from PIL import Image
-
-        Image.fromarray(rng.integers(0, 256, (24, 40, 3), np.uint8)).save(file, "PNG")
-        picture = Picture(hashlib.sha256(file.getvalue()).hexdigest(), (40, 24), "png", file.getvalue())
+        rng = np.random.default_rng(0)
+        picture = read_picture(rng.integers(0, 256, (24, 40, 3), np.uint8), "a picture of noise")
         words = rng.integers(3, self.placeholder_id, (2, 5))
         ids = np.concatenate([words[0], self.open(picture), words[1]])
-        narrow = torch.from_numpy(self.placeholders(ids))[None].to(self._half.device)
+        wide, narrow = (torch.from_numpy(each)[None].to(self._half.device) for each in (ids, self.placeholders(ids)))
 
         @torch.no_grad()
         def logits(dtype: torch.dtype) -> Tensor:
-            pixels = self._pixels(picture)
-            out: Tensor = whole(input_ids=narrow, **pixels, use_cache=False).logits[0]
+            out: Tensor = whole(input_ids=narrow, **self._pixels(picture), use_cache=False).logits[0]
             return out.to(dtype).log_softmax(-1)
 
         with torch.no_grad():
-            found = self._half(input_ids=torch.from_numpy(ids)[None].to(self._half.device), use_cache=False).logits[0]
+            found = self._half(input_ids=wide, use_cache=False).logits[0]
         truth, own = truth_and_own(whole, computing_dtype(self._half), logits)
-        problem = unexplained(found.to(truth.dtype).log_softmax(-1), own, truth)
-        if problem:
+        if problem := unexplained(found.to(truth.dtype).log_softmax(-1), own, truth):
             raise ModelError(f"{source}: with a picture, the model's own code computes something else ({problem})")
         self._checked, self.passes = True, 0
-
-    def save_pretrained(self, folder: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Write the whole model; `state_dict` are the half's tensors where it does not hold them itself."""
-        if state_dict is not None:
-            inside = {re.sub("^model[.]", self.prefix, name): tensor for name, tensor in state_dict.items()}
-            state_dict = self.whole.state_dict() | inside
-        self.whole.save_pretrained(str(folder), state_dict=state_dict)
 
     def save_processor(self, folder: str | Path) -> None:
         """Write what the processor is made of, as it is, beside a tokenizer."""
@@ -271,23 +256,24 @@ class Album:
     def rename_saved(self, folder: str | Path) -> None:
         """Give a saved adapter of the half the whole model's names, so that it fits on that."""
         adapter = read_adapter_folder(folder)
-        first, start = PEFT_PREFIX + "model.", PEFT_PREFIX + self.prefix
-        names = {name: start + name.removeprefix(first) if name.startswith(first) else name for name in adapter.tensors}
-        modules = {name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in names.values() if ".lora_" in name}
+        tensors = _renamed(adapter, "model.", self.prefix)
+        modules = {name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in tensors if ".lora_" in name}
         kinds = sorted({re.sub(r"[.]\d+[.]", "<>", module) for module in modules})
         targets = "|".join(re.escape(kind).replace("<>", r"\.\d+\.") for kind in kinds)
-        tensors = {names[name]: tensor for name, tensor in adapter.tensors.items()}
         Adapter(tensors, {**adapter.config, "target_modules": targets}).write(folder)
 
     def adapter_of_half(self, adapter: Adapter) -> Adapter:
         """An adapter by the half's names, whose names may be the whole model's."""
-        start, targets = PEFT_PREFIX + self.prefix, adapter.config.get("target_modules")
-        if not any(name.startswith(start) for name in adapter.tensors):
-            return adapter
-        tensors = {name.replace(start, PEFT_PREFIX + "model.", 1): tensor for name, tensor in adapter.tensors.items()}
+        targets = adapter.config.get("target_modules")
         if isinstance(targets, str):
             targets = targets.replace(re.escape(self.prefix), re.escape("model."))
-        return Adapter(tensors, {**adapter.config, "target_modules": targets})
+        return Adapter(_renamed(adapter, self.prefix, "model."), {**adapter.config, "target_modules": targets})
+
+
+def _renamed(adapter: Adapter, old: str, new: str) -> dict[str, Any]:
+    """An adapter's tensors with another beginning of their names below PEFT's."""
+    old, new = f"^{re.escape(PEFT_PREFIX + old)}", PEFT_PREFIX + new
+    return {re.sub(old, new, name): tensor for name, tensor in adapter.tensors.items()}
 
 
 class PlaceEmbedding(nn.Embedding):

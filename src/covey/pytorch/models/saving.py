@@ -67,9 +67,8 @@ def load_merged(
 def save_model(loaded: LoadedModel, folder: str | Path, dtype: str = "float32") -> None:
     """Write a model, which is cast in place, and its tokenizer as a Hugging Face folder."""
     model: Any = loaded.model.to(getattr(torch, dtype))
-    if (album := album_of(model)) is not None:
-        album.whole.to(model.dtype)
-    (model if album is None else album).save_pretrained(str(folder))
+    album = album_of(model)
+    (model if album is None else album.whole.to(model.dtype)).save_pretrained(str(folder))
     save_tokenizer(loaded.tokenizer, folder)
     if album is not None:
         album.save_processor(folder)
