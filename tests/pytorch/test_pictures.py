@@ -97,7 +97,7 @@ def test_a_group_with_pictures_is_scored_as_the_whole_model_does(name: str, tmp_
     for key, parameter in policy.named_trainable_parameters():
         grad: Any = parameter.grad
         assert (ours[key] - grad).norm() < 1e-5 * grad.norm() + 1e-9
-    assert not any(p.grad is not None for part in album._tower for p in part.parameters())
+    assert not any(p.grad is not None for part in album.tower for p in part.parameters())
 
     for runner in ("fast", "general"):
         engine = Engine(policy.model, policy.tokenizer, runner=runner, max_batch_size=16)

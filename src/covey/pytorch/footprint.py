@@ -93,7 +93,9 @@ class Shape:
             head_norms="q_norm" in names,
             output_norms=bool({"post_feedforward_layernorm", "post_mlp_layernorm"} & names),
             context=int(getattr(told, "max_position_embeddings", None) or 1 << 62),
-            tower=0 if (album := album_of(model)) is None else album.tower_size,
+            tower=0
+            if (album := album_of(model)) is None
+            else sum(p.numel() for m in album.tower for p in m.parameters()),
         )
 
 

@@ -69,10 +69,8 @@ def read_picture(value: Any, where: str, folder: Path | None = None) -> Picture:
     """
     if isinstance(value, Picture):
         return value
-    try:
-        from PIL import Image
-    except ImportError:
-        raise DataError(f"{where}: reading pictures needs Pillow; run `pip install 'covey[pictures]'`") from None
+    from PIL import Image
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # PIL only warns of files that decode to gigabytes
         try:

@@ -17,6 +17,7 @@ import re
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from threading import RLock
@@ -24,16 +25,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers as hf
 from torch import Tensor, nn
-from transformers import (
-    AutoProcessor,
-    Idefics3Processor,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, Qwen2Config, Qwen3Config
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.hub import cached_file
@@ -74,6 +68,7 @@ class Album:
     Attributes:
         whole: the whole model, whose text part is the half's.
         prefix: what the half's `model.` is called in the whole model.
+        tower: what makes vectors of pictures, with the projector.
         placeholder_id: the token that stands for each place in the checkpoint's own prompts.
         options: more arguments for the processor.
         passes: how often the tower was run.
@@ -87,7 +82,7 @@ class Album:
         self.options: dict[str, Any] = {}
         self.passes = 0
         self._half, self._given = half, processor
-        self._tower = [part for name, part in whole.base_model.named_children() if name != inside]
+        self.tower = [part for name, part in whole.base_model.named_children() if name != inside]
         self._pictures: dict[int, Picture] = {}
         self._frames: dict[tuple[int, int], IntArray] = {}
         self._vectors: OrderedDict[int, Tensor] = OrderedDict()
@@ -97,20 +92,15 @@ class Album:
     def __deepcopy__(self, _: Any) -> Album:
         return self
 
-    @property
-    def tower_size(self) -> int:
-        """Numbers in tower and projector."""
-        return sum(parameter.numel() for part in self._tower for parameter in part.parameters())
-
     @cached_property
     def processor(self) -> Any:
         """The model's processor; `ModelError` where it cannot be loaded."""
         if isinstance(self._given, ProcessorMixin):
             return self._given
         # SmolVLM's own processor does the same to pictures, and needs packages for video.
-        kind: Any = Idefics3Processor if self.whole.config.model_type == "smolvlm" else AutoProcessor
+        by: Any = hf.Idefics3Processor if self.whole.config.model_type == "smolvlm" else hf.AutoProcessor
         try:
-            return kind.from_pretrained(self._given)
+            return by.from_pretrained(self._given)
         except Exception as error:  # transformers raises OSError, ValueError, ImportError, ...
             raise ModelError(
                 f"{self._given}: its processor cannot be loaded ({type(error).__name__}: {error!s:.300}); save it "
@@ -197,7 +187,7 @@ class Album:
         self.passes += 1
         whole: Any = self.whole
         device = self._half.device
-        for part in self._tower:
+        for part in self.tower:
             part.to(device)
         pixels = self._pixels(picture)
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
@@ -209,7 +199,7 @@ class Album:
 
     def _pixels(self, picture: Picture) -> dict[str, Tensor]:
         made = self._process(picture.open().convert("RGB"), return_tensors="pt")
-        device, dtype = self._half.device, next(self._tower[0].parameters()).dtype
+        device, dtype = self._half.device, next(self.tower[0].parameters()).dtype
         inputs = {name: value for name, value in made.items() if name not in ("input_ids", "attention_mask")}
         return {name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in inputs.items()}
 
@@ -307,8 +297,7 @@ def language_half(whole: Any, processor: Any = None) -> PreTrainedModel:
     half.lm_head.load_state_dict(head.state_dict(), assign=True)
     half.tie_weights()
     half.generation_config = copy.deepcopy(whole.generation_config)
-    for parameter in whole.parameters():
-        parameter.requires_grad_(False)
+    whole.requires_grad_(False)
     half.requires_grad_(True)
     setattr(whole.model, name, half.model)
     whole.lm_head = half.lm_head
@@ -326,13 +315,9 @@ def told_in_parts(given: Any, source: str) -> PreTrainedTokenizerBase:
     file = Path(source) / "chat_template.json"  # of folders that transformers 4 wrote; tokenizers do not read it
     if tokenizer.chat_template is None and file.is_file():
         tokenizer.chat_template = json.loads(file.read_bytes())["chat_template"]
-    if isinstance(tokenizer.chat_template, str) and "begun0" not in _rendered(tokenizer):
+    told = ""
+    with suppress(Exception):  # templates raise what they like
+        told = str(tokenizer.apply_chat_template([{"role": "user", "content": "begun0"}], tokenize=False))
+    if isinstance(tokenizer.chat_template, str) and "begun0" not in told:
         tokenizer.chat_template = _STRINGS_AS_PARTS + tokenizer.chat_template
     return tokenizer  # type: ignore[no-any-return]
-
-
-def _rendered(tokenizer: Any) -> str:
-    try:
-        return str(tokenizer.apply_chat_template([{"role": "user", "content": "begun0"}], tokenize=False))
-    except Exception:  # templates raise what they like
-        return ""
