@@ -142,21 +142,11 @@ function counted({ gained, lost, both, neither, unjudged }) {
     unjudged ? h("span", { class: "tag warn" }, `${unjudged} not judged`) : "");
 }
 
-/** The pictures of messages, each loaded when it comes into view. */
+/** The pictures of messages; each has its place until it is loaded. */
 function pictures(messages) {
-  const run = state.run;
   return messages.flatMap((message) => message.pictures ?? []).map((sha256) => {
     const image = h("img", { class: "picture", alt: `picture ${sha256.slice(0, 8)}` });
-    const seen = new IntersectionObserver(async ([{ isIntersecting }]) => {
-      if (!isIntersecting) return;
-      seen.disconnect();
-      try {
-        image.src = await pictureAddress(run, sha256);
-      } catch (error) {
-        image.replaceWith(h("span", { class: "failed" }, error.message));
-      }
-    });
-    seen.observe(image);
+    pictureAddress(state.run, sha256).then((address) => { image.src = address; }, (error) => image.replaceWith(error.message));
     return image;
   });
 }
