@@ -29,7 +29,7 @@ from covey.training.setup import load_data
 ROOT = Path(__file__).parents[1]
 README, INDEX = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/index.md"))
 PAGES = ["index", "data", "configure", "losses", "debug", "use", "agents", "coming-from-trl", "scale", "reference"]
-PAGES += ["internals"]
+PAGES += ["internals", "pictures"]
 
 
 def blocks(page: str, language: str) -> list[str]:

@@ -130,3 +130,9 @@ def naming(what: str, fix: str = "correct it") -> Iterator[None]:
         if isinstance(error, CoveyError | MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error)):
             raise
         raise ConfigError(f"{what} raised {type(error).__name__}: {error}{raised_at(error)}; {fix}") from error
+
+
+def shown(value: object) -> str:
+    """A value for an error message, shortened."""
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:120]}..."

@@ -32,7 +32,16 @@ BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.floating[Any]]
 
 Message = dict[str, Any]
-"""One chat message: `{"role": "user", "content": "..."}`."""
+"""One chat message: `{"role": "user", "content": "..."}`. A content may also be a list of parts,
+`{"type": "text", "text": "..."}` and `{"type": "image", "image": Picture}`.
+"""
+
+PICTURE_COLUMNS = ("images", "image")
+"""Dataset columns that hold a row's pictures, the first that a row has."""
+
+PICTURES = 1 << 62
+"""Token ids from here on are places in pictures (`covey.pytorch.models.pictures`); all others are below."""
+
 
 ActionFormat = Literal["tags", "text", "turn", "call", "choice"]
 """How an agent says what it does; see `covey.environments.actions`."""
@@ -46,7 +55,8 @@ class Prompt:
     """One prompt as the policy sees it, with the dataset row that it came from."""
 
     token_ids: IntArray
-    """`[P]` the rendered prompt. Text is never re-tokenised after this point."""
+    """`[P]` the rendered prompt. Text is never re-tokenised after this point. Ids from `PICTURES` on are places in
+    pictures."""
     content: str | list[Message]
     """What reward functions receive as the prompt: a string, or a list of chat messages."""
     columns: Mapping[str, Any] = field(default_factory=dict)
@@ -55,6 +65,11 @@ class Prompt:
     """Stable name of the row, e.g. its index in the dataset as text."""
     end: str = ""
     """The last characters of the rendered prompt, such as a `<think>` that the chat template opens."""
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether some of its ids are places in pictures."""
+        return bool((self.token_ids >= PICTURES).any())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -276,7 +276,10 @@ def test_prompts_that_are_none() -> None:
         ([{"prompt": [{"role": "user"}]}], "message 0 of the prompt is {'role': 'user'}"),
         ([{"prompt": [*CHAT, {"role": 1, "content": "a"}]}], "message 1 of the prompt has role=1"),
         ([{"prompt": [{"role": "user", "content": None}]}], "content=None; it must be text"),
-        ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}], "images .* are not supported"),
+        (
+            [{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}],
+            "places for 1 pictures, column .images. holds 0",
+        ),
         *(([{"prompt": blank}], "row 0: the prompt is empty") for blank in ("", " \n")),
         ([{"prompt": "x" * 500, "a": 1}, {"prompt": 5}], "row 1: the prompt is 5"),
     ):

@@ -42,6 +42,8 @@ class DataConfig(Section, frozen=True):
     """Dataset column that holds the prompt, a string or a list of messages."""
     chat_template_kwargs: Options = Field(default_factory=dict)
     """More arguments for the chat template, such as enable_thinking."""
+    processor_kwargs: Options = Field(default_factory=dict)
+    """More arguments for a vision model's processor, such as do_image_splitting."""
 
 
 NO_TIMEOUT = 1e9

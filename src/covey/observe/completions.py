@@ -6,6 +6,7 @@ memory is limited.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ MOST_BYTES, MOST_ROWS, MOST_COLUMNS = 512 << 20, 200_000, 500
 WHOLE = 1_000_000
 """Characters of a prompt that are searched."""
 _MESSAGES = 100
+_PICTURE = re.compile("[0-9a-f]{64}")
 _KEYS = (
     *("group", "sample", "uid", "kind", "type", "reward", "advantage", "correct", "masked_by", "length", "turns"),
     *("finish_reason", "ended", "policy_version", "group_mean", "group_std", "group_tied"),
@@ -159,12 +161,22 @@ def listed(text: Any) -> list[Any]:
 
 
 def messages(prompt: Any, most: int = 4_000) -> list[Record]:
-    """A prompt, text or a conversation as JSON, as messages of role and text, which is cut; text has no role."""
+    """A prompt, text or a conversation as JSON, as messages of role and text, which is cut; text has no role. A message
+    with pictures has their hashes too.
+    """
     text = str(prompt or "")
     found = listed(text)
     if found and all(isinstance(m, Mapping) and "content" in m for m in found):
-        return [{"role": _text(m.get("role"))[:50], "content": _text(m["content"])[:most]} for m in found[:_MESSAGES]]
+        return [{"role": _text(m.get("role"))[:50], **_content(m["content"], most)} for m in found[:_MESSAGES]]
     return [{"role": "", "content": text[:most]}]
+
+
+def _content(content: Any, most: int) -> Record:
+    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
+        return {"content": _text(content)[:most]}
+    pictures = [part["image"] for part in content if _PICTURE.fullmatch(str(part.get("image")))]
+    texts = [_text(p.get("text")) if p.get("type") == "text" else f"[picture {p.get('image')!s:.8}]" for p in content]
+    return {"content": "".join(texts)[:most], **({"pictures": pictures[:_MESSAGES]} if pictures else {})}
 
 
 def _text(value: Any) -> str:

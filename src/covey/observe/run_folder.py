@@ -9,6 +9,7 @@
                             eval_000012.parquet: the same for an evaluation
     ledger/                 step_000012.parquet: what tokens got; see covey.training.tables
     batches/                step_000012.parquet: what the step was trained on; see covey.training.tables
+    pictures/               the pictures of prompts, each once; files named by the SHA-256 of their content
     checkpoints/            step_000010/: see covey.training.checkpoint
     samplers.json           who samples, with which weights
     best/ adapter/          the best and the final policy, for use elsewhere
@@ -25,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import importlib.metadata
 import itertools
 import json
@@ -37,7 +39,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -119,9 +121,10 @@ class FolderLock:
 
 DEFAULT_FREE_BYTES = 200_000_000
 _TABLE = re.compile(r"^(step|eval)_(\d{6,})\.parquet$")
+_PICTURES, _LARGEST_PICTURE = ("png", "jpg", "webp"), 256 << 20
 STARTED_LOG = "mcp.log"
 _IGNORED = {FolderLock.NAME, STARTED_LOG, ".DS_Store"}
-_FOLDERS = ("completions", "checkpoints", "ledger", "batches", "best", "adapter")
+_FOLDERS = ("completions", "checkpoints", "ledger", "batches", "best", "adapter", "pictures")
 _FILES = (
     *("config.toml", "versions.json", "metrics.jsonl", "questions.jsonl", "events.jsonl", "log.txt"),
     *("schema.json", "samplers.json", "learning_curve.png", FolderLock.NAME),
@@ -145,7 +148,7 @@ class RunFolder:
         self.metrics_path, self.questions_path = path / "metrics.jsonl", path / "questions.jsonl"
         self.events_path, self.log_path = path / "events.jsonl", path / "log.txt"
         self.curve_path, self.samplers_path = path / "learning_curve.png", path / "samplers.json"
-        self.completions, self.checkpoints, self.ledger, self.batches, self.best, self.adapter = (
+        self.completions, self.checkpoints, self.ledger, self.batches, self.best, self.adapter, self.pictures = (
             path / name for name in _FOLDERS
         )
         self._lock: FolderLock | None = None
@@ -373,6 +376,26 @@ class RunFolder:
         with files.explained(self.batches):
             self.batches.mkdir(exist_ok=True)
         files.write_atomically(self.batches / table_name(step), content)
+
+    def write_pictures(self, pictures: Iterable[Any]) -> None:
+        """Write those of the pictures (`covey.tasks.pictures`) to `pictures/` that are not there."""
+        for picture in pictures:
+            path = self.pictures / f"{picture.sha256}.{picture.ending}"
+            if not path.exists():
+                with files.explained(self.pictures):
+                    self.pictures.mkdir(exist_ok=True)
+                files.write_atomically(path, picture.data)
+
+    def read_picture(self, sha256: str) -> tuple[bytes, str]:
+        """The content of a picture's file, and the ending of its name. Raises `RunFolderError`: it is not whole."""
+        for ending in _PICTURES if re.fullmatch("[0-9a-f]{64}", sha256) else ():
+            path = self.pictures / f"{sha256}.{ending}"
+            if path.exists():
+                with files.explained(path, "read"), files.open_regular(path) as file:
+                    data = file.read(_LARGEST_PICTURE)
+                if hashlib.sha256(data).hexdigest() == sha256:
+                    return data, ending
+        raise RunFolderError(f"{self.pictures}: there is no whole file of the picture {sha256:.64}; restore it")
 
     @staticmethod
     def _write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path | None:

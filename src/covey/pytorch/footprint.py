@@ -15,18 +15,19 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from peft import PeftConfig
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.initialization import no_init_weights
 
 from covey.errors import ModelError
 from covey.pytorch.logprobs import CHUNK_BYTES
-from covey.pytorch.models.loading import gguf_read_once, locate, quiet, refuse_senses
-from covey.pytorch.models.lora import attach_lora
+from covey.pytorch.models.loading import auto_class, gguf_read_once, is_vision, locate, quiet, refuse_senses
+from covey.pytorch.models.lora import album_of, attach_lora
+from covey.pytorch.models.pictures import language_half
 from covey.pytorch.optimizers import SLICE_BYTES
 
 # Bytes of a frozen number in the layers by its format, scales included; of both moments of a trained number by the
@@ -58,6 +59,7 @@ class Shape:
     head_norms: bool = False
     output_norms: bool = False
     context: int = 1 << 62
+    tower: int = 0
 
     @classmethod
     def of(cls, model: Any) -> Shape:
@@ -91,6 +93,9 @@ class Shape:
             head_norms="q_norm" in names,
             output_norms=bool({"post_feedforward_layernorm", "post_mlp_layernorm"} & names),
             context=int(getattr(told, "max_position_embeddings", None) or 1 << 62),
+            tower=0
+            if (album := album_of(model)) is None
+            else sum(p.numel() for m in album.tower for p in m.parameters()),
         )
 
 
@@ -183,6 +188,8 @@ def phases(shape: Shape, chosen: Choices) -> dict[str, dict[str, float]]:
     reference = {"reference": trained} if chosen.reference_copy else {}
     ends = shape.embedding + shape.head
     held = {"weights": ends * b + shape.inside * (BYTES_PER_WEIGHT[chosen.weights] if lora else b)}
+    if shape.tower:
+        held["picture tower"] = float(shape.tower * b)
     if lora:
         held["adapter"] = trained
     if not chosen.offload:
@@ -253,9 +260,10 @@ def empty_model(
 
 def build_empty(config: Any, dtype: str, **lora: Any) -> nn.Module:
     """The model of a transformers configuration, with an adapter where `lora` says which."""
-    auto: Any = AutoModelForCausalLM
     with torch.device("meta"), no_init_weights():
-        model: nn.Module = auto.from_config(config, dtype=getattr(torch, dtype))
-    model.tie_weights()  # type: ignore[operator]
+        model: Any = auto_class(config).from_config(config, dtype=getattr(torch, dtype))
+        model.tie_weights()
+        if is_vision(config):
+            model = language_half(model)
     with torch.device("meta"):
-        return attach_lora(model, **lora) if lora else model
+        return attach_lora(model, **lora) if lora else cast(nn.Module, model)

@@ -23,7 +23,7 @@ from covey.errors import ModelError
 from covey.files import save_tokenizer
 from covey.functions import later
 from covey.pytorch.models.loading import context_length, load_model, says_quantised, trained_dtype
-from covey.pytorch.models.lora import attach, save_adapter
+from covey.pytorch.models.lora import album_of, attach, save_adapter
 from covey.pytorch.models.narrow import widen_trained
 from covey.pytorch.optimizers import HostMemory
 from covey.pytorch.packed_model import PackedModel
@@ -60,6 +60,7 @@ class Policy:
             policies.
         prefix_sharing_obstacle: why prompts are not shared when scoring, or None when they are.
         fused_obstacle: why the fused layers are not used, or None when they are.
+        album: what a vision model has beside its language half; None for other models.
         rows_apart: rows of different lengths may not be run together, not even padded.
         in_shards: this process holds a part of each weight.
         host: where a GPU's moments and reference wait between their uses; None = they stay on the device.
@@ -77,6 +78,7 @@ class Policy:
         self.vocabulary = len(cast(Any, held.lm).get_input_embeddings().weight)
         self.prefix_sharing_obstacle, self.fused_obstacle = held.prefix_sharing_obstacle, held.fused_obstacle
         self.rows_apart = held.rows_apart
+        self.album = album_of(held.lm)
 
     @classmethod
     def load(
@@ -281,8 +283,10 @@ class Policy:
         if isinstance(self.model, PeftModel):
             save_adapter(self.model, path, state)
         else:
-            self.held.lm.save_pretrained(str(path), state_dict=state)
+            (self.album.whole if self.album else self.held.lm).save_pretrained(str(path), state_dict=state)
         save_tokenizer(self.tokenizer, path)
+        if self.album is not None:
+            self.album.save_processor(path)
         usual = next(Path(path).glob("*config.json")).stat().st_mode
         for file in Path(path).glob("*.safetensors"):
             file.chmod(usual)  # safetensors lets nobody but the owner read, not even a server of another user

@@ -18,14 +18,15 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from covey.errors import ConfigError, RewardError
+from covey.functions import later
 from covey.rewards.extract import opened_tags
 from covey.rewards.verifier import RewardFunction, as_pairs, reward_name
 from covey.rollout.calls import (
@@ -38,7 +39,12 @@ from covey.rollout.calls import (
     read_rewards,
     shorten,
 )
-from covey.types import BoolArray, Episode, FloatArray, Message, Prompt, equal_rewards
+from covey.types import PICTURE_COLUMNS, BoolArray, Episode, FloatArray, Message, Prompt, equal_rewards
+
+if TYPE_CHECKING:
+    from covey.tasks import pictures
+else:
+    (pictures,) = later("covey.tasks", "pictures")
 
 _log = logging.getLogger(__name__)
 
@@ -423,7 +429,9 @@ def _describe(function: RewardLike, name: str, weight: float) -> RewardSpec:
 
 def _arguments(spec: RewardSpec, asked: Asked, shared: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """What this function is called with. Fresh lists: no function changes what the next one sees."""
-    contents = [_copied(prompt.content) for prompt in asked.prompts]
+    opened = cache(lambda picture: picture.open())
+    seen = any(prompt.has_pictures for prompt in asked.prompts)
+    contents = [pictures.with_pictures(p.content, opened) if seen else _copied(p.content) for p in asked.prompts]
     completions: list[str | list[Message]] = [
         episode.text if isinstance(prompt.content, str) else [{"role": "assistant", "content": episode.text}]
         for prompt, episode in zip(asked.prompts, asked.episodes, strict=True)
@@ -431,6 +439,8 @@ def _arguments(spec: RewardSpec, asked: Asked, shared: Mapping[str, Any]) -> tup
     if asked.completions is not None:
         completions = [_copied(list(each)) for each in asked.completions]
     named = {name: list(value) if isinstance(value, list) else value for name, value in shared.items()}
+    if seen:
+        named |= {name: pictures.with_pictures(shared[name], opened) for name in PICTURE_COLUMNS if name in shared}
     named |= {"prompts": contents, "completions": completions}
     if spec.accepts is None or "completion_ids" in spec.accepts:
         named["completion_ids"] = [episode.token_ids[episode.sampled].tolist() for episode in asked.episodes]

@@ -52,7 +52,7 @@ def build_trie(sequences: Mapping[int, IntArray]) -> Node:
     the trees of the forest.
     """
     order = {row: place for place, row in enumerate(sequences)}
-    keys = {row: ids.astype(">u4").tobytes() for row, ids in sequences.items()}  # bytes in the order of the numbers
+    keys = {row: ids.astype(">u8").tobytes() for row, ids in sequences.items()}  # bytes in the order of the numbers
     rows = sorted(sequences, key=lambda row: (keys[row], order[row]))
     shared = np.array([0, *(in_common(sequences[one], sequences[two]) for one, two in pairwise(rows))])
     root = Node(0, 0, rows[0] if rows else 0)

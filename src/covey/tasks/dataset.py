@@ -6,28 +6,29 @@ not fit is an error unless `long_prompts` says otherwise: a truncated question m
 
 from __future__ import annotations
 
-import csv
 import difflib
-import gzip
 import hashlib
-import io
 import json
 import logging
 import mimetypes
 import os
-import re
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.errors import DataError
+from covey.errors import DataError, shown
 from covey.files import no_path
-from covey.types import IntArray, Message, Prompt
+from covey.functions import later
+from covey.types import PICTURE_COLUMNS, PICTURES, IntArray, Message, Prompt
+
+if TYPE_CHECKING:
+    from covey.tasks import pictures, sources
+else:
+    pictures, sources = later("covey.tasks", "pictures sources")
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +36,8 @@ Row = dict[str, Any]
 """One dataset row: column name -> value."""
 
 _READ_AGAIN = 1000  # rows, evenly spread, whose rendered conversation is searched for what the user says
-_SENSES = {"image": "pictures", "pixel_value": "pictures", "video": "video", "audio": "sound"}
-"""Columns for models of more than text, or their plurals, and what they hold."""
+_SENSES = {"pixel_value": "pictures", "video": "video", "audio": "sound"}
+"""Columns, or their plurals, for models of more than text and pictures, and what they hold."""
 _BEGIN = ("data:image/", "data:video/", "data:audio/", "iVBORw0K", "/9j/", "UklGR", "R0lGOD")
 """Of such a thing in a text: an URL that holds it, PNG, JPEG, WebP, WAV and GIF files in base64."""
 _USUAL_PROMPT_COLUMNS = ("question", "problem", "instruction", "input", "query", "messages", "text")
@@ -54,15 +55,17 @@ def load_rows(source: Any, *, split: str = "train", what: str = "training") -> l
 
     Raises `DataError`: the source is empty, cannot be read, or holds something other than rows.
     """
+    folder = None
     if isinstance(source, str | os.PathLike):
         name = os.fspath(source)
         if problem := no_path(name):
             raise DataError(f"dataset={shown(name)}: {problem}")
         path = Path(name)
-        if data_format(path) or os.path.exists(path):
-            entries: Iterable[Any] = read_file(path)
+        if sources.data_format(path) or os.path.exists(path):
+            entries: Iterable[Any] = sources.read_file(path)
+            folder = path.parent
         else:
-            entries = read_hub(name, split)
+            entries = as_entries(sources.read_hub(name, split))
     elif isinstance(source, Mapping):
         name = "dataset"
         entries = pick_split(source, split)
@@ -78,8 +81,7 @@ def load_rows(source: Any, *, split: str = "train", what: str = "training") -> l
             )
         if unnamed := [column for column in entry if not isinstance(column, str)]:
             raise DataError(f"{name}: row {index} has a column {shown(unnamed[0])}; rename it: its name must be text")
-        _refuse_senses(entry, f"row {index}", "column")
-        rows.append(dict(entry))
+        rows.append(_senses(entry, f"row {index}", folder))
     if not rows:
         raise DataError(f"{name}: no rows; {what} needs at least one prompt, so give a dataset that has some")
     return rows
@@ -91,7 +93,8 @@ def split_rows(rows: Sequence[Row], fraction: float, prompt_column: str) -> tupl
     Raises `DataError`: a row has no prompt, or nothing would be left to train on.
     """
     _check_column(rows, prompt_column)
-    hashes = [hashlib.sha256(repr(row[prompt_column]).encode("utf-8", "replace")).digest() for row in rows]
+    asked = [repr(row[prompt_column]) + (repr(pictures.of_row(row)) if _may_show(row) else "") for row in rows]
+    hashes = [hashlib.sha256(text.encode("utf-8", "replace")).digest() for text in asked]
     distinct = sorted(set(hashes))
     count = max(round(fraction * len(distinct)), 1)
     if count >= len(distinct):
@@ -112,6 +115,7 @@ def build_prompts(
     max_completion_length: int | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     long_prompts: str = "error",
+    album: Any = None,
 ) -> list[Prompt]:
     """Render and tokenise the prompt of every row.
 
@@ -131,6 +135,7 @@ def build_prompts(
         chat_template_kwargs: more arguments for the chat template, such as `enable_thinking`.
         long_prompts: what to do with a prompt that is too long: "error", "truncate" (keep its last tokens; reward
             functions see the whole text) or "drop" (leave its row out).
+        album: how the model reads pictures (`covey.pytorch.models.pictures`); None = it reads none.
 
     Returns:
         One prompt for each row, in order. `columns` holds the row without `prompt_column`. `uid` is the row's `uid` or
@@ -145,19 +150,32 @@ def build_prompts(
     kwargs = dict(chat_template_kwargs or {})
     no_system: list[int] = []
     for index, row in enumerate(rows):
-        _refuse_senses(row, f"row {index}", "column")
+        row = _senses(row, f"row {index}")
         content = _content(row[prompt_column], index, system_prompt, tokenizer)
         last: Message = {} if isinstance(content, str) else content[-1]
-        begun = prompt_column == "prompt" and not last.get("tool_calls") and last.get("content", "").strip()
+        begun = prompt_column == "prompt" and not last.get("tool_calls") and str(last.get("content", "")).strip()
         if last.get("role") == "assistant" and not begun:
             raise DataError(
                 f"row {index}: the column {prompt_column!r} ends with a message of the assistant: an answer leaves "
                 "nothing to ask, a call wants its result; leave it out (what begins an answer is continued in 'prompt')"
             )
+        content, seen = _placed(content, row, index)
+        if seen and album is None:
+            kind, name = ("column", column) if (column := pictures.column_of(row)) else ("messages of", prompt_column)
+            raise DataError(
+                f"row {index} has pictures ({kind} {name!r}), and the model reads none: they would be ignored; use a "
+                "vision model (docs/pictures.md), or remove them, or rename a column that only a reward function reads"
+            )
         token_ids = _tokenize(content, index, tokenizer, kwargs)
+        end = str(tokenizer.decode(token_ids[-16:]))
+        if album is not None and (seen or album.placeholder_id in token_ids):
+            try:
+                token_ids = album.expand(token_ids, seen)
+            except DataError as error:
+                raise DataError(f"row {index}: {error}") from None
         columns = {name: value for name, value in row.items() if name != prompt_column}
-        prompts.append(Prompt(token_ids, content, columns, uids[index], str(tokenizer.decode(token_ids[-16:]))))
-        if isinstance(content, list) and index % -(-len(rows) // _READ_AGAIN) == 0:
+        prompts.append(Prompt(token_ids, content, columns, uids[index], end))
+        if isinstance(content, list) and not seen and index % -(-len(rows) // _READ_AGAIN) == 0:
             no_system += [index] * ("system" in _left_out(content, index, tokenizer, kwargs))
     if no_system:
         what = "the chat template leaves out the system message; write it into the user's message"
@@ -175,6 +193,8 @@ def _shorten(prompts: list[Prompt], limit: int | None, long_prompts: str) -> lis
         return prompts
     what = "only their last tokens are kept" if long_prompts == "truncate" else "they are left out"
     log.warning("%d of %d prompts have more than %d tokens: %s", long, len(prompts), limit, what)
+    if long_prompts == "truncate" and any((prompt.token_ids >= PICTURES).any() for prompt in prompts):
+        raise DataError("data.long_prompts='truncate': would cut pictures; set it to drop or error")
     if long_prompts == "truncate":
         return [replace(prompt, token_ids=prompt.token_ids[-limit:]) for prompt in prompts]
     if long == len(prompts):
@@ -302,13 +322,14 @@ def _message(entry: Any, index: int, number: int) -> Message:
         entry = {**entry, "content": content, "tool_calls": [_call(call, where) for call in calls]}
     if not isinstance(entry, Mapping) or not {"role", "content"} <= entry.keys():
         raise DataError(f'{where} is {shown(entry)}; it must be {{"role": "user", "content": "..."}}')
-    _refuse_senses(entry, where, "key")
+    _senses({name: value for name, value in entry.items() if name not in PICTURE_COLUMNS}, where)
+    if any(_is_file(entry.get(name)) for name in PICTURE_COLUMNS):
+        raise DataError(f"{where} has a key of pictures; give them in the row's column images, or as parts")
     entry = {**entry, "content": _text_of(entry["content"])}
     for name in ("role", "content"):
-        if not isinstance(entry[name], str):
-            raise DataError(
-                f"{where} has {name}={shown(entry[name])}; it must be text (images and other parts are not supported)"
-            )
+        parts = entry[name] if name == "content" and isinstance(entry[name], list) else [None]
+        if not isinstance(entry[name], str) and not all(map(_is_part, parts)):
+            raise DataError(f"{where} has {name}={shown(entry[name])}; it must be text, or parts of text and images")
     return {name: value for name, value in entry.items() if value is not None}
 
 
@@ -326,14 +347,39 @@ def _call(call: Any, where: str) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _refuse_senses(row: Mapping[Any, Any], where: str, kind: str) -> None:
+def _is_part(part: Any) -> bool:
+    if not isinstance(part, Mapping) or part.get("type") not in ("text", "image"):
+        return False
+    return isinstance(part.get("text"), str) if part["type"] == "text" else not {*part} - {"type", "image", "text"}
+
+
+def _senses(row: Mapping[Any, Any], where: str, folder: Path | None = None) -> Row:
+    """A row with its pictures read; `DataError` for films and sounds, and for pixels."""
     for name, value in row.items():
         what = _SENSES.get(str(name).lower().rstrip("s"))
         if what is not None and _is_file(value):
             raise DataError(
-                f"{where} has {what} ({kind} {name!r}), and models read text alone here: they would be ignored; remove "
-                f"the {kind}, or rename it where only a reward function reads it"
+                f"{where} has {what} ({name!r}), which no model reads here: they would be ignored; remove that, or "
+                "rename it where only a reward function reads it (pictures are read from images or image)"
             )
+    if not _may_show(row):
+        return dict(row)
+    named = {name: value for name, value in row.items() if name not in PICTURE_COLUMNS or _is_file(value)}
+    return {**row, **pictures.read_pictures(named, where, folder)}
+
+
+def _may_show(row: Mapping[Any, Any]) -> bool:
+    """Whether a row may have pictures: in a column, or as parts of messages."""
+    messages = [m for value in row.values() if isinstance(value, list | tuple) for m in value if isinstance(m, Mapping)]
+    return not row.keys().isdisjoint(PICTURE_COLUMNS) or any(isinstance(m.get("content"), list) for m in messages)
+
+
+def _placed(content: Any, row: Mapping[str, Any], index: int) -> tuple[Any, list[Any]]:
+    """Messages with the row's pictures in their places, and all pictures in them."""
+    if not _may_show({**row, "": content}):
+        return content, []
+    content = pictures.placed(content, row, f"row {index}")
+    return content, pictures.pictures_in(content)
 
 
 def _is_file(value: Any) -> bool:
@@ -428,127 +474,13 @@ def _check_lengths(
         if long := [index for index, length in enumerate(lengths) if length > limit]:
             first = long[0]
             uid = "" if prompts[first].uid == str(first) else f" (id {prompts[first].uid})"
+            seen = int((prompts[first].token_ids >= PICTURES).sum())
+            told = f", {seen:,} of them for pictures (data.processor_kwargs may make them smaller)" if seen else ""
             raise DataError(
-                f"row {first}{uid}: the prompt has {lengths[first]} tokens, more than {name} allows "
+                f"row {first}{uid}: the prompt has {lengths[first]} tokens{told}, more than {name} allows "
                 f"({len(long)} of {len(prompts)} rows are too long, the longest has {max(lengths)}); shorten or "
                 f"remove those rows, set data.long_prompts to truncate or drop, or {remedy}"
             )
-
-
-_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
-
-
-def data_format(path: Path) -> str:
-    """`.jsonl` for `a.jsonl` and `a.jsonl.gz`; empty for what is no data file."""
-    suffix = (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
-    return suffix if suffix in _FORMATS else ""
-
-
-def read_file(path: Path) -> Iterator[Any]:
-    """The entries of a data file, in order; they need not be rows."""
-    kind = data_format(path)
-    if path.is_dir() or not kind:
-        what = "a folder" if path.is_dir() else "no known format"
-        raise DataError(f"{path}: {what}; give a file that ends in {', '.join(_FORMATS)}")
-    if path.exists() and not path.is_file():
-        raise DataError(f"{path}: is a pipe or a device, not a file, and may never end; write its rows to a file")
-    readers = {".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
-    try:
-        yield from readers.get(kind, _read_jsonl)(path)
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file; check the path, relative to {Path.cwd()}") from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read ({error}); check the file and its permissions") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text ({error}); convert the file to UTF-8") from None
-
-
-def _open(path: Path) -> Any:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
-
-
-def _read_jsonl(path: Path) -> Iterator[Any]:
-    with _open(path) as file:
-        # Bytes, so that only a line feed ends a line; text mode would also split at a lone carriage return.
-        for number, line in enumerate(file, start=1):
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            if text.strip():
-                yield _parse(text, f"{path}, line {number}")
-
-
-def _read_json(path: Path) -> Iterator[Any]:
-    with _open(path) as file:
-        text = file.read().decode("utf-8-sig")
-    if not text.strip():
-        return
-    one = text.lstrip().startswith("[")  # one object on each line is often called .json too
-    yield from _parse(text, str(path)) if one else _read_jsonl(path)
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise DataError(f"{where}: nested too deeply to read; flatten or remove that row") from None
-    except ValueError as error:
-        raise DataError(f"{where}: not valid JSON ({error}): {shown(text.strip())}; correct or remove it") from None
-
-
-def _read_csv(path: Path) -> Iterator[Any]:
-    with _open(path) as file:
-        text = file.read().decode("utf-8-sig")
-    # Not splitlines(), which tears fields at U+2028, U+0085, form feeds and other characters that end no row.
-    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
-    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-    try:
-        first = text.lstrip().partition("\n")[0]
-        if "," not in first and (other := re.search("[;\t]", first)):
-            raise DataError(f"{path}: its columns are separated by {other[0]!r}; save it with commas")
-        header = reader.fieldnames or ()
-        if twice := [name for name in header if header.count(name) > 1]:
-            raise DataError(f"{path}: its header has {shown(twice[0])} twice; rename or remove one of the columns")
-        for row in reader:
-            if None in row or None in row.values():
-                raise csv.Error("not as many fields as the header has")
-            yield row
-    except csv.Error as error:
-        told = {"unexpected end of data": "a quote in the row after this one is never closed"}.get(str(error), error)
-        raise DataError(f"{path}, line {reader.line_num or 1}: {told}; correct or remove it") from None
-
-
-def _read_parquet(path: Path) -> Iterator[Any]:
-    import pyarrow
-    import pyarrow.parquet
-
-    if not path.exists():
-        raise FileNotFoundError(path)
-    try:
-        yield from pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: not a readable parquet file ({error}); write it again") from error
-
-
-def read_hub(name: str, split: str) -> Sequence[Any]:
-    """One split of a dataset on the hub, through the package `datasets`."""
-    if not _HUB_ID.fullmatch(name):
-        raise DataError(f"{name}: no such file, and no dataset id (owner/name); check the path or the id")
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(
-            f"{name}: no such file here, and reading it from the hub needs the package 'datasets'; "
-            "check the path, or pip install 'covey[datasets]'"
-        ) from None
-    dataset_id, _, configuration = name.partition(":")
-    try:
-        loaded = datasets.load_dataset(dataset_id, configuration or None, split=split)
-    except Exception as error:  # the hub's errors have no common base
-        raise DataError(
-            f"{name}: split {split!r} cannot be loaded ({type(error).__name__}: {error}); "
-            "check the id, the split and the network, or download it and give the path"
-        ) from error
-    return as_entries(loaded)
 
 
 def pick_split(source: Mapping[Any, Any], split: str) -> Iterable[Any]:
@@ -577,9 +509,3 @@ def as_entries(source: Any) -> Sequence[Any]:
             "pass a list of dicts, a Dataset, or a path (of a stream, a finite part: list(stream.take(1000)))"
         )
     return source  # type: ignore[no-any-return]
-
-
-def shown(value: Any) -> str:
-    """A value for an error message, shortened."""
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:120]}..."

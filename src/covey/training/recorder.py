@@ -23,6 +23,7 @@ from covey.observe.trackers import make_observers
 from covey.processes import memory_metrics
 from covey.rollout.learning import Learner, TrainedPolicy
 from covey.rollout.scoring import Logged
+from covey.tasks.pictures import pictures_in
 from covey.training.checkpoint import (
     changed_settings,
     checked_state,
@@ -247,6 +248,7 @@ class Recorder:
             )
         penalty, credit = config.environment.invalid_action_penalty, episode_credit(rollout.groups, config)
         rows = completion_rows(rollout.groups, done.batch, sampled.logged.columns, sampled.correct, penalty, credit)
+        folder.write_pictures(pictures_in([group.prompt.content for group in rollout.whole.groups]))
         if sampled.answers:
             folder.append_answers(number, sampled.answers)
         self._unsaved = True
@@ -289,6 +291,7 @@ class Recorder:
         penalty = self._run.args.environment.invalid_action_penalty
         rows = completion_rows(result.rollout.groups, None, logged.columns, result.correct, penalty)
         if self._settings.log_completions:
+            folder.write_pictures(pictures_in([group.prompt.content for group in result.rollout.groups]))
             folder.write_evaluation(state.global_step, rows)
         self._tell_failures(rows)
         self._diagnose()

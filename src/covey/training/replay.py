@@ -28,6 +28,7 @@ from covey.files import folder_problem
 from covey.observe.run_folder import RunFolder, collect_versions, table_name
 from covey.rollout.batching import make_batch
 from covey.rollout.learning import Learner, TrainedPolicy
+from covey.tasks.pictures import read_picture
 from covey.training import setup
 from covey.training.checkpoint import (
     Checkpoint,
@@ -159,6 +160,7 @@ def replay(
         if not lines:
             what = f"{folder.metrics_path} has no line of step {number}: it was lost, or the step is not finished"
             raise RunFolderError(f"{what}; choose another")
+        rerun.open_pictures(folder, stored)
         done = rerun.do(stored, _settings(stored, moved))
         found = {name: value for name, value in done.metrics.items() if not name.startswith("time/")}
         check = Check("metrics" if last else f"metrics of step {number}, done again on the way", tolerance)
@@ -255,6 +257,8 @@ class _Rerun:
         backend.check(config)
         self.policy: TrainedPolicy = backend.make_policy(config)
         self.learner: Learner = backend.make_learner(config, self.policy)
+        if (album := getattr(self.policy, "album", None)) is not None:
+            album.options = dict(config.data.processor_kwargs)
         self.state = TrainerState()
         if checkpoint is not None:
             chosen_by = str(_counters(checkpoint).get("best_metric_name"))
@@ -263,9 +267,21 @@ class _Rerun:
                 restore_random(checkpoint.state["random"])
                 self.learner.restore(checkpoint.tensors, self.state.updates)
 
+    def open_pictures(self, folder: RunFolder, stored: StoredStep) -> None:
+        """Read the pictures that a step was trained on."""
+        album: Any = getattr(self.policy, "album", None)
+        if stored.facts.pictures and album is None:
+            raise RunFolderError(f"step {stored.facts.step} was trained on pictures, and the model reads none")
+        for sha256 in stored.facts.pictures:
+            album.open(read_picture(folder.read_picture(sha256)[0], f"picture {sha256}"))
+
     def do(self, stored: StoredStep, config: GRPOConfig) -> Update:
         """The step that comes next, with all its optimiser steps."""
-        largest = max(int(e.token_ids.max()) for group in stored.groups for e in group.episodes)
+        album: Any = getattr(self.policy, "album", None)
+        every = np.concatenate([e.token_ids for group in stored.groups for e in group.episodes])
+        if album is not None and not album.unknown(every):
+            every = album.placeholders(every)
+        largest = int(every.max())
         if largest >= self.policy.vocabulary:
             raise RunFolderError(
                 f"batches/step_{stored.facts.step:06d}.parquet has the token id {largest}, and the model "

@@ -9,8 +9,9 @@ import itertools
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,8 +26,20 @@ from covey.files import explained, open_regular
 from covey.rollout.batching import segment_of_token
 from covey.rollout.learning import loss_weights, rows_with_gradient
 from covey.rollout.scoring import HasAnswer
+from covey.tasks.pictures import Picture, pictures_in, with_pictures
 from covey.training.update import Pass
-from covey.types import Batch, BoolArray, Episode, FinishReason, Group, Prompt, Support, Taught, Trajectory, Turn
+from covey.types import (
+    Batch,
+    BoolArray,
+    Episode,
+    FinishReason,
+    Group,
+    Prompt,
+    Support,
+    Taught,
+    Trajectory,
+    Turn,
+)
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +103,7 @@ def completion_rows(
 def _answer_row(group: Group, sample: int) -> dict[str, Any]:
     prompt, episode = group.prompt, group.episodes[sample]
     return {
-        "prompt": prompt.content if isinstance(prompt.content, str) else json.dumps(prompt.content),
+        "prompt": said if isinstance(said := with_pictures(prompt.content, _hash), str) else json.dumps(said),
         "completion": episode.text,
         "reward": float(group.rewards[sample]),
         "length": episode.num_sampled,
@@ -99,6 +112,10 @@ def _answer_row(group: Group, sample: int) -> dict[str, Any]:
         **{f"rewards/{name}": float(values[sample]) for name, values in group.reward_parts.items()},
         **({"kind": str(prompt.columns["kind"])} if "kind" in prompt.columns else {}),
     }
+
+
+def _hash(picture: Picture) -> str:
+    return picture.sha256
 
 
 def _trajectory_row(group: Group, sample: int, penalty: float) -> dict[str, Any]:
@@ -337,7 +354,7 @@ def token_columns(done: Pass, chosen: NDArray[np.int64] | None = None) -> dict[s
 #
 # Reading trusts nothing: types, shapes and ranges are checked before anything is computed.
 
-_FORMAT = 1
+_FORMAT, _WITH_PICTURES = 1, 2
 _PART = "rewards/"
 _MOST_BYTES, _MOST_ROWS, _MOST_COLUMNS = 4 << 30, 1_000_000, 500
 _ENDS = ("done", "turns", "context", "failed")
@@ -356,6 +373,7 @@ class StepFacts:
     discarded_groups: int
     tokens_per_micro_batch: int
     learner: str
+    pictures: Sequence[str] = ()  # SHA-256 of each one's file
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -381,6 +399,7 @@ def pack_step(facts: StepFacts, groups: Sequence[Group], has_answer: HasAnswer, 
     import pyarrow.parquet as pq
 
     rows: list[dict[str, Any]] = []
+    pictures = sorted({p.sha256 for group in groups for p in pictures_in(group.prompt.content)})
     said = iter(itertools.repeat(None) if teacher is None else teacher.logprobs)
     for number, group in enumerate(groups):
         trajectories: Sequence[Trajectory | None] = group.trajectories or [None] * len(group.episodes)
@@ -392,7 +411,9 @@ def pack_step(facts: StepFacts, groups: Sequence[Group], has_answer: HasAnswer, 
                 "uid": _text(group.prompt.uid),
                 "reward": float(group.rewards[sample]),
                 "greedy_reward": group.greedy_reward,
-                "episodes": [_packed(e, has_answer(group.prompt, e.text), next(said)) for e in episodes],
+                "episodes": [
+                    _packed(e, has_answer(group.prompt, e.text), next(said), bool(pictures)) for e in episodes
+                ],
             }
             row |= {_text(_PART + name): float(values[sample]) for name, values in group.reward_parts.items()}
             if trajectory is not None:
@@ -402,8 +423,9 @@ def pack_step(facts: StepFacts, groups: Sequence[Group], has_answer: HasAnswer, 
                 row |= {"turns": turns, "success": trajectory.success}
                 row |= {"ended": trajectory.ended, "error": _text(trajectory.error)}
             rows.append(row)
-    schema = _schema([_text(name) for name in groups[0].reward_parts], taught=teacher is not None)
-    rows[0]["facts"] = json.dumps({"format": _FORMAT, **asdict(facts)}, allow_nan=False)
+    schema = _schema([_text(n) for n in groups[0].reward_parts], taught=teacher is not None, pictured=bool(pictures))
+    told = {"format": _WITH_PICTURES if pictures else _FORMAT, **asdict(replace(facts, pictures=pictures))}
+    rows[0]["facts"] = json.dumps({n: v for n, v in told.items() if n != "pictures" or pictures}, allow_nan=False)
     table, buffer = pa.Table.from_pylist(rows, schema), io.BytesIO()
     # Plain integers, so that a prompt which is repeated in its group has the same bytes each time. A second copy of the
     # schema would be 10 kB.
@@ -424,8 +446,8 @@ def read_step(path: Path, step: int) -> StoredStep:
             if size > _MOST_BYTES or about.num_rows > _MOST_ROWS or about.num_columns > _MOST_COLUMNS:
                 raise ValueError(f"it says that it holds {size} bytes in {about.num_rows} rows, more than a step")
             parts = [name[len(_PART) :] for name in schema.names if name.startswith(_PART)]
-            taught = schema.equals(_schema(parts, taught=True))
-            if not taught and not schema.equals(_schema(parts)):
+            kinds = itertools.product((False, True), repeat=2)
+            if not any(schema.equals(_schema(parts, taught=taught, pictured=pictured)) for taught, pictured in kinds):
                 raise ValueError("its columns are not those of a step")
             rows = table.read().to_pylist()
             _require(len(rows) > 0, "it has no rows")
@@ -438,12 +460,12 @@ def read_step(path: Path, step: int) -> StoredStep:
             ) from error
 
 
-def _schema(parts: Sequence[str], *, taught: bool = False) -> Any:
+def _schema(parts: Sequence[str], *, taught: bool = False, pictured: bool = False) -> Any:
     import pyarrow as pa
 
     ids = pa.list_(pa.int32())
     episode = {
-        "token_ids": ids,
+        "token_ids": pa.list_(pa.int64()) if pictured else ids,  # places in pictures have ids above 2^62
         "runs": ids,  # lengths of stretches that were not and that were sampled, by turns
         "logprobs": pa.list_(pa.float32()),  # of sampled tokens
         "finish_reason": pa.string(),
@@ -468,11 +490,11 @@ def _text(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _packed(episode: Episode, has_answer: bool, said: NDArray[np.float32] | None) -> dict[str, Any]:
+def _packed(episode: Episode, has_answer: bool, said: NDArray[np.float32] | None, pictured: bool) -> dict[str, Any]:
     changes = np.flatnonzero(np.diff(episode.sampled)) + 1
     kept = episode.support
     return {
-        "token_ids": episode.token_ids.astype(np.int32),
+        "token_ids": episode.token_ids if pictured else episode.token_ids.astype(np.int32),
         "runs": np.diff([0, *changes, len(episode.sampled)]).astype(np.int32),
         "logprobs": episode.logprobs[episode.sampled],
         "finish_reason": episode.finish_reason,
@@ -492,8 +514,12 @@ def _require(holds: bool, what: str) -> None:
 
 def _facts(text: str, step: int) -> StepFacts:
     known: Any = json.loads(text)
-    _require(isinstance(known, dict) and known.get("format") == _FORMAT, f"its format is not {_FORMAT}")
-    del known["format"]
+    formats = (_FORMAT, _WITH_PICTURES)
+    _require(isinstance(known, dict) and known.get("format") in formats, f"its format is none of {formats}")
+    pictured = known.pop("format") == _WITH_PICTURES
+    hashes = known.setdefault("pictures", [])
+    whole = isinstance(hashes, list) and all(isinstance(h, str) and re.fullmatch("[0-9a-f]{64}", h) for h in hashes)
+    _require(whole and bool(hashes) == pictured, "its pictures are no list of hashes")
     _require(known.keys() == {field.name for field in fields(StepFacts)}, "the facts of the step are incomplete")
     facts = StepFacts(**known)
     _require(facts.step == step, f"it is of step {facts.step!r:.20}, not of {step}")

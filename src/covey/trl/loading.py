@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerBase, TorchAoConfig
 
 from covey.errors import ConfigError, RewardError
-from covey.pytorch.models.loading import PACKAGE_PREFIX, locate, require_tokenizer
+from covey.pytorch.models.loading import PACKAGE_PREFIX, auto_class, locate, require_tokenizer
 from covey.trl.arguments import GRPOConfig
 from covey.trl.translate import as_mapping
 
@@ -58,7 +58,9 @@ def place_model(
         )
     locate(str(model))
     options |= {"dtype": dtype, "trust_remote_code": args.trust_remote_code}
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, **options)
+    known = {name: options[name] for name in ("revision", "cache_dir", "token", "trust_remote_code") if name in options}
+    config = transformers.AutoConfig.from_pretrained(model, **known)
+    loaded = auto_class(config).from_pretrained(model, **options)
     revision = {name: options[name] for name in ("revision", "cache_dir", "token") if name in options}
     return (loaded, tokenizer or AutoTokenizer.from_pretrained(model, **revision)), {"dtype": "auto", **quantised}
 

@@ -228,7 +228,10 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         return Generating(run, engine, self.args, self._generate_options)
 
     def _collector(self, run: covey.GRPOTrainer) -> Collector:
-        return self._acting.collector(run, self) or AnswerCollector(run.engine, run.data.scorer, run.decode)
+        acting = self._acting.collector(run, self)
+        if acting is not None and any(prompt.has_pictures for prompt in run.prompts):
+            raise ConfigError("tools, environment_factory or rollout_func: with them no prompt may have pictures yet")
+        return acting or AnswerCollector(run.engine, run.data.scorer, run.decode)
 
     def _trackers(self) -> list[Any]:
         """Transformers' own reporting callbacks; one that is not installed is found now, not at the first log."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Query, Request
+from fastapi import Path as PathParameter
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from pydantic import Field
@@ -131,6 +132,11 @@ def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
     @app.get("/api/{number}/compare")
     def compare(number: int, before: Step, after: Step, shown: Short = "changed", offset: Place = 0) -> Response:
         return _json(run(number).compare(before, after, shown, offset))
+
+    @app.get("/api/{number}/picture/{sha256}")
+    def picture(number: int, sha256: Annotated[str, PathParameter(max_length=64)]) -> Response:
+        content, ending = run(number).folder.read_picture(sha256)
+        return Response(content, media_type=f"image/{ending.replace('jpg', 'jpeg')}")
 
     @app.get("/api/{number}/ledger")
     def ledger(number: int, step: Step) -> Response:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import itertools
 import json
 import re
@@ -17,9 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from covey.errors import RunFolderError
+from covey.errors import DataError, RunFolderError
 from covey.files import write_atomically
 from covey.observe.records import Record
+from covey.tasks.pictures import read_picture
 from covey.watch.run import WatchedRun, describe, labels
 
 MOST_BYTES = 20 << 20
@@ -58,11 +60,11 @@ class _Held:
         self.left_out: list[str] = []
         self._left = MOST_BYTES
 
-    def take(self, key: str, ask: Callable[..., Record], *arguments: Any) -> Record | None:
+    def take(self, key: str, ask: Callable[..., Any], *arguments: Any) -> Any:
         """The answer if it is held from now on: it could be had, and there is room."""
         try:
             found = ask(*arguments)
-        except RunFolderError:
+        except (RunFolderError, DataError):
             return None
         if (size := len(json.dumps(found))) > self._left:
             return None
@@ -91,6 +93,8 @@ def _hold(held: _Held, number: int, run: WatchedRun) -> None:
             key = f"{number}/completions kind={kind} step={step}"
             if held.take(key, run.ask, "completions", kind, step, {}, 0):
                 kept[kind].append(step)
+                for sha256 in _pictures(held.answers[key]):
+                    held.take(f"{number}/picture/{sha256}", _thumbnail, run, sha256)
                 first = held.take(f"{number}/episodes kind={kind} step={step}", run.ask, "episodes", kind, step, None)
                 for group in [each["group"] for each in first["groups"][:20]] if first else ():
                     key = f"{number}/episodes group={group} kind={kind} step={step}"
@@ -104,6 +108,19 @@ def _hold(held: _Held, number: int, run: WatchedRun) -> None:
     whole = sum(len(tables[kind]) for kind in kept)
     if (here := sum(map(len, kept.values()))) < whole:
         held.left_out.append(f"{run.folder.path.name}: {here} of {whole} tables of completions and tokens are included")
+
+
+def _pictures(found: Record) -> list[str]:
+    return [one for group in found["groups"] for message in group["prompt"] for one in message.get("pictures", ())]
+
+
+def _thumbnail(run: WatchedRun, sha256: str) -> str:
+    """A picture of the run as a `data:` URL, at most 256 pixels wide and high."""
+    picture = read_picture(run.folder.read_picture(sha256)[0], sha256)
+    image, file = picture.open().convert("RGB"), io.BytesIO()
+    image.thumbnail((256, 256))
+    image.save(file, "JPEG")
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _hold_ledger(held: _Held, number: int, run: WatchedRun, step: int) -> bool:

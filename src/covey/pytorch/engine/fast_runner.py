@@ -21,7 +21,7 @@ from covey.pytorch.engine.cache import LayerShape
 from covey.pytorch.engine.merge import EffectiveWeights, are_tied, bare_model, frozen_version
 from covey.pytorch.engine.runner import Step
 from covey.pytorch.models.form import Head, LayerForm, NormForm, Rotary, read_form
-from covey.pytorch.models.lora import Adapters, Factors
+from covey.pytorch.models.lora import Adapters, Factors, album_of
 from covey.pytorch.models.narrow import narrow_weights, packed
 from covey.pytorch.products import can_pack, linear, prefers_onednn
 
@@ -38,7 +38,7 @@ class FastRunner:
     def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         base: Any = bare_model(model)
         form = read_form(base)
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device, self._album = dtype, device, album_of(base)
         self._rotaries = {name: Rotary(rotary, device) for name, rotary in form.rotaries.items()}
         narrow = any(True for _ in narrow_weights(base))
         make = NarrowLinear if narrow else partial(Linear, dtype, device)
@@ -81,8 +81,9 @@ class FastRunner:
             layer.release()
 
     def forward(self, step: Step) -> Tensor:
-        embedded = functional.embedding(step.token_ids, self._embedding).to(self._dtype)
-        stream = self._norms.open(embedded, self._embedding_scale)
+        look_up = partial(functional.embedding, weight=self._embedding)
+        embedded = look_up(step.token_ids) if self._album is None else self._album.embed(step.token_ids, look_up)
+        stream = self._norms.open(embedded.to(self._dtype), self._embedding_scale)
         x = stream[:, : self._embedding.shape[1]]
         turns = {name: rotary(step.positions, self._dtype) for name, rotary in self._rotaries.items()}
         for i, layer in enumerate(self._layers):

@@ -38,6 +38,7 @@ from covey.config.sampling import VLLMConfig
 from covey.errors import AdapterError, ConfigError, GenerationError, ModelError
 from covey.files import save_tokenizer
 from covey.pytorch.engine.merge import EffectiveWeights, bare_model, weights_of
+from covey.pytorch.models.lora import album_of
 from covey.rollout.drawing import drawing, room_for_rank
 from covey.rollout.learning import NO_VERSION, Weights, check_call
 from covey.rollout.turns import Device, Drawn, GenerationStats, Row, Session
@@ -78,6 +79,8 @@ class VLLMEngine:
     ) -> None:
         for name, value in _VARIABLES.items():
             os.environ.setdefault(name, value)
+        if album_of(model) is not None:
+            raise ConfigError("sampling.engine='vllm': vision models are sampled by Covey's own engine; set covey")
         vllm = _installed()
         self._vllm, self._tokenizer, self._dtype = vllm, tokenizer, dtype
         self._vocabulary = len(bare_model(model).get_input_embeddings().weight)  # type: ignore[operator]

@@ -32,6 +32,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -172,7 +173,15 @@ def _take(
 
 
 def _finish(model: nn.Module, tokenizer: PreTrainedTokenizerBase, source: str) -> LoadedModel:
+    if isinstance(model, PeftModel) and is_vision(model.get_base_model().config):
+        raise ModelError(f"{source}: an adapter on a whole vision model; pass the model, and the adapter as its folder")
     config = getattr(model, "config", None)
+    if is_vision(config):
+        from covey.pytorch.models.pictures import language_half, told_in_parts
+
+        processor = tokenizer if isinstance(tokenizer, ProcessorMixin) else source
+        model, tokenizer = language_half(model, processor), told_in_parts(tokenizer, source)
+    require_tokenizer(tokenizer, "processing_class")
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{source}: an encoder-decoder model; choose a decoder-only (causal) language model")
     quantised = {id(layer.weight) for layer in quantised_layers(model)}
@@ -283,6 +292,9 @@ def _only_gguf(folder: Path, source: str) -> str:
 def _load(folder: str, source: str, **options: Any) -> PreTrainedModel:
     auto: Any = AutoModelForCausalLM
     try:
+        if "gguf_file" not in options:
+            trusting = {"trust_remote_code": options["trust_remote_code"]}
+            auto = auto_class(AutoConfig.from_pretrained(folder, **trusting))
         model, found = auto.from_pretrained(folder, output_loading_info=True, **options)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ... for a bad checkpoint
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -326,7 +338,6 @@ def _load_tokenizer(
     tokenizer: PreTrainedTokenizerBase | str | Path, source: str, **options: Any
 ) -> PreTrainedTokenizerBase:
     if not isinstance(tokenizer, str | Path):
-        require_tokenizer(tokenizer, "processing_class")
         if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
             raise ModelError(
                 f"processing_class={tokenizer!r:.200}: a {type(tokenizer).__name__} is not a tokenizer; pass one of "
@@ -463,20 +474,32 @@ def context_length(model: nn.Module) -> int:
     return int(getattr(config, "max_position_embeddings", None) or 1 << 31)
 
 
+_VISION = ("smolvlm", "idefics3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3")
+"""Vision models whose language half is trained here."""
 _SENSES = ("vision_config", "audio_config", "thinker_config", "vq_config")
 
 
+def is_vision(config: Any) -> bool:
+    """Whether a configuration is that of a vision model whose language half is trained here."""
+    return getattr(config, "model_type", "") in _VISION and bool(getattr(config, "vision_config", None))
+
+
+def auto_class(config: Any) -> Any:
+    """What loads a model of a configuration."""
+    return AutoModelForImageTextToText if is_vision(config) else AutoModelForCausalLM
+
+
 def refuse_senses(config: Mapping[str, Any], source: str) -> None:
-    """Raise `ModelError` for the configuration of a model of pictures or sound. Those pass that transformers loads for
-    text alone, except Mllama, whose text attends to pictures.
+    """Raise `ModelError` for the configuration of a model of pictures or sound. Those pass whose language half is
+    trained here, or that transformers loads for text alone, except Mllama, whose text attends to pictures.
     """
     kind, senses = str(config.get("model_type")), {name for name in _SENSES if config.get(name)}
     by_itself = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "AutoModelForCausalLM" in (config.get("auto_map") or ())
-    if senses and (kind == "mllama" or not by_itself):
+    if senses and (kind == "mllama" or not by_itself) and not (kind in _VISION and "vision_config" in senses):
         what = "an audio" if senses == {"audio_config"} else "a vision"
         raise ModelError(
-            f"{source}: {what} model ({(config.get('architectures') or [kind])[0]}); none of these is loaded here yet, "
-            "for text neither; use a language model"
+            f"{source}: {what} model ({(config.get('architectures') or [kind])[0]}); of these only "
+            f"{', '.join(_VISION)} are trained here; use one of them, or a language model"
         )
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -39,6 +39,9 @@ from covey.errors import AdapterError, ModelError
 from covey.processes import total_memory
 from covey.pytorch.models.narrow import NarrowLinear
 from covey.pytorch.products import add_product, linear, product
+
+if TYPE_CHECKING:
+    from covey.pytorch.models.pictures import Album
 
 
 class _LoraFunction(torch.autograd.Function):
@@ -158,6 +161,11 @@ class LeanLoraLinear(PeftLoraLinear):  # type: ignore[misc]
         return name if plain else None
 
 
+def album_of(model: nn.Module) -> Album | None:
+    """What a vision model has beside its language half, or beside the PEFT model around that; None for others."""
+    return getattr(model.get_base_model() if isinstance(model, PeftModel) else model, "album", None)
+
+
 def attach(model: nn.Module, *, use_peft: bool, adapter: str | Path | None = None, **lora: Any) -> nn.Module:
     """Put on a model what is to be trained: nothing, a fresh adapter, or a saved one.
 
@@ -233,7 +241,7 @@ def require_rank(model: nn.Module, r: int) -> None:
 
 def attach_adapter(model: nn.Module, path: str | Path) -> PeftModel:
     """Put a saved PEFT adapter on a model, trainable; `ModelError`, and no change, if it is damaged or does not fit."""
-    config, adapter = _read(path)
+    config, adapter = _read(path, model)
     problem = _misfit(model, adapter)
     if problem:
         raise ModelError(f"{path}: is an adapter for another model ({problem}); give the adapter's own base model")
@@ -248,7 +256,7 @@ def attach_adapter(model: nn.Module, path: str | Path) -> PeftModel:
 
 def load_adapter(model: PeftModel, path: str | Path) -> None:
     """Replace the adapter's weights by saved ones; `ModelError`, and no change, for other modules, shapes, scaling."""
-    config, adapter = _read(path)
+    config, adapter = _read(path, model)
     own = model.peft_config[model.active_adapter]
     for field in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
         mine, theirs = getattr(own, field, None), getattr(config, field, None)
@@ -261,6 +269,8 @@ def save_adapter(model: PeftModel, path: str | Path, state: dict[str, Tensor] | 
     """Write the adapter as PEFT does; `state` has its tensors by the model's names where the model has only parts."""
     # "auto" would ask the hub whether the vocabulary was resized.
     model.save_pretrained(str(path), save_embedding_layers=False, state_dict=state)
+    if (album := album_of(model)) is not None:
+        album.rename_saved(path)
 
 
 def adapter_of(model: nn.Module, state: dict[str, Tensor] | None = None) -> Adapter:
@@ -305,12 +315,16 @@ def _lean(model: PeftModel) -> PeftModel:
     return model
 
 
-def _read(path: str | Path) -> tuple[PeftConfig, Adapter]:
+def _read(path: str | Path, model: nn.Module) -> tuple[PeftConfig, Adapter]:
     adapter = read_adapter_folder(path)
+    album = album_of(model)
+    adapter = adapter if album is None else album.adapter_of_half(adapter)
     try:
         config = PeftConfig.from_pretrained(str(path))
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{path}: the adapter is damaged ({error}); save or fetch it again") from error
+    if album is not None:
+        config.target_modules = adapter.config.get("target_modules")
     for name, array in adapter.tensors.items():
         if not np.isfinite(array).all():
             raise ModelError(f"{path}: the adapter's {name} holds NaN or infinity; use another copy or an earlier one")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from covey.errors import ModelError
 from covey.files import save_tokenizer
 from covey.pytorch.models.loading import LoadedModel, load_model
-from covey.pytorch.models.lora import attach_adapter
+from covey.pytorch.models.lora import album_of, attach_adapter
 from covey.pytorch.rounding import unexplained
 
 _ARCHITECTURES = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
@@ -67,8 +67,11 @@ def load_merged(
 def save_model(loaded: LoadedModel, folder: str | Path, dtype: str = "float32") -> None:
     """Write a model, which is cast in place, and its tokenizer as a Hugging Face folder."""
     model: Any = loaded.model.to(getattr(torch, dtype))
-    model.save_pretrained(str(folder))
+    album = album_of(model)
+    (model if album is None else album.whole.to(model.dtype)).save_pretrained(str(folder))
     save_tokenizer(loaded.tokenizer, folder)
+    if album is not None:
+        album.save_processor(folder)
     for file in Path(folder).glob("*.safetensors"):
         file.chmod((Path(folder) / "config.json").stat().st_mode)  # safetensors lets nobody but the owner read
 
@@ -88,6 +91,8 @@ def write_gguf(loaded: LoadedModel, path: str | Path, dtype: str = "float16", na
 
     model: Any = loaded.model
     config = model.config
+    if album_of(model) is not None:
+        raise ModelError(f"{loaded.source}: a vision model is not written as GGUF; export a Hugging Face folder")
     _require_plain(config, loaded.source)
     tokens = _vocabulary(loaded.tokenizer, config.vocab_size, loaded.source)
     writer = gguf.GGUFWriter(str(path), config.model_type)

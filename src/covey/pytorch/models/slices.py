@@ -28,7 +28,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from covey.errors import ModelError
-from covey.pytorch.models.loading import locate, quiet
+from covey.pytorch.models.loading import is_vision, locate, quiet
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -58,6 +58,8 @@ class ModelFiles:
         try:
             with quiet():
                 config = AutoConfig.from_pretrained(folder)
+                if is_vision(config):
+                    raise NotSlicedError("it is a vision model, whose language half is taken out of the whole")
                 found = cls(source, folder, config, dtype, {})
                 model = found.hollow()
                 shapes = _shapes(folder)

@@ -1,6 +1,6 @@
 // What was sampled: groups side by side, and evaluations before and after.
 
-import { ask, pick, runChoice, runs } from "./data.js";
+import { ask, pick, pictureAddress, runChoice, runs } from "./data.js";
 import { choice, h, number, setter, tick, visible } from "./dom.js";
 
 const state = { run: 0, kind: "step", step: null, search: "", shown: "all", uid: "", ended: "", reward_from: "", reward_to: "", length_from: "", length_to: "", everywhere: false, before: null, after: null, changed: "changed" };
@@ -142,9 +142,18 @@ function counted({ gained, lost, both, neither, unjudged }) {
     unjudged ? h("span", { class: "tag warn" }, `${unjudged} not judged`) : "");
 }
 
+/** The pictures of messages; each has its place until it is loaded. */
+function pictures(messages) {
+  return messages.flatMap((message) => message.pictures ?? []).map((sha256) => {
+    const image = h("img", { class: "picture", alt: `picture ${sha256.slice(0, 8)}` });
+    pictureAddress(state.run, sha256).then((address) => { image.src = address; }, (error) => image.replaceWith(error.message));
+    return image;
+  });
+}
+
 function question(messages, label) {
   const [asked, before] = [messages.at(-1), messages.slice(0, -1)];
-  return h("div", {}, label,
+  return h("div", {}, label, pictures(messages),
     h("div", { class: "question text" }, asked.content),
     before.length ? h("details", {}, h("summary", { class: "note" }, before.length === 1 ? `${before[0].role} message` : `${before.length} messages before it`),
       before.map((message) => h("div", { class: "text soft" }, `${message.role}: ${message.content}`))) : null);

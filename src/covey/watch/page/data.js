@@ -40,6 +40,15 @@ export async function quietly(path, parameters = {}) {
   return found;
 }
 
+/** An address under which the page can show a picture of a run. */
+export async function pictureAddress(run, sha256) {
+  const path = `${run}/picture/${sha256}`;
+  if (archive) return fromArchive(path, {});
+  const response = await fetch(`/api/${path}`, { headers: { Authorization: `Bearer ${secret}` } });
+  if (!response.ok) throw new Error("The picture is not there.");
+  return URL.createObjectURL(await response.blob());
+}
+
 /** The numbers of `metrics.jsonl`, as far as they are read. */
 class Metrics {
   series = new Map(); // name -> {steps, values}

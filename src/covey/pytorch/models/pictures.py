@@ -1,0 +1,323 @@
+"""Vision models: the language half, which is trained, and the album, which holds pictures for it.
+
+    picture --tower, projector--> vectors of its places --+
+                                                          +--> language half --> logits
+    text ----embedding table----> vectors of its tokens --+
+
+The language half is a causal LM of transformers that shares its tensors with the whole model. Tower and projector are
+frozen.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import numpy as np
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, Qwen2Config, Qwen3Config
+from transformers.initialization import no_init_weights
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils.hub import cached_file
+
+from covey.adapters import PEFT_PREFIX, Adapter, read_adapter_folder
+from covey.errors import DataError, ModelError
+from covey.pytorch.models.narrow import computing_dtype
+from covey.pytorch.rounding import truth_and_own, unexplained
+from covey.tasks.pictures import Picture, read_picture
+from covey.types import PICTURES, IntArray
+
+SEEING = ("smolvlm", "idefics3", "llava")
+"""Families whose pictures are read here."""
+_PLACE_BITS = 14
+_MOST_PLACES = 1 << _PLACE_BITS
+_KEPT_BYTES = 2 << 30
+"""Of vectors that are kept; pictures beyond them, the least recently used first, have another pass when needed."""
+_INSIDE = ("text_model", "language_model")
+_PLAIN: dict[str, Any] = {"qwen2_vl_text": Qwen2Config, "qwen2_5_vl_text": Qwen2Config, "qwen3_vl_text": Qwen3Config}
+"""Text models that are those of another family where there are no pictures: equal positions turn all pairs alike."""
+_STRINGS_AS_PARTS = (
+    "{%- set told = namespace(messages=[]) -%}{%- for message in messages -%}"
+    "{%- set said = message.content -%}{%- if said is string -%}{%- set said = [{'type': 'text', 'text': said}] -%}"
+    "{%- endif -%}{%- set told.messages = told.messages + [dict(message, content=said)] -%}"
+    "{%- endfor -%}{%- set messages = told.messages -%}"
+)
+
+
+class Album:
+    """The rest of a vision model beside its language half, and the pictures that are read. Copies of the half share it.
+
+    A place in a picture is a token id of its own:
+
+        PICTURES | key << 14 | place      key: 48 bits of a hash of the picture's file and the processor's settings
+
+    so that equal pictures have equal ids in every run and process, and share tokens like equal words.
+
+    Attributes:
+        whole: the whole model, whose text part is the half's.
+        prefix: what the half's `model.` is called in the whole model.
+        tower: what makes vectors of pictures, with the projector.
+        placeholder_id: the token that stands for each place in the checkpoint's own prompts.
+        options: more arguments for the processor.
+        passes: how often the tower was run.
+    """
+
+    def __init__(self, whole: PreTrainedModel, half: PreTrainedModel, inside: str, processor: Any) -> None:
+        """`inside` names the text part, `processor` is one, or where to load it from."""
+        config: Any = whole.config
+        self.whole, self.prefix = whole, f"model.{inside}."
+        self.placeholder_id = int(getattr(config, "image_token_id", None) or config.image_token_index)
+        self.options: dict[str, Any] = {}
+        self.passes = 0
+        self._half, self._given = half, processor
+        self.tower = [part for name, part in whole.base_model.named_children() if name != inside]
+        self._pictures: dict[int, Picture] = {}
+        self._frames: dict[tuple[int, int], IntArray] = {}
+        self._vectors: OrderedDict[int, Tensor] = OrderedDict()
+        self._lock = RLock()
+        self._checked = False
+
+    def __deepcopy__(self, _: Any) -> Album:
+        return self
+
+    @cached_property
+    def processor(self) -> Any:
+        """The model's processor; `ModelError` where it cannot be loaded."""
+        if isinstance(self._given, ProcessorMixin):
+            return self._given
+        # SmolVLM's own processor does the same to pictures, and needs packages for video.
+        by: Any = hf.Idefics3Processor if self.whole.config.model_type == "smolvlm" else hf.AutoProcessor
+        try:
+            return by.from_pretrained(self._given)
+        except Exception as error:  # transformers raises OSError, ValueError, ImportError, ...
+            raise ModelError(
+                f"{self._given}: its processor cannot be loaded ({type(error).__name__}: {error!s:.300}); save it "
+                "beside the model, or pass it as processing_class"
+            ) from error
+
+    @cached_property
+    def _settings(self) -> str:
+        """What decides what a picture becomes, the same in every process."""
+        told = [self.processor.image_processor.to_dict(), self.options, getattr(self.processor, "image_seq_len", None)]
+        return json.dumps(told, sort_keys=True, default=str)
+
+    def expand(self, ids: IntArray, pictures: Sequence[Picture]) -> IntArray:
+        """A prompt `[P]` with one placeholder for each picture, with the ids of the pictures in their places.
+
+        Raises `DataError`: there are other numbers of them; `ModelError`: the model's pictures are not read here.
+        """
+        at = np.flatnonzero(ids == self.placeholder_id)
+        if len(at) != len(pictures):
+            token = self.processor.tokenizer.convert_ids_to_tokens(self.placeholder_id)
+            raise DataError(f"{len(at)} times {token!r} for {len(pictures)} pictures: leave it out of the texts")
+        self._check()
+        parts = np.split(ids, np.sort(np.concatenate([at, at + 1])))
+        parts[1::2] = map(self.open, pictures)
+        return np.concatenate(parts)
+
+    def open(self, picture: Picture) -> IntArray:
+        """The ids that stand for a picture, those of its frame included."""
+        if picture.size not in self._frames:
+            from PIL import Image
+
+            made = self._process(Image.new("RGB", picture.size))["input_ids"][0]
+            self._frames[picture.size] = np.asarray(made, np.int64)
+        ids = self._frames[picture.size].copy()
+        places = ids == self.placeholder_id
+        if (count := int(places.sum())) > _MOST_PLACES:
+            raise DataError(f"a picture of {count:,} places, more than {_MOST_PLACES:,}; make it smaller")
+        digest = hashlib.sha256(f"{picture.sha256} {self._settings}".encode()).digest()
+        key = PICTURES >> _PLACE_BITS | int.from_bytes(digest[:6])
+        if self._pictures.setdefault(key, picture) != picture:
+            raise DataError(f"pictures {picture.sha256[:12]} and {self._pictures[key].sha256[:12]} have one key")
+        ids[places] = key << _PLACE_BITS | np.arange(count)
+        return ids
+
+    def placeholders(self, ids: IntArray) -> IntArray:
+        """Ids as the checkpoint knows them, the placeholder in place of what stands for places."""
+        return np.where(ids >= PICTURES, self.placeholder_id, ids)
+
+    def unknown(self, ids: IntArray) -> bool:
+        """Whether there are places of pictures that are not open."""
+        keys = np.unique(ids[ids >= PICTURES] >> _PLACE_BITS)
+        return not set(keys.tolist()) <= self._pictures.keys()
+
+    def embed(self, ids: Tensor, table: Callable[[Tensor], Tensor]) -> Tensor:
+        """Token ids of any shape -> vectors, of tokens by the `table`, of places by the tower."""
+        if not self._pictures or not (places := ids >= PICTURES).any():
+            return table(ids)
+        vectors = table(torch.where(places, 0, ids)).clone()
+        vectors[places] = self.rows(ids[places]).to(vectors.dtype)
+        return vectors
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Ids of places `[n]` -> their vectors `[n, d]`. Each picture has a pass of its own, so that its bits do not
+        depend on which others are known already.
+        """
+        keys, which = torch.unique(ids >> _PLACE_BITS, return_inverse=True)
+        tables = [self._vectors_of(key) for key in keys.tolist()]
+        first = np.cumsum([0, *(len(table) for table in tables[:-1])])
+        return torch.cat(tables)[torch.from_numpy(first).to(ids.device)[which] + (ids & _MOST_PLACES - 1)]
+
+    def _vectors_of(self, key: int) -> Tensor:
+        with self._lock:
+            if key not in self._pictures:
+                raise ModelError(f"a token id of the key {key:#x} is of no picture that is open")
+            if key not in self._vectors:
+                self._vectors[key] = self._run(self._pictures[key])
+                while sum(each.nbytes for each in self._vectors.values()) > _KEPT_BYTES and len(self._vectors) > 1:
+                    self._vectors.popitem(last=False)
+            self._vectors.move_to_end(key)
+            return self._vectors[key]
+
+    def _run(self, picture: Picture) -> Tensor:
+        """`[n, d]` what tower and projector make of a picture."""
+        self.passes += 1
+        whole: Any = self.whole
+        device = self._half.device
+        for part in self.tower:
+            part.to(device)
+        pixels = self._pixels(picture)
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+            found = whole.base_model.get_image_features(**pixels, return_dict=True).pooler_output
+            vectors = torch.cat(list(found)).flatten(0, -2)
+        if len(vectors) != (wanted := int((self.open(picture) >= PICTURES).sum())):
+            raise ModelError(f"a picture has {wanted} places in the prompt, and the tower makes {len(vectors)} vectors")
+        return vectors
+
+    def _pixels(self, picture: Picture) -> dict[str, Tensor]:
+        made = self._process(picture.open().convert("RGB"), return_tensors="pt")
+        device, dtype = self._half.device, next(self.tower[0].parameters()).dtype
+        inputs = {name: value for name, value in made.items() if name not in ("input_ids", "attention_mask")}
+        return {name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in inputs.items()}
+
+    def _process(self, image: Any, **how: Any) -> Any:
+        token = self.processor.tokenizer.convert_ids_to_tokens(self.placeholder_id)
+        return self.processor(text=[token], images=[[image]], add_special_tokens=False, **self.options, **how)
+
+    def _check(self) -> None:
+        """Compare a small picture's logits with those of the checkpoint's own forward pass, once."""
+        if self._checked:
+            return
+        whole: Any = self.whole
+        name, source = whole.config.model_type, whole.config._name_or_path
+        if name not in SEEING:
+            raise ModelError(f"{source}: of a {name} model text is read here; pictures are read by {', '.join(SEEING)}")
+        rng = np.random.default_rng(0)
+        picture = read_picture(rng.integers(0, 256, (24, 40, 3), np.uint8), "a picture of noise")
+        words = rng.integers(3, self.placeholder_id, (2, 5))
+        ids = np.concatenate([words[0], self.open(picture), words[1]])
+        wide, narrow = (torch.from_numpy(each)[None].to(self._half.device) for each in (ids, self.placeholders(ids)))
+
+        @torch.no_grad()
+        def logits(dtype: torch.dtype) -> Tensor:
+            out: Tensor = whole(input_ids=narrow, **self._pixels(picture), use_cache=False).logits[0]
+            return out.to(dtype).log_softmax(-1)
+
+        with torch.no_grad():
+            found = self._half(input_ids=wide, use_cache=False).logits[0]
+        truth, own = truth_and_own(whole, computing_dtype(self._half), logits)
+        if problem := unexplained(found.to(truth.dtype).log_softmax(-1), own, truth):
+            raise ModelError(f"{source}: with a picture, the model's own code computes something else ({problem})")
+        self._checked, self.passes = True, 0
+
+    def save_processor(self, folder: str | Path) -> None:
+        """Write what the processor is made of, as it is, beside a tokenizer."""
+        if isinstance(self._given, ProcessorMixin):
+            self._given.save_pretrained(str(folder))
+            return
+        for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
+            missing = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+            if (file := cached_file(self._given, name, **missing)) is not None:
+                shutil.copy(file, folder)
+
+    def rename_saved(self, folder: str | Path) -> None:
+        """Give a saved adapter of the half the whole model's names, so that it fits on that."""
+        adapter = read_adapter_folder(folder)
+        tensors = _renamed(adapter, "model.", self.prefix)
+        modules = {name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in tensors if ".lora_" in name}
+        kinds = sorted({re.sub(r"[.]\d+[.]", "<>", module) for module in modules})
+        targets = "|".join(re.escape(kind).replace("<>", r"\.\d+\.") for kind in kinds)
+        Adapter(tensors, {**adapter.config, "target_modules": targets}).write(folder)
+
+    def adapter_of_half(self, adapter: Adapter) -> Adapter:
+        """An adapter by the half's names, whose names may be the whole model's."""
+        targets = adapter.config.get("target_modules")
+        if isinstance(targets, str):
+            targets = targets.replace(re.escape(self.prefix), re.escape("model."))
+        return Adapter(_renamed(adapter, self.prefix, "model."), {**adapter.config, "target_modules": targets})
+
+
+def _renamed(adapter: Adapter, old: str, new: str) -> dict[str, Any]:
+    """An adapter's tensors with another beginning of their names below PEFT's."""
+    old, new = f"^{re.escape(PEFT_PREFIX + old)}", PEFT_PREFIX + new
+    return {re.sub(old, new, name): tensor for name, tensor in adapter.tensors.items()}
+
+
+class PlaceEmbedding(nn.Embedding):
+    """An embedding that also knows the places of an album's pictures."""
+
+    album: Album
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Ids of any shape -> vectors."""
+        return self.album.embed(input, super().forward)
+
+
+def language_half(whole: Any, processor: Any = None) -> PreTrainedModel:
+    """The text part of a vision model as a causal LM with the same tensors, which takes its place in the whole;
+    `processor` is the model's, or where to load it from.
+    """
+    name = next(name for name in _INSIDE if hasattr(whole.model, name))
+    inside, head = getattr(whole.model, name), whole.lm_head
+    config = copy.deepcopy(inside.config)
+    if plain := _PLAIN.get(config.model_type):
+        rope = {key: value for key, value in (config.rope_parameters or {}).items() if not key.startswith("mrope")}
+        config = plain.from_dict({**config.to_dict(), "rope_parameters": rope, "model_type": plain.model_type})
+    config.tie_word_embeddings = head.weight is inside.embed_tokens.weight
+    config.dtype, config.architectures = inside.dtype, None
+    config._name_or_path = whole.config._name_or_path
+    config._attn_implementation = inside.config._attn_implementation
+    with no_init_weights():
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        half = kind(config)
+    half.model.load_state_dict(inside.state_dict(), assign=True)
+    half.lm_head.load_state_dict(head.state_dict(), assign=True)
+    half.tie_weights()
+    half.generation_config = copy.deepcopy(whole.generation_config)
+    whole.requires_grad_(False)
+    half.requires_grad_(True)
+    setattr(whole.model, name, half.model)
+    whole.lm_head = half.lm_head
+    half.album = Album(whole.eval(), half, name, processor)
+    if whole.config.model_type in SEEING:
+        half.model.embed_tokens.__class__ = PlaceEmbedding
+        half.model.embed_tokens.album = half.album
+    return half  # type: ignore[no-any-return]
+
+
+def told_in_parts(given: Any, source: str) -> PreTrainedTokenizerBase:
+    """A vision model's tokenizer, or its processor's; the chat template also renders contents that are text."""
+    tokenizer: Any = copy.deepcopy(getattr(given, "tokenizer", given))
+    tokenizer.chat_template = tokenizer.chat_template or getattr(given, "chat_template", None)
+    file = Path(source) / "chat_template.json"  # of folders that transformers 4 wrote; tokenizers do not read it
+    if tokenizer.chat_template is None and file.is_file():
+        tokenizer.chat_template = json.loads(file.read_bytes())["chat_template"]
+    told = ""
+    with suppress(Exception):  # templates raise what they like
+        told = str(tokenizer.apply_chat_template([{"role": "user", "content": "begun0"}], tokenize=False))
+    if isinstance(tokenizer.chat_template, str) and "begun0" not in told:
+        tokenizer.chat_template = _STRINGS_AS_PARTS + tokenizer.chat_template
+    return tokenizer  # type: ignore[no-any-return]

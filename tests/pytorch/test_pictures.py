@@ -1,0 +1,203 @@
+"""Pictures in prompts: logits, scores, gradients and samples are those of the whole model on pixels."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from tiny_models import END_ID
+from tiny_vision import (
+    FAMILIES,
+    IMAGE_ID,
+    SEEING,
+    picture,
+    tiny_processor,
+    tiny_vision,
+    vision_folder,
+    vision_tokenizer,
+)
+from torch import Tensor
+from transformers import Idefics3Processor
+
+from covey.errors import DataError, ModelError
+from covey.pytorch.engine import Engine
+from covey.pytorch.models import pictures as albums
+from covey.pytorch.policy import Policy
+from covey.rollout.packing import count_tokens, pack_episodes
+from covey.tasks.pictures import Picture, read_picture
+from covey.types import PICTURES, Episode, Request, SamplingSettings
+from fakes import raises
+
+WORDS = np.array([5, 6, IMAGE_ID, 7, 8, IMAGE_ID, 9, 10])
+
+
+def pictures(*seeds: int) -> list[Picture]:
+    """Pictures of one tile and, of odd seeds, of several."""
+    return [read_picture(picture(seed, 50 if seed % 2 else 20), "here") for seed in seeds]
+
+
+def moved(policy: Policy) -> Policy:
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in policy.trainable_parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return policy
+
+
+def by_whole(policy: Policy, seen: Sequence[Picture], answer: NDArray[Any]) -> Tensor:
+    """`[T]` log-probabilities of an answer to `WORDS` with pictures, by the checkpoint's own processor and forward."""
+    album: Any = policy.album
+    text = "".join(policy.tokenizer.convert_ids_to_tokens(WORDS.tolist()))
+    how: dict[str, Any] = {"return_tensors": "pt", "add_special_tokens": False}
+    inputs = album.processor(text=[text], images=[[one.open() for one in seen]], **how)
+    ids = torch.cat([inputs.pop("input_ids"), torch.from_numpy(answer)[None]], 1)
+    inputs.pop("attention_mask")
+    logits = album.whole(input_ids=ids, **inputs).logits[0, -len(answer) - 1 : -1]
+    found: Tensor = logits.log_softmax(-1)[range(len(answer)), answer]
+    return found
+
+
+@pytest.mark.parametrize("name", SEEING)
+@pytest.mark.slow
+def test_a_group_with_pictures_is_scored_as_the_whole_model_does(name: str, tmp_path: Path) -> None:
+    policy = moved(Policy.load(vision_folder(name, tmp_path / "model"), lora_r=2))
+    album: Any = policy.album
+    rng = np.random.default_rng(0)
+    seen = [pictures(0, 1)] * 3 + [pictures(2, 0)] * 3 + [pictures(2, 1)]  # the last: other picture, same words
+    answers = [rng.integers(4, 90, length) for length in (6, 3, 8, 6, 3, 8)]
+    answers.append(answers[0])
+    episodes = []
+    for own, answer in zip(seen, answers, strict=True):
+        ids = np.concatenate([album.expand(WORDS, own), answer])
+        sampled = np.arange(len(ids)) >= len(ids) - len(answer)
+        episodes.append(Episode(ids, sampled, np.zeros(len(ids), np.float32), "", "stop", 0))
+    (pack,) = pack_episodes(episodes, tokens_per_pack=10_000)
+    counted = count_tokens(episodes, range(7), pack.num_tokens)
+    prompts = [len(e.token_ids) - e.num_sampled for e in episodes]
+    assert counted.computed == pack.num_tokens < sum(prompts[::3]) + sum(map(len, answers))
+    assert album.passes == 0  # nothing was asked of the tower
+
+    advantages = torch.tensor([1.0, -0.5, 0.7, 0.3, -1.0, 0.2, 0.9])
+    assert policy.held.fused is not None
+    logp = policy.score(pack).logp[torch.from_numpy(pack.pair)]
+    (-logp * advantages[torch.from_numpy(pack.rows[pack.row])]).sum().backward()
+    ours = {key: p.grad.clone() for key, p in policy.named_trainable_parameters() if p.grad is not None}
+    assert album.passes == 3  # pictures 0, 1 and 2, once each
+    policy.model.zero_grad()
+    own = [by_whole(policy, pictures_, answer) for pictures_, answer in zip(seen, answers, strict=True)]
+    for row, expected in enumerate(own):
+        got = logp.detach()[torch.from_numpy(pack.rows[pack.row] == row)]
+        assert (got - expected.detach()).abs().max() < 5e-6
+    assert (own[0] - own[-1]).abs().max() > 1e-3
+    (-torch.stack([(a * lp.sum()) for a, lp in zip(advantages, own, strict=True)]).sum()).backward()
+    for key, parameter in policy.named_trainable_parameters():
+        grad: Any = parameter.grad
+        assert (ours[key] - grad).norm() < 1e-5 * grad.norm() + 1e-9
+    assert not any(p.grad is not None for part in album.tower for p in part.parameters())
+
+    for runner in ("fast", "general"):
+        engine = Engine(policy.model, policy.tokenizer, runner=runner, max_batch_size=16)
+        engine.publish(policy.weights(0))
+        requests = [Request(album.expand(WORDS, own), (0, n, s)) for n, own in enumerate(seen[2:4]) for s in range(3)]
+        said = engine(requests, SamplingSettings(max_tokens=5, eos_token_ids=(END_ID,)), policy_version=0)
+        assert engine.last_stats.prefill_tokens < 3 * len(requests[0].token_ids)
+        for number, completion in enumerate(said):
+            if IMAGE_ID in completion.token_ids:  # the whole model counts it as a place without a vector, and fails
+                continue
+            expected = by_whole(policy, seen[2:4][number // 3], completion.token_ids).detach()
+            assert np.abs(completion.logprobs - expected.numpy()).max() < 5e-6
+    assert album.passes == 3
+
+
+def test_ids_come_from_content(tmp_path: Path) -> None:
+    folder = vision_folder("smolvlm", tmp_path / "model")
+    first, second = (Policy.load(folder).album for _ in range(2))
+    assert first is not None
+    assert second is not None
+    (one, other), (again,) = pictures(0, 2), pictures(0)
+    ids = first.expand(WORDS, [one, other])
+    assert (ids == second.expand(WORDS, [again, other])).all()
+    assert ids.dtype == np.int64
+    assert ((ids >= PICTURES) == (first.placeholders(ids) == IMAGE_ID)).all()
+    places = ids[ids >= PICTURES]
+    assert len(places) == len(set(places.tolist())) == 40  # 4 tiles and the whole, 4 places each
+    second.__dict__.pop("_settings")
+    second.options = {"do_image_splitting": False}
+    assert set(places.tolist()).isdisjoint(second.open(one).tolist())  # other settings make other pictures of it
+    assert first.unknown(second.open(one))
+    assert not first.unknown(ids)
+
+
+def test_vectors_that_are_dropped_are_made_again_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy.load(vision_folder("llava", tmp_path / "model"))
+    album: Any = policy.album
+    ids = torch.from_numpy(album.expand(WORDS, pictures(0, 2)))
+    before = album.rows(ids[ids >= PICTURES])
+    assert album.passes == 2
+    monkeypatch.setattr(albums, "_KEPT_BYTES", 1)
+    album.expand(WORDS, pictures(4, 0))
+    album._vectors.clear()
+    assert torch.equal(album.rows(ids[ids >= PICTURES]), before)
+    assert torch.equal(album.rows(ids[ids >= PICTURES]), before)
+    assert album.passes == 2 + 2 + 2
+
+
+def test_a_place_that_nobody_knows_is_an_error(tmp_path: Path) -> None:
+    policy = Policy.load(vision_folder("llava", tmp_path / "model"))
+    album: Any = policy.album
+    album.expand(WORDS, pictures(0, 2))
+    with pytest.raises(ModelError, match="of no picture that is open"):
+        policy.model(input_ids=torch.tensor([[5, PICTURES | 7 << 14]]))
+
+
+def test_a_sampled_placeholder_is_a_word(tmp_path: Path) -> None:
+    """What the policy writes has no picture behind it: sampler and trainer both read the token's own embedding."""
+    policy = Policy.load(vision_folder("smolvlm", tmp_path / "model"))
+    album: Any = policy.album
+    prompt = album.expand(WORDS, pictures(0, 2))
+    only = ((IMAGE_ID, IMAGE_ID, 5),)
+    engine = Engine(policy.model, policy.tokenizer)
+    engine.publish(policy.weights(0))
+    (said,) = engine([Request(prompt, choices=only)], SamplingSettings(max_tokens=3), policy_version=0)
+    assert said.token_ids.tolist() == list(only[0])
+    ids = np.concatenate([prompt, said.token_ids])
+    with torch.no_grad():
+        logits = policy.model(input_ids=torch.from_numpy(ids)[None]).logits
+    assert torch.isfinite(logits).all()
+
+
+def test_the_processor_of_smolvlm_needs_no_packages_for_video(tmp_path: Path) -> None:
+    folder = vision_folder("smolvlm", tmp_path / "model")
+    file = folder / "processor_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"processor_class": "SmolVLMProcessor"}))
+    album: Any = Policy.load(folder).album
+    assert isinstance(album.processor, Idefics3Processor)
+    assert len(album.expand(WORDS, pictures(1, 0))) == 61
+    album.save_processor(tmp_path)
+    assert json.loads((tmp_path / file.name).read_text())["processor_class"] == "SmolVLMProcessor"
+
+
+def test_a_built_model_comes_with_its_processor() -> None:
+    policy = Policy.load(tiny_vision("llava"), tiny_processor("llava"))  # type: ignore[arg-type]
+    album: Any = policy.album
+    assert int((album.expand(WORDS, pictures(0, 1)) >= PICTURES).sum()) == 32
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    for name in FAMILIES:
+        if name not in SEEING:
+            album: Any = Policy.load(tiny_vision(name), vision_tokenizer()).album
+            album.__dict__["processor"] = tiny_processor("llava")
+            raises(ModelError, f"of a {name} model text is read here; .* smolvlm, idefics3, llava",
+                   album.expand, WORDS, pictures(0, 1))  # fmt: skip
+    album = Policy.load(vision_folder("llava", tmp_path / "model")).album
+    raises(DataError, "2 times '<image>' for 1 pictures", album.expand, WORDS, pictures(0))
+    for file in ("preprocessor_config.json", "processor_config.json"):
+        (tmp_path / "model" / file).unlink(missing_ok=True)
+    album = Policy.load(tmp_path / "model").album
+    raises(ModelError, "its processor cannot be loaded .*; save it beside", album.expand, WORDS, pictures(0, 1))
