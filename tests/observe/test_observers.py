@@ -178,7 +178,7 @@ def test_a_missing_tracker_says_what_to_install(run: RunFolder, monkeypatch: pyt
 def test_unknown_trackers_are_refused(run: RunFolder) -> None:
     for names, folder, words in (
         ("wandbb", run, "did you mean 'wandb'"),
-        (["zzz"], run, "tensorboard, wandb, trackio, mlflow or 'none'"),
+        (["zzz"], run, "tensorboard, wandb, trackio, mlflow, none"),
         ("wandb", None, "needs a run folder"),
     ):
         raises(ConfigError, words, make_observers, names, folder, console=False)

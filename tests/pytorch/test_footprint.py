@@ -56,7 +56,7 @@ def measured(policy: Policy) -> tuple[int, int]:
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize(("family", "dtype", "options"), CASES, ids=str)
 def test_activations_are_those_kept(family: str, dtype: str, options: dict[str, Any], checkpointed: bool) -> None:
-    more = {"lora_r": 4, "needs_reference": False, "gradient_checkpointing": checkpointed}
+    more = {"lora_r": 4, "reference": {"needed": False}, "gradient_checkpointing": checkpointed}
     policy = Policy.load(model_of(family, dtype), tiny_tokenizer(), **more | options)
     kept, peak = measured(policy)
     shape, auto = Shape.of(policy.model), options.get("autocast", "")
@@ -74,7 +74,7 @@ def test_activations_are_those_kept(family: str, dtype: str, options: dict[str, 
 def test_norms_of_outputs_are_kept_too() -> None:
     """Its soft caps go through products of matrices on a CPU, whose scores hide the peak of all else."""
     for options in ({}, {"use_peft": False}):
-        policy = Policy.load(model_of("Gemma2"), tiny_tokenizer(), **{"lora_r": 4, "needs_reference": False} | options)
+        policy = Policy.load(model_of("Gemma2"), tiny_tokenizer(), **{"lora_r": 4, "reference": {"needed": False}} | options)
         kept, _ = measured(policy)
         chosen = Choices(dtype="float32", layers="own" if options else "fused")
         assert footprint.activation_bytes(Shape.of(policy.model), chosen, TOKENS) == pytest.approx(kept, rel=0.03)

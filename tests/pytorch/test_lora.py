@@ -286,5 +286,5 @@ def test_what_is_wrong_is_named_and_a_run_without_a_reference_holds_no_copy() ->
     reference = Reference(build(False), needed=False, update="ema")
     assert (reference.state_dict(), reference.after_step(1)) == ({}, False)
     reference.load_state_dict({})
-    with pytest.raises(ModelError, match="needs_reference"), reference.active():
+    with pytest.raises(ModelError, match="without a reference"), reference.active():
         pass

@@ -70,7 +70,7 @@ def test_a_run_reads_each_picture_once(whole: GRPOTrainer) -> None:
     album: Any = whole.policy.album
     assert album.passes == 4
     assert whole.policy.fused_obstacle is None
-    assert whole.policy.can_walk
+    assert whole.learner._can_walk
     first = next(record for record in whole.state.log_history if "tokens/raw" in record)
     lengths = [len(prompt.token_ids) for prompt in whole.prompts]
     assert first["tokens/computed"] <= max(lengths) + sorted(lengths)[-2] + 8 * 8  # two prompts once, eight answers

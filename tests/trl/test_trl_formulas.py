@@ -97,8 +97,7 @@ def test_loss_and_gradient_are_trls(case: dict[str, Any], tmp_path: Path) -> Non
     args = GRPOConfig(str(tmp_path), **(options | case["options"]), bf16=False)
     config, weights = settings(args, num_prompts=2, lora=False), args.reward_weights or [1.0, 1.0]
     given = groups(GIVEN["sampler" if args.use_vllm else "old"], weights)
-    sections = (config.algorithm, config.rewards, config.environment)
-    batch = make_batch(given, *sections, reward_weights=weights, max_completion_length=5)
+    batch = make_batch(given, config, reward_weights=weights)
     np.testing.assert_allclose(batch.advantages[:, 0], case["advantages"], rtol=2e-5, atol=1e-5)
     learner, state = Told(), TrainerState()
     update(learner, batch, config.algorithm, 0.1, temperature=1.0, max_completion_length=5, state=state)  # type: ignore[arg-type]
