@@ -61,7 +61,7 @@ def measure(point: Point, model: str, steps: int, dtype: str) -> dict[str, Any]:
     from covey.rollout.packing import pack_episodes
     from covey.types import Batch, Episode, Prompt, Request, SamplingSettings
 
-    policy = Policy.load(model, dtype=dtype, needs_reference=False)
+    policy = Policy.load(model, dtype=dtype, reference={"needed": False})
     engine = Engine(policy.model, policy.tokenizer)
     learner = Learner(policy, learning_rate=1e-5)
     objective = make_objective("dapo")

@@ -221,7 +221,7 @@ def families() -> dict[str, dict[str, Any]]:
     rows = mixed(VOCAB_SIZE)
 
     def update(family: str, alone: bool) -> tuple[dict[str, Any], str | None]:
-        policy = Policy.load(tiny_model(family), tiny_tokenizer(), needs_reference=False, prefix_sharing=not alone)
+        policy = Policy.load(tiny_model(family), tiny_tokenizer(), reference={"needed": False}, prefix_sharing=not alone)
         found = Update(policy, rows, alone=alone, compared=len(rows), budget=64)
         found.run()
         return found.compare(), obstacle_of(policy)
@@ -259,7 +259,7 @@ def main() -> None:
         say(families())
         return
     workload = make(args.workload, small=args.small)
-    policy = Policy.load(args.model, needs_reference=False, prefix_sharing=not args.alone)
+    policy = Policy.load(args.model, reference={"needed": False}, prefix_sharing=not args.alone)
     compared = first(workload.rows, args.compared)
     update = Update(policy, workload.rows, alone=args.alone, compared=compared, budget=args.budget)
     engine: Engine | None = None
