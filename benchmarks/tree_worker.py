@@ -221,7 +221,9 @@ def families() -> dict[str, dict[str, Any]]:
     rows = mixed(VOCAB_SIZE)
 
     def update(family: str, alone: bool) -> tuple[dict[str, Any], str | None]:
-        policy = Policy.load(tiny_model(family), tiny_tokenizer(), reference={"needed": False}, prefix_sharing=not alone)
+        policy = Policy.load(
+            tiny_model(family), tiny_tokenizer(), reference={"needed": False}, prefix_sharing=not alone
+        )
         found = Update(policy, rows, alone=alone, compared=len(rows), budget=64)
         found.run()
         return found.compare(), obstacle_of(policy)

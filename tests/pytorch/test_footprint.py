@@ -74,7 +74,9 @@ def test_activations_are_those_kept(family: str, dtype: str, options: dict[str, 
 def test_norms_of_outputs_are_kept_too() -> None:
     """Its soft caps go through products of matrices on a CPU, whose scores hide the peak of all else."""
     for options in ({}, {"use_peft": False}):
-        policy = Policy.load(model_of("Gemma2"), tiny_tokenizer(), **{"lora_r": 4, "reference": {"needed": False}} | options)
+        policy = Policy.load(
+            model_of("Gemma2"), tiny_tokenizer(), **{"lora_r": 4, "reference": {"needed": False}} | options
+        )
         kept, _ = measured(policy)
         chosen = Choices(dtype="float32", layers="own" if options else "fused")
         assert footprint.activation_bytes(Shape.of(policy.model), chosen, TOKENS) == pytest.approx(kept, rel=0.03)
