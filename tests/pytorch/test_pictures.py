@@ -13,6 +13,7 @@ from tiny_models import END_ID
 from tiny_vision import (
     FAMILIES,
     IMAGE_ID,
+    QWEN,
     SEEING,
     picture,
     tiny_processor,
@@ -21,7 +22,8 @@ from tiny_vision import (
     vision_tokenizer,
 )
 from torch import Tensor
-from transformers import Idefics3Processor
+from torch.nn import functional
+from transformers import AutoModelForImageTextToText, Idefics3Processor
 
 from covey.errors import DataError, ModelError
 from covey.pytorch.engine import Engine
@@ -56,6 +58,8 @@ def by_whole(policy: Policy, seen: Sequence[Picture], answer: NDArray[Any]) -> T
     inputs = album.processor(text=[text], images=[[one.open() for one in seen]], **how)
     ids = torch.cat([inputs.pop("input_ids"), torch.from_numpy(answer)[None]], 1)
     inputs.pop("attention_mask")
+    if "mm_token_type_ids" in inputs:
+        inputs["mm_token_type_ids"] = functional.pad(inputs["mm_token_type_ids"], (0, len(answer)))
     logits = album.whole(input_ids=ids, **inputs).logits[0, -len(answer) - 1 : -1]
     found: Tensor = logits.log_softmax(-1)[range(len(answer)), answer]
     return found
@@ -111,6 +115,61 @@ def test_a_group_with_pictures_is_scored_as_the_whole_model_does(name: str, tmp_
             expected = by_whole(policy, seen[2:4][number // 3], completion.token_ids).detach()
             assert np.abs(completion.logprobs - expected.numpy()).max() < 5e-6
     assert album.passes == 3
+
+
+@pytest.mark.parametrize("name", QWEN)
+@pytest.mark.slow
+def test_positions_of_any_prompt_are_the_checkpoints_own(name: str, tmp_path: Path) -> None:
+    """Pictures first, last and alone, text alone; through the fused layers, the model's own layers and padded rows; the
+    checkpoint is loaded by itself, and its own state is stale.
+    """
+    folder = vision_folder(name, tmp_path / "model")
+    whole: Any = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    policy = Policy.load(folder, use_peft=False)
+    album: Any = policy.album
+    seen = [read_picture(picture(n, *size), "here") for n, size in enumerate(((20, 14), (12, 60), (60, 12)))]
+    prompts = [([IMAGE_ID, 5, 6], [0]), ([5, IMAGE_ID], [1]), ([IMAGE_ID], [2]), ([7, 8], []), ([5, IMAGE_ID, 6], [1])]
+    prompts.append(([5, IMAGE_ID, 6, IMAGE_ID, 7, IMAGE_ID], [1, 2, 1]))
+    answer = np.array([11, 12, 13, 14])
+    episodes, truth = [], []
+    whole.model.rope_deltas = torch.tensor([[-77]])  # of whatever ran before
+    for words, numbers in prompts:
+        own = [seen[number] for number in numbers]
+        ids = np.concatenate([album.expand(np.array(words), own), answer])
+        episodes.append(
+            Episode(ids, np.arange(len(ids)) >= len(ids) - 4, np.zeros(len(ids), np.float32), "", "stop", 0)
+        )
+        narrow = torch.from_numpy(album.placeholders(ids))[None]
+        told: Any = {}
+        if own:
+            pixels = [album._pixels(one) for one in own]
+            told = {key: torch.cat([one[key] for one in pixels]) for key in pixels[0]}
+            told["mm_token_type_ids"] = (narrow == IMAGE_ID).long()
+        with torch.no_grad():
+            logits = whole(input_ids=narrow, **told, use_cache=False).logits[0, -5:-1].log_softmax(-1)
+        truth.append(logits[range(4), answer])
+    (pack,) = pack_episodes(episodes, tokens_per_pack=10_000)
+    fused = Policy.load(folder, lora_r=2)
+    fused.album.expand(np.array([IMAGE_ID] * 3), seen)  # type: ignore[union-attr]
+    assert policy.held.fused is None
+    assert fused.held.fused is not None
+    padded = Policy.load(folder, lora_r=2, prefix_sharing=False)
+    padded.album.expand(np.array([IMAGE_ID] * 3), seen)  # type: ignore[union-attr]
+    for each in (policy, fused, padded):
+        with torch.no_grad():
+            logp = each.score(pack).logp[torch.from_numpy(pack.pair)]
+        for row, expected in enumerate(truth):
+            got = logp[torch.from_numpy(pack.rows[pack.row] == row)]
+            assert (got - expected).abs().max() < 5e-6
+
+
+def test_a_picture_with_too_many_rows(tmp_path: Path) -> None:
+    album: Any = Policy.load(vision_folder("qwen2_vl", tmp_path / "model")).album
+    album.options = {"size": {"shortest_edge": 64, "longest_edge": 1 << 20}}
+    long = read_picture(picture(0, 24, 8 * 600), "here")
+    raises(DataError, "600 places on a side, more than 512; make it smaller", album.open, long)
+    line = read_picture(picture(0, 8, 8 * 600), "here")
+    raises(DataError, "8 x 4,800 pixels: .* aspect ratio must be smaller than 200", album.open, line)
 
 
 def test_ids_come_from_content(tmp_path: Path) -> None:
@@ -193,7 +252,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         if name not in SEEING:
             album: Any = Policy.load(tiny_vision(name), vision_tokenizer()).album
             album.__dict__["processor"] = tiny_processor("llava")
-            raises(ModelError, f"of a {name} model text is read here; .* smolvlm, idefics3, llava",
+            raises(ModelError, f"of a {name} model text is read here; .* smolvlm, idefics3, llava, qwen2_vl",
                    album.expand, WORDS, pictures(0, 1))  # fmt: skip
     album = Policy.load(vision_folder("llava", tmp_path / "model")).album
     raises(DataError, "2 times '<image>' for 1 pictures", album.expand, WORDS, pictures(0))

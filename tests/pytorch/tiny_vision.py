@@ -11,10 +11,14 @@ from PIL import Image
 from tiny_models import tiny_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
 
-SEEING = ("smolvlm", "idefics3", "llava")
+from covey.pytorch.models.pictures import QwenProcessor
+
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+SEEING = ("smolvlm", "idefics3", "llava", *QWEN)
 """Families that read pictures here; the others train on text."""
-FAMILIES = (*SEEING, "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3")
+FAMILIES = (*SEEING, "gemma3")
 CELLS = [f"<row_{row}_col_{column}>" for row in (1, 2, 3, 4) for column in (1, 2, 3, 4)]
+OF_QWEN = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
 ADDED = ["<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", *CELLS]
 IMAGE_ID, SIZE = 97, 128
 PARTS_ALONE = (
@@ -26,21 +30,27 @@ PARTS_ALONE = (
 """SmolVLM's way of writing a conversation: a content that is text is not rendered at all."""
 
 
-def vision_tokenizer() -> PreTrainedTokenizerFast:
+def vision_tokenizer(name: str = "smolvlm") -> PreTrainedTokenizerFast:
     """`tiny_tokenizer` with the tokens that stand around and for pictures."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ADDED})
+    tokenizer, added = tiny_tokenizer(), OF_QWEN if name in QWEN else ADDED
+    tokenizer.add_special_tokens({"additional_special_tokens": added})
     tokenizer.chat_template = PARTS_ALONE
-    assert tokenizer.convert_tokens_to_ids("<image>") == IMAGE_ID
+    if name in QWEN:
+        tokenizer.chat_template = PARTS_ALONE.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
+    assert tokenizer.convert_tokens_to_ids(added[0]) == IMAGE_ID
     assert len(tokenizer) <= SIZE
     return tokenizer
 
 
 def tiny_processor(name: str) -> ProcessorMixin:
     """The processor of a family that reads pictures: SmolVLM and Idefics3 cut pictures above 32 pixels into tiles of 4
-    places each, LLaVA makes 16 places of each.
+    places each, LLaVA makes 16 places of each, Qwen's one of 8 by 8 pixels.
     """
-    tokenizer: Any = vision_tokenizer()
+    tokenizer: Any = vision_tokenizer(name)
+    if name in QWEN:
+        patches: dict[str, Any] = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
+        squares = hf.Qwen2VLImageProcessorPil(size={"shortest_edge": 64, "longest_edge": 4096}, **patches)
+        return QwenProcessor(squares, tokenizer, chat_template=tokenizer.chat_template)
     if name == "llava":
         pixels = hf.CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
         how = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}

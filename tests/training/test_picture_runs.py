@@ -35,6 +35,10 @@ def variety(prompts: Any, completions: Any, images: Any, **columns: Any) -> list
     return [float(len(set(completion[0]["content"]))) for completion in completions]
 
 
+def variety_of_text(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    return [float(len(set(completion[0]["content"]))) for completion in completions]
+
+
 def rows() -> list[dict[str, Any]]:
     asked = [{"role": "user", "content": "What?"}]
     return [{"prompt": asked, "images": [picture(seed, 50 if seed % 2 else 20)]} for seed in range(4)]
@@ -77,6 +81,30 @@ def test_a_run_reads_each_picture_once(whole: GRPOTrainer) -> None:
     assert first["tokens/raw"] >= 8 * min(lengths)
     gaps = [r["sampling/sampling_logp_difference/max"] for r in whole.state.log_history if "loss" in r]
     assert max(gaps) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.slow
+def test_qwen_trains_on_pictures_and_resumes_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    model = str(vision_folder(name, tmp_path / "model"))
+    given = [*rows()[:3], {"prompt": [{"role": "user", "content": "Or text?"}], "images": None}]
+    ran = []
+    for output, steps in (("whole", (4,)), ("begun", (2, 4))):
+        for number, most in enumerate(steps):
+            trainer = GRPOTrainer(model, variety_of_text, settings(tmp_path / output, max_steps=most), given)
+            trainer.train(resume_from_checkpoint=number > 0)
+        ran.append(trainer)
+    whole, again = ran
+    assert whole.policy.album is not None
+    assert whole.policy.album.passes == 3
+    assert whole.policy.fused_obstacle is None
+    gaps = [r["sampling/sampling_logp_difference/max"] for r in whole.state.log_history if "loss" in r]
+    assert max(gaps) < 1e-5
+    assert {key: value.tolist() for key, value in again.policy.state_dict().items()} == {
+        key: value.tolist() for key, value in whole.policy.state_dict().items()
+    }
+    for step in (1, 4):
+        assert replay(whole.args.run.output_dir, step).exact
 
 
 def test_rewards_see_pictures(whole: GRPOTrainer) -> None:

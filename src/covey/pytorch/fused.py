@@ -400,14 +400,18 @@ class _Decode(torch.autograd.Function):
         ctx: Any, decoder: FusedDecoder, pack: Pack | Piece, layout: TreeLayout, keep: bool, *parameters: Tensor
     ) -> Tensor:
         device = decoder._device
-        x = decoder._embedding(_to(pack.token_ids, device))
+        ids = _to(pack.token_ids, device)
+        x, album = decoder._embedding(ids), getattr(decoder._embedding, "album", None)
+        deep = None if album is None else album.deep(ids)
         if decoder._multiplier != 1:
             x = x * decoder._multiplier
-        positions, layers = _to(pack.position_ids, device), []
+        positions, layers = _to(pack.turns, device), []
         turns: dict[str | None, Turn] = {name: turn(positions, x.dtype) for name, turn in decoder._rotaries.items()}
         for number, layer in enumerate(decoder._layers):
             kept = layer.begin(x)
             x = layer.forward(kept, layout, turns.get(layer.form.rotary))
+            if deep is not None:
+                deep.add(number, x)
             if keep and number >= decoder._first:
                 layers.append(layer.begin(kept.x) if decoder._checkpoint else kept)
         index = _to(pack.score_at, device)

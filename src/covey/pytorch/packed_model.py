@@ -134,7 +134,7 @@ class PackedModel:
         device = self.device
         out = self.transformer(
             input_ids=torch.from_numpy(pack.token_ids).to(device)[None],
-            position_ids=torch.from_numpy(pack.position_ids).to(device)[None],
+            position_ids=torch.from_numpy(pack.turns).to(device).unsqueeze(-2),
             # transformers takes a 4-dimensional mask as prepared and builds none; packed attention reads none
             attention_mask=torch.zeros(1, 1, 1, 1, device=device, dtype=self.lm.dtype),
             use_cache=False,

@@ -41,6 +41,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from covey.rollout.places import turns_of
 from covey.rollout.tries import Node, build_trie, partition
 from covey.types import Episode, IntArray, Support
 
@@ -99,6 +100,14 @@ class Pack:
     def num_targets(self) -> int:
         """S, sampled tokens of all rows."""
         return len(self.pair)
+
+    @cached_property
+    def turns(self) -> IntArray:
+        """`[M]` or `[3, M]` what the tokens are turned by, see `covey.rollout.places`."""
+        runs = (
+            (b.start, b.stop, self.branches[b.parent].start + b.at - 1 if b.parent >= 0 else -1) for b in self.branches
+        )
+        return turns_of(self.token_ids, self.position_ids, runs)
 
     @cached_property
     def first(self) -> IntArray:

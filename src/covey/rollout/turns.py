@@ -75,6 +75,7 @@ class Row:
     versions: list[tuple[int, int]] = field(default_factory=list)
     finish_reason: FinishReason | None = None  # why the turn is over; None while it goes on
     error: GenerationError | None = None  # what went wrong with this row alone; its turn is over
+    shift: int = 0  # the position that turns what is sampled next, less the number of tokens before
     place: Any = None  # the device's own note of where the row is
 
     @property

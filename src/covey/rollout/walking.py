@@ -36,6 +36,7 @@ class Piece:
 
     token_ids: IntArray  # `[m]`
     position_ids: IntArray  # `[m]`
+    turns: IntArray  # `[m]` or `[3, m]`
     branches: tuple[Branch, ...]  # of the m tokens; one without a parent sees the kept path's first `at` tokens
     score_at: IntArray  # `[u]` which of the m tokens predicts
     targets: IntArray  # `[u]`
@@ -149,6 +150,7 @@ class _Cutter:
         return Piece(
             token_ids=pack.token_ids[index],
             position_ids=pack.position_ids[index],
+            turns=pack.turns[..., index],
             branches=self._branches(ranges, places),
             score_at=np.searchsorted(index, pack.score_at[scored]),
             targets=pack.targets[scored],

@@ -22,6 +22,7 @@ from covey.pytorch.engine.cache import KVCache, lay_out_for_clients, lay_out_for
 from covey.pytorch.engine.runner import Runner, Step
 from covey.pytorch.engine.sampling import draw_tokens
 from covey.pytorch.engine.tree import Branch, Tree
+from covey.rollout.places import sequence_turns
 from covey.rollout.turns import REUSED_BLOCK, Device, Drawn, Row
 
 _PREFILL_TOKENS = 2048
@@ -99,7 +100,7 @@ class TorchDevice(Device):
         self._attention.advance(held - np.array([row.turn for row in rows]))
         step = Step(
             token_ids=self._tensor([row.own[-1] for row in rows]),
-            positions=self._tensor(held + np.array([len(row.prompt_ids) for row in rows])),
+            positions=self._tensor(held + np.array([len(row.prompt_ids) + row.shift for row in rows])),
             last=None,
             attention=self._attention,
             histories=lambda: [row.history() for row in rows],
@@ -200,10 +201,12 @@ class TorchDevice(Device):
             ends = {id(row.place) for row in rows}
             asked = [place for place, branch in enumerate(new) if id(branch) in ends]
             self.stats.prefill_tokens += int(missing.sum())
+            turns, last = sequence_turns(*(b.tokens() for b in new)), np.cumsum([branch.end for branch in new])
+            run = np.concatenate([np.arange(end - n, end) for end, n in zip(last, missing, strict=True)])
             pieces = [Piece(_spans(branch), int(count)) for branch, count in zip(new, missing, strict=True)]
             step = Step(
                 token_ids=self._tensor(np.concatenate([branch.token_ids[branch.filled :] for branch in new])),
-                positions=self._tensor(np.concatenate([np.arange(b.at + b.filled, b.end) for b in new])),
+                positions=self._tensor(turns[..., run]),
                 last=self._tensor((np.cumsum(missing) - 1)[asked]),
                 attention=PrefillAttention(self._cache, pieces, copies),
                 histories=lambda: [new[place].tokens() for place in asked],
@@ -214,6 +217,7 @@ class TorchDevice(Device):
         after = [computed.get(id(row.place), tree.logits(ids)) for row, ids in zip(rows, histories, strict=True)]
         found = torch.stack([one for one in after if one is not None])
         for row, ids in zip(rows, histories, strict=True):
+            row.shift = int(sequence_turns(ids)[..., -1].max()) + 1 - len(ids)
             if (one := computed.pop(id(row.place), None)) is not None:
                 tree.keep_logits(ids, one)
         self.stats.prefill_seconds += time.perf_counter() - started

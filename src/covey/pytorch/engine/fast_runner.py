@@ -83,6 +83,7 @@ class FastRunner:
     def forward(self, step: Step) -> Tensor:
         look_up = partial(functional.embedding, weight=self._embedding)
         embedded = look_up(step.token_ids) if self._album is None else self._album.embed(step.token_ids, look_up)
+        deep = None if self._album is None else self._album.deep(step.token_ids)
         stream = self._norms.open(embedded.to(self._dtype), self._embedding_scale)
         x = stream[:, : self._embedding.shape[1]]
         turns = {name: rotary(step.positions, self._dtype) for name, rotary in self._rotaries.items()}
@@ -100,6 +101,8 @@ class FastRunner:
             gate, up = layer.gate_up(self._norms(stream, layer.mlp_norm)).chunk(2, dim=-1)
             out = layer.down(form.activation.forward(gate).mul_(up))
             x.add_(_normed(out, layer.output_norm, form.output_norm), alpha=form.factor)
+            if deep is not None:
+                deep.add(i, x)
         if step.last is not None:
             stream = stream.index_select(0, step.last)
         logits = self._head(self._norms(stream, self._norm))

@@ -31,7 +31,7 @@ class Step:
     """One forward pass over M packed tokens of n sequences; nothing is padded."""
 
     token_ids: Tensor  # [M]
-    positions: Tensor  # [M] place of each token in its own sequence
+    positions: Tensor  # [M] or [3, M] what each token is turned by (`covey.rollout.places`)
     last: Tensor | None  # [n] which of the M tokens are the last of their sequence; None when each is (decode)
     attention: Attention  # stores and attends
     histories: Callable[[], Sequence[IntArray]]  # the n sequences whole, for runners that keep no cache
@@ -110,7 +110,7 @@ class AttentionRunner(_Copy):
         self.layer_shapes = [LayerShape(call.kv_heads, call.dim, call.value_dim) for call in calls]
 
     def forward(self, step: Step) -> Tensor:
-        last, ids, positions = step.last, step.token_ids[None], step.positions[None]
+        last, ids, positions = step.last, step.token_ids[None], step.positions.unsqueeze(-2)
         kept: dict[str, Tensor] = {"logits_to_keep": last} if self._keeps_logits and last is not None else {}
         token = _active.set(step.attention)
         try:

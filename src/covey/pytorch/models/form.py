@@ -65,6 +65,7 @@ class RotaryForm:
     frequencies: Tensor  # [R / 2] radians for each position
     scaling: float  # factor on cosines and sines
     neighbours: bool  # pairs are (2 i, 2 i + 1), not (i, i + R / 2)
+    which: Tensor | None  # [R / 2] of a token's three positions, the one that turns each pair; None = there is one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,11 +99,13 @@ class Rotary:
 
     def __init__(self, form: RotaryForm, device: torch.device) -> None:
         self._scaling, self._neighbours = form.scaling, form.neighbours
+        self._which = None if form.which is None else form.which.to(device)
         self._inverse_frequencies = form.frequencies.detach().to(device, torch.float32, copy=True)
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> Turn:
-        """The rotation at positions `[M]`."""
-        angles = positions.float()[:, None] * self._inverse_frequencies
+        """The rotation at positions `[M]`, or `[3, M]` where tokens have three."""
+        of_pairs = positions[:, None] if positions.dim() == 1 else positions[self._which].T
+        angles = of_pairs.float() * self._inverse_frequencies
         cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
         # pairs side by side, or one half after the other
         places = -1 if self._neighbours else -2
@@ -288,7 +291,11 @@ def _rotary_form(rotary: Any, kind: str) -> RotaryForm:
         raise ModelError("its rotary embedding turns other pairs than those known here")
     prefix = f"{kind}_" if kind else ""
     frequencies, scaling = (getattr(rotary, f"{prefix}{name}") for name in ("inv_freq", "attention_scaling"))
-    return RotaryForm(frequencies, float(scaling), turned[0] == -2)
+    which = None
+    if hasattr(rotary, "mrope_section"):  # three tokens, each of which is turned by another position
+        sine = rotary(frequencies, torch.eye(3, dtype=torch.long, device=frequencies.device)[:, None])[1]
+        which = sine[0, :, : len(frequencies)].argmax(0)
+    return RotaryForm(frequencies, float(scaling), turned[0] == -2, which)
 
 
 _LISTENER = "covey_attention_listener"

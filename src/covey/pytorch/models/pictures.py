@@ -18,6 +18,7 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import RLock
@@ -27,27 +28,26 @@ import numpy as np
 import torch
 import transformers as hf
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, Qwen2Config, Qwen3Config
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, Qwen2Model, Qwen3Model
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.utils.hub import cached_file
 
 from covey.adapters import PEFT_PREFIX, Adapter, read_adapter_folder
 from covey.errors import DataError, ModelError
 from covey.pytorch.models.narrow import computing_dtype
 from covey.pytorch.rounding import truth_and_own, unexplained
+from covey.rollout.places import MOST_ROWS, PLACE_BITS, is_turned, place_ids, place_of, sequence_turns
 from covey.tasks.pictures import Picture, read_picture
 from covey.types import PICTURES, IntArray
 
-SEEING = ("smolvlm", "idefics3", "llava")
+SEEING = ("smolvlm", "idefics3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Families whose pictures are read here."""
-_PLACE_BITS = 14
-_MOST_PLACES = 1 << _PLACE_BITS
+_MOST_PLACES = 1 << 14
 _KEPT_BYTES = 2 << 30
 """Of vectors that are kept; pictures beyond them, the least recently used first, have another pass when needed."""
 _INSIDE = ("text_model", "language_model")
-_PLAIN: dict[str, Any] = {"qwen2_vl_text": Qwen2Config, "qwen2_5_vl_text": Qwen2Config, "qwen3_vl_text": Qwen3Config}
-"""Text models that are those of another family where there are no pictures: equal positions turn all pairs alike."""
 _STRINGS_AS_PARTS = (
     "{%- set told = namespace(messages=[]) -%}{%- for message in messages -%}"
     "{%- set said = message.content -%}{%- if said is string -%}{%- set said = [{'type': 'text', 'text': said}] -%}"
@@ -59,11 +59,8 @@ _STRINGS_AS_PARTS = (
 class Album:
     """The rest of a vision model beside its language half, and the pictures that are read. Copies of the half share it.
 
-    A place in a picture is a token id of its own:
-
-        PICTURES | key << 14 | place      key: 48 bits of a hash of the picture's file and the processor's settings
-
-    so that equal pictures have equal ids in every run and process, and share tokens like equal words.
+    A place in a picture is a token id of its own (`covey.rollout.places`), of a hash of the picture's file and the
+    processor's settings. So equal pictures have equal ids in every run and process, and share tokens like equal words.
 
     Attributes:
         whole: the whole model, whose text part is the half's.
@@ -82,9 +79,11 @@ class Album:
         self.options: dict[str, Any] = {}
         self.passes = 0
         self._half, self._given = half, processor
+        self._deepens = bool(getattr(config.vision_config, "deepstack_visual_indexes", None))
         self.tower = [part for name, part in whole.base_model.named_children() if name != inside]
         self._pictures: dict[int, Picture] = {}
-        self._frames: dict[tuple[int, int], IntArray] = {}
+        self._frames: dict[tuple[int, int], tuple[IntArray, int | None]] = {}  # by size, with the columns of places
+        self._columns: dict[int, int] = {}
         self._vectors: OrderedDict[int, Tensor] = OrderedDict()
         self._lock = RLock()
         self._checked = False
@@ -98,7 +97,8 @@ class Album:
         if isinstance(self._given, ProcessorMixin):
             return self._given
         # SmolVLM's own processor does the same to pictures, and needs packages for video.
-        by: Any = hf.Idefics3Processor if self.whole.config.model_type == "smolvlm" else hf.AutoProcessor
+        kind = self.whole.config.model_type
+        by: Any = hf.Idefics3Processor if kind == "smolvlm" else QwenProcessor if "qwen" in kind else hf.AutoProcessor
         try:
             return by.from_pretrained(self._given)
         except Exception as error:  # transformers raises OSError, ValueError, ImportError, ...
@@ -129,20 +129,29 @@ class Album:
 
     def open(self, picture: Picture) -> IntArray:
         """The ids that stand for a picture, those of its frame included."""
+        settings = self._settings
         if picture.size not in self._frames:
             from PIL import Image
 
-            made = self._process(Image.new("RGB", picture.size))["input_ids"][0]
-            self._frames[picture.size] = np.asarray(made, np.int64)
-        ids = self._frames[picture.size].copy()
-        places = ids == self.placeholder_id
+            try:
+                made = self._process(Image.new("RGB", picture.size))
+            except ValueError as error:
+                raise DataError("a picture of {:,} x {:,} pixels: {}".format(*picture.size, error)) from error
+            grid = made.get("image_grid_thw")  # in patches, of which a place is a square
+            columns = None if grid is None else int(grid[0][2]) // self.whole.config.vision_config.spatial_merge_size
+            self._frames[picture.size] = np.asarray(made["input_ids"][0], np.int64), columns
+        ids, columns = self._frames[picture.size]
+        ids, places = ids.copy(), ids == self.placeholder_id
         if (count := int(places.sum())) > _MOST_PLACES:
             raise DataError(f"a picture of {count:,} places, more than {_MOST_PLACES:,}; make it smaller")
-        digest = hashlib.sha256(f"{picture.sha256} {self._settings}".encode()).digest()
-        key = PICTURES >> _PLACE_BITS | int.from_bytes(digest[:6])
+        if columns is not None and (longest := max(columns, count // columns)) > MOST_ROWS:
+            raise DataError(f"a picture with {longest:,} places on a side, more than {MOST_ROWS:,}; make it smaller")
+        digest = hashlib.sha256(f"{picture.sha256} {settings}".encode()).digest()
+        ids[places] = own = place_ids(digest, count, columns)
+        key = int(own[0]) >> PLACE_BITS
         if self._pictures.setdefault(key, picture) != picture:
             raise DataError(f"pictures {picture.sha256[:12]} and {self._pictures[key].sha256[:12]} have one key")
-        ids[places] = key << _PLACE_BITS | np.arange(count)
+        self._columns[key] = columns or MOST_ROWS
         return ids
 
     def placeholders(self, ids: IntArray) -> IntArray:
@@ -151,7 +160,7 @@ class Album:
 
     def unknown(self, ids: IntArray) -> bool:
         """Whether there are places of pictures that are not open."""
-        keys = np.unique(ids[ids >= PICTURES] >> _PLACE_BITS)
+        keys = np.unique(ids[ids >= PICTURES] >> PLACE_BITS)
         return not set(keys.tolist()) <= self._pictures.keys()
 
     def embed(self, ids: Tensor, table: Callable[[Tensor], Tensor]) -> Tensor:
@@ -159,17 +168,25 @@ class Album:
         if not self._pictures or not (places := ids >= PICTURES).any():
             return table(ids)
         vectors = table(torch.where(places, 0, ids)).clone()
-        vectors[places] = self.rows(ids[places]).to(vectors.dtype)
+        vectors[places] = self.rows(ids[places])[0].to(vectors.dtype)
         return vectors
 
+    def deep(self, ids: Tensor | None) -> Deep | None:
+        """What the tower has for layers of its own, behind the embedding, for M token ids of any shape."""
+        if ids is None or not self._deepens or not len(at := (ids.flatten() >= PICTURES).nonzero()[:, 0]):
+            return None
+        return Deep(at, self.rows(ids.flatten()[at])[1:])
+
     def rows(self, ids: Tensor) -> Tensor:
-        """Ids of places `[n]` -> their vectors `[n, d]`. Each picture has a pass of its own, so that its bits do not
-        depend on which others are known already.
+        """Ids of places `[n]` -> their vectors `[1 + D, n, d]`, first those to embed, then those of D layers. Each
+        picture has a pass of its own, so that its bits do not depend on which others are known already.
         """
-        keys, which = torch.unique(ids >> _PLACE_BITS, return_inverse=True)
+        keys, which = torch.unique(ids >> PLACE_BITS, return_inverse=True)
         tables = [self._vectors_of(key) for key in keys.tolist()]
-        first = np.cumsum([0, *(len(table) for table in tables[:-1])])
-        return torch.cat(tables)[torch.from_numpy(first).to(ids.device)[which] + (ids & _MOST_PLACES - 1)]
+        first = np.cumsum([0, *(table.shape[1] for table in tables[:-1])])
+        columns = [self._columns[key] for key in keys.tolist()]
+        begin, wide = (torch.tensor(each, device=ids.device)[which] for each in (first, columns))
+        return torch.cat(tables, 1)[:, begin + place_of(ids, wide)]
 
     def _vectors_of(self, key: int) -> Tensor:
         with self._lock:
@@ -183,7 +200,7 @@ class Album:
             return self._vectors[key]
 
     def _run(self, picture: Picture) -> Tensor:
-        """`[n, d]` what tower and projector make of a picture."""
+        """`[1 + D, n, d]` what tower and projector make of a picture."""
         self.passes += 1
         whole: Any = self.whole
         device = self._half.device
@@ -191,16 +208,19 @@ class Album:
             part.to(device)
         pixels = self._pixels(picture)
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
-            found = whole.base_model.get_image_features(**pixels, return_dict=True).pooler_output
-            vectors = torch.cat(list(found)).flatten(0, -2)
-        if len(vectors) != (wanted := int((self.open(picture) >= PICTURES).sum())):
-            raise ModelError(f"a picture has {wanted} places in the prompt, and the tower makes {len(vectors)} vectors")
+            found = whole.base_model.get_image_features(**pixels, return_dict=True)
+            parts = found.pooler_output, *(getattr(found, "deepstack_features", None) or ())
+            width = int(self._half.config.hidden_size)
+            vectors = torch.stack([torch.cat(list(part)).reshape(-1, width) for part in parts])
+        if (made := vectors.shape[1]) != (wanted := int((self.open(picture) >= PICTURES).sum())):
+            raise ModelError(f"a picture has {wanted} places in the prompt, and the tower makes {made} vectors")
         return vectors
 
     def _pixels(self, picture: Picture) -> dict[str, Tensor]:
         made = self._process(picture.open().convert("RGB"), return_tensors="pt")
         device, dtype = self._half.device, next(self.tower[0].parameters()).dtype
-        inputs = {name: value for name, value in made.items() if name not in ("input_ids", "attention_mask")}
+        of_text = ("input_ids", "attention_mask", "mm_token_type_ids")
+        inputs = {name: value for name, value in made.items() if name not in of_text}
         return {name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in inputs.items()}
 
     def _process(self, image: Any, **how: Any) -> Any:
@@ -223,7 +243,8 @@ class Album:
 
         @torch.no_grad()
         def logits(dtype: torch.dtype) -> Tensor:
-            out: Tensor = whole(input_ids=narrow, **self._pixels(picture), use_cache=False).logits[0]
+            kinds = {"mm_token_type_ids": (narrow == self.placeholder_id).long()} if is_turned(ids) else {}
+            out: Tensor = whole(input_ids=narrow, **self._pixels(picture), **kinds, use_cache=False).logits[0]
             return out.to(dtype).log_softmax(-1)
 
         with torch.no_grad():
@@ -266,6 +287,61 @@ def _renamed(adapter: Adapter, old: str, new: str) -> dict[str, Any]:
     return {re.sub(old, new, name): tensor for name, tensor in adapter.tensors.items()}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Deep:
+    """What places get after each of the first D layers (DeepStack, arXiv 2406.04334)."""
+
+    at: Tensor  # [n] which of the M tokens
+    rows: Tensor  # [D, n, d]
+
+    def add(self, layer: int, x: Tensor) -> None:
+        """Add it to what a layer has made of the M tokens, `[..., d]`, in place."""
+        if layer < len(self.rows):
+            x.view(-1, x.shape[-1]).index_add_(0, self.at, self.rows[layer].to(x.dtype))
+
+
+class QwenProcessor(hf.Qwen2VLProcessor):
+    """The processor of Qwen's vision models without what reads video, which needs torchvision."""
+
+    @classmethod
+    def get_attributes(cls) -> list[str]:
+        return ["image_processor", "tokenizer"]
+
+
+class _Turned:
+    """A decoder whose tokens are turned by their ids. Positions of one axis are replaced; the rows are then whole."""
+
+    album: Album
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **more: Any) -> Any:
+        deep, plain = self.album.deep(input_ids), position_ids is None or position_ids.dim() == 2
+        if plain and input_ids is not None and is_turned(ids := input_ids.cpu().numpy()):
+            position_ids = torch.from_numpy(sequence_turns(*ids)).to(input_ids.device).view(3, *input_ids.shape)
+            attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        told = more if deep is None else {**more, "deep": deep}
+        return super().forward(input_ids, attention_mask, position_ids, **told)  # type: ignore[misc]
+
+
+class _TurnedQwen2(_Turned, Qwen2Model):  # type: ignore[no-untyped-call]
+    pass
+
+
+class _TurnedQwen3(_Turned, Qwen3Model):  # type: ignore[no-untyped-call]
+    pass
+
+
+class _DeepLayer(Qwen3DecoderLayer):  # type: ignore[no-untyped-call]
+    def forward(self, hidden_states: Tensor, deep: Deep | None = None, **more: Any) -> Tensor:  # type: ignore[override]
+        made = super().forward(hidden_states, **more)
+        if deep is not None:
+            deep.add(int(self.self_attn.layer_idx), made)
+        return made
+
+
+_PLAIN: dict[str, Any] = {"qwen2_vl_text": _TurnedQwen2, "qwen2_5_vl_text": _TurnedQwen2, "qwen3_vl_text": _TurnedQwen3}
+"""Text models whose layers are those of another family."""
+
+
 class PlaceEmbedding(nn.Embedding):
     """An embedding that also knows the places of an album's pictures."""
 
@@ -285,23 +361,30 @@ def language_half(whole: Any, processor: Any = None) -> PreTrainedModel:
     config = copy.deepcopy(inside.config)
     if plain := _PLAIN.get(config.model_type):
         rope = {key: value for key, value in (config.rope_parameters or {}).items() if not key.startswith("mrope")}
-        config = plain.from_dict({**config.to_dict(), "rope_parameters": rope, "model_type": plain.model_type})
+        kind = plain.config_class
+        config = kind.from_dict({**config.to_dict(), "rope_parameters": rope, "model_type": kind.model_type})
     config.tie_word_embeddings = head.weight is inside.embed_tokens.weight
     config.dtype, config.architectures = inside.dtype, None
     config._name_or_path = whole.config._name_or_path
     config._attn_implementation = inside.config._attn_implementation
     with no_init_weights():
-        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        half = kind(config)
+        make: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        half = make(config)
     half.model.load_state_dict(inside.state_dict(), assign=True)
     half.lm_head.load_state_dict(head.state_dict(), assign=True)
     half.tie_weights()
     half.generation_config = copy.deepcopy(whole.generation_config)
     whole.requires_grad_(False)
     half.requires_grad_(True)
-    setattr(whole.model, name, half.model)
     whole.lm_head = half.lm_head
     half.album = Album(whole.eval(), half, name, processor)
+    if plain:
+        half.model.rotary_emb, half.model.album = inside.rotary_emb, half.album
+        half.model.__class__ = plain
+        for layer in half.model.layers if plain is _TurnedQwen3 else ():
+            layer.__class__ = _DeepLayer
+    for part, module in half.model.named_children():
+        setattr(inside, part, module)
     if whole.config.model_type in SEEING:
         half.model.embed_tokens.__class__ = PlaceEmbedding
         half.model.embed_tokens.album = half.album
