@@ -22,6 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from threading import RLock
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -83,7 +84,7 @@ class Album:
         self.passes = 0
         self._half, self._given = half, processor
         self.tower = [part for name, part in whole.base_model.named_children() if name != inside]
-        self._pictures: dict[int, Picture] = {}
+        self._pictures: WeakValueDictionary[int, Picture] = WeakValueDictionary()
         self._frames: dict[tuple[int, int], IntArray] = {}
         self._vectors: OrderedDict[int, Tensor] = OrderedDict()
         self._lock = RLock()
@@ -91,6 +92,11 @@ class Album:
 
     def __deepcopy__(self, _: Any) -> Album:
         return self
+
+    @property
+    def reads(self) -> bool:
+        """Whether pictures of the model's family are read here."""
+        return self.whole.config.model_type in SEEING
 
     @cached_property
     def processor(self) -> Any:
@@ -128,7 +134,7 @@ class Album:
         return np.concatenate(parts)
 
     def open(self, picture: Picture) -> IntArray:
-        """The ids that stand for a picture, those of its frame included."""
+        """The ids that stand for a picture, those of its frame included; they are known while the picture is held."""
         if picture.size not in self._frames:
             from PIL import Image
 
@@ -140,8 +146,8 @@ class Album:
             raise DataError(f"a picture of {count:,} places, more than {_MOST_PLACES:,}; make it smaller")
         digest = hashlib.sha256(f"{picture.sha256} {self._settings}".encode()).digest()
         key = PICTURES >> _PLACE_BITS | int.from_bytes(digest[:6])
-        if self._pictures.setdefault(key, picture) != picture:
-            raise DataError(f"pictures {picture.sha256[:12]} and {self._pictures[key].sha256[:12]} have one key")
+        if (known := self._pictures.setdefault(key, picture)) != picture:
+            raise DataError(f"pictures {picture.sha256[:12]} and {known.sha256[:12]} have one key")
         ids[places] = key << _PLACE_BITS | np.arange(count)
         return ids
 
@@ -152,7 +158,7 @@ class Album:
     def unknown(self, ids: IntArray) -> bool:
         """Whether there are places of pictures that are not open."""
         keys = np.unique(ids[ids >= PICTURES] >> _PLACE_BITS)
-        return not set(keys.tolist()) <= self._pictures.keys()
+        return not all(key in self._pictures for key in keys.tolist())
 
     def embed(self, ids: Tensor, table: Callable[[Tensor], Tensor]) -> Tensor:
         """Token ids of any shape -> vectors, of tokens by the `table`, of places by the tower."""
@@ -173,10 +179,10 @@ class Album:
 
     def _vectors_of(self, key: int) -> Tensor:
         with self._lock:
-            if key not in self._pictures:
+            if (picture := self._pictures.get(key)) is None:
                 raise ModelError(f"a token id of the key {key:#x} is of no picture that is open")
             if key not in self._vectors:
-                self._vectors[key] = self._run(self._pictures[key])
+                self._vectors[key] = self._run(picture)
                 while sum(each.nbytes for each in self._vectors.values()) > _KEPT_BYTES and len(self._vectors) > 1:
                     self._vectors.popitem(last=False)
             self._vectors.move_to_end(key)
@@ -213,7 +219,7 @@ class Album:
             return
         whole: Any = self.whole
         name, source = whole.config.model_type, whole.config._name_or_path
-        if name not in SEEING:
+        if not self.reads:
             raise ModelError(f"{source}: of a {name} model text is read here; pictures are read by {', '.join(SEEING)}")
         rng = np.random.default_rng(0)
         picture = read_picture(rng.integers(0, 256, (24, 40, 3), np.uint8), "a picture of noise")
