@@ -132,8 +132,8 @@ def export_run(
             else:
                 save_model(loaded, aside, dtype or "float32")
         vision = any((aside / name).is_file() for name in ("processor_config.json", "preprocessor_config.json"))
-        about = {"base_model": base or config.model.model, "kind": kind, "step": weights.step, "vision": vision}
-        card = model_card(folder, name=shown, **about)
+        source = base or config.model.model
+        card = model_card(folder, name=shown, base_model=source, kind=kind, step=weights.step, vision=vision)
         write_card(aside, card, folder)
     return final
 
