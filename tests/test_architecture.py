@@ -18,7 +18,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 ROOMS = (
     ("types", "errors", "files", "adapters", "functions", "hub", "metric_names", "overseer", "processes", "signals"),
     ("algorithms", "observe", "rewards"),
-    ("tasks", "environments"),
+    ("tasks",),
+    ("environments",),
     ("config",),
     ("rollout",),
     ("backend",),

@@ -20,7 +20,7 @@ from covey.pytorch.footprint import empty_model
 from covey.pytorch.models.loading import load_model
 from covey.pytorch.models.lora import attach_lora
 from covey.rollout.calls import read_rewards
-from covey.serving.requests import RequestError, chat_text
+from covey.serving.requests import RequestError, chat_prompt
 from covey.tasks import build_prompts, load_rows
 from covey.training.setup import load_task, require_memory
 from covey.trl.loading import with_models
@@ -242,7 +242,7 @@ def test_messages_with_pictures() -> None:
         asked = [{"role": "user", **message}]
         words = "row 0.* (it must be text, or parts of|has pictures .messages of 'prompt'|a key of pictures|holds 0)"
         raises(DataError, words, build_prompts, [{"prompt": asked}], FakeTokenizer())
-        raises(RequestError, r"messages.0", chat_text, FakeTokenizer(), asked, {}, 1_000)
+        raises(RequestError, r"messages.0", chat_prompt, FakeTokenizer(), asked, {}, 1_000)
 
 
 def theirs(output: Path, **options: Any) -> trl.GRPOConfig:

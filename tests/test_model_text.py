@@ -32,7 +32,7 @@ from covey.rollout.calls import AsyncRunner
 from covey.rollout.drawing import StopMatcher
 from covey.rollout.toolchat import UNREADABLE, ToolChat, calls_in, read_call
 from covey.rollout.tools import Call, Calls, Order
-from covey.serving.requests import chat_text
+from covey.serving.requests import chat_prompt
 from covey.tasks.gsm8k import GSM8K, is_correct_answer, reference_answer
 from covey.tasks.usmle import USMLERewardModel, compute_reward, extract_answer, extract_answer_literal
 from covey.training.tools import tool_schema
@@ -161,7 +161,7 @@ def a_turn(chat: ToolChat, runner: AsyncRunner) -> Callable[[str], Any]:
 
 
 def chat(text: str) -> Any:
-    return chat_text(Characters(), [{"role": "user", "content": text}], {}, 1 << 30)
+    return chat_prompt(Characters(), [{"role": "user", "content": text}], {}, 1 << 30)[0]
 
 
 def a_choice(text: str) -> tuple[Any, Any]:

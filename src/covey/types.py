@@ -168,6 +168,8 @@ class Turn:
     """Index of the trajectory's episode that holds its tokens."""
     segment: int
     """Index of its sampled segment in that episode."""
+    pictures: Sequence[Any] = ()
+    """Those of the observation (`covey.tasks.pictures`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -224,6 +226,12 @@ class Group:
     accuracy and reward metrics, since they were only added where rewards were equal."""
     with_tools: tuple[Trajectory, ...] = ()
     """Where tools may be called: the turns of each answer, in the order of `episodes`. What is scored is the answer."""
+
+    @property
+    def shown(self) -> list[Any]:
+        """What may hold pictures: the prompt, and what was seen in turns."""
+        played = (*self.trajectories, *self.with_tools)
+        return [self.prompt.content, *(turn.pictures for each in played for turn in each.turns)]
 
     @property
     def first(self) -> Group:

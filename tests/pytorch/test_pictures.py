@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,9 @@ from fakes import raises
 WORDS = np.array([5, 6, IMAGE_ID, 7, 8, IMAGE_ID, 9, 10])
 
 
+@cache
 def pictures(*seeds: int) -> list[Picture]:
-    """Pictures of one tile and, of odd seeds, of several."""
+    """Pictures of one tile and, of odd seeds, of several; they are held."""
     return [read_picture(picture(seed, 50 if seed % 2 else 20), "here") for seed in seeds]
 
 

@@ -52,10 +52,16 @@ def as_mlx(weights: bytes, rank: int, scale: float) -> tuple[bytes, dict[str, An
 
 class RunningServer:
     def __init__(
-        self, settings: Any = None, limits: Any = None, graceful: int = 2, tokenizer: Any = None, **options: Any
+        self,
+        settings: Any = None,
+        limits: Any = None,
+        graceful: int = 2,
+        tokenizer: Any = None,
+        model: Any = None,
+        **options: Any,
     ):
         self.tokenizer = tokenizer or tiny_tokenizer()
-        self.model = tiny_model("llama", len(self.tokenizer))
+        self.model = model or tiny_model("llama", len(self.tokenizer))
         self.engine = Engine(self.model, self.tokenizer, kv_cache_bytes=8 << 20)
         options = {"max_rows": 8, "max_completion_length": 200} | options
         self.batching = BatchingEngine(self.engine, self.model, **options)

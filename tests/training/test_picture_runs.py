@@ -19,6 +19,7 @@ from covey.errors import ConfigError, DataError, RunFolderError
 from covey.observe.run_folder import RunFolder
 from covey.rollout.scoring import Scorer
 from covey.tasks.pictures import read_picture
+from covey.training.export import export_run, kept_weights
 from covey.training.replay import replay
 from covey.types import PICTURES, Episode
 from covey.watch.app import create_app
@@ -181,6 +182,25 @@ def test_the_adapter_of_a_run_fits_the_whole_model(whole: GRPOTrainer, model: st
     folder = Path(whole.args.run.output_dir) / "adapter"
     theirs = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(model), folder)
     assert sum(".lora_A" in key for key, _ in theirs.named_parameters()) == 14
+
+
+def test_questions_and_cards_of_a_vision_run(whole: GRPOTrainer, model: str, tmp_path: Path) -> None:
+    album: Any = whole.policy.album
+    before, shown = album.passes, picture(9)
+    asked = [{"role": "user", "content": "What?"}]
+    parts = [{"type": "image", "image": shown}, {"type": "text", "text": "What?"}]
+    (column,) = whole.generate([{"prompt": asked, "image": shown}])
+    assert album.passes == before + 1
+    assert whole.generate([[{"role": "user", "content": parts}]]) == [column]
+    assert album.passes == before + 1
+    for kind, line in (("adapter", "PeftModel.from_pretrained(model, "), ("model", "AutoProcessor.from_pretrained(")):
+        folder = RunFolder.read(whole.args.run.output_dir)
+        done = export_run(folder, whole.args, kept_weights(folder, whole.args), tmp_path / kind, kind=kind)
+        card = (done / "README.md").read_text()
+        assert "AutoModelForImageTextToText" in card
+        assert line in card
+        assert "CausalLM" not in card
+        assert "pipeline_tag: image-text-to-text" in card
 
 
 def test_where_pictures_are_not_read_yet(model: str, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from covey.environments.base import Environment, Observation, SeededWorld, TaskInstance
@@ -47,7 +48,7 @@ class _Adapted(Environment):
         said = self._describe(observation)
         self._seen = said if isinstance(said, Observation) else Observation(said)
         if self._seen.actions is None:
-            self._seen = Observation(self._seen.text, self._actions)
+            self._seen = replace(self._seen, actions=self._actions)
         return self._seen
 
 

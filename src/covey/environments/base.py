@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, ClassVar
 
-from covey.errors import ConfigError, EpisodeError
-from covey.functions import make_named
+from covey.errors import ConfigError, DataError, EpisodeError
+from covey.functions import later, make_named
+
+(_pictures,) = later("covey.tasks", "pictures")
 
 TaskInstance = dict[str, Any]
 """One task: plain JSON values with a `uid` and, if there are several kinds of task, a `type`. It may have a
@@ -34,6 +36,8 @@ class Observation:
     """The observation in words."""
     actions: tuple[str, ...] | None = None
     """The admissible actions; None = any text is allowed."""
+    pictures: Sequence[Any] = ()
+    """At most 16, shown before the text: PIL images, arrays `[height, width, 3]` of bytes, or the bytes of files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,7 @@ def checked_reset(returned: Any) -> Observation:
     """What `reset` returned, or an `EpisodeError` that says what is wrong with it."""
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
         returned = returned[0]  # Gymnasium's (observation, info)
-    return _observation(returned, "reset")
+    return checked_observation(returned, "reset")
 
 
 def checked_step(returned: Any, action: str, seen: Observation) -> Outcome:
@@ -147,7 +151,7 @@ def checked_step(returned: Any, action: str, seen: Observation) -> Outcome:
         raise EpisodeError(f"step returned {said!r:.80} as ends, success and valid; text is neither true nor false")
     known = seen.actions is None or action in seen.actions
     return Outcome(
-        observation=_observation(observation, "step"),
+        observation=checked_observation(observation, "step"),
         reward=float(reward),
         done=done,
         success=bool(info.get("success", solved and float(reward) > 0)),
@@ -156,7 +160,8 @@ def checked_step(returned: Any, action: str, seen: Observation) -> Outcome:
     )
 
 
-def _observation(value: Any, method: str) -> Observation:
+def checked_observation(value: Any, method: str) -> Observation:
+    """What `method` returned as observation, its pictures as `covey.tasks.pictures.Picture`, or an `EpisodeError`."""
     if isinstance(value, str):
         value = Observation(value)
     if not isinstance(value, Observation) or not isinstance(value.text, str):
@@ -171,7 +176,19 @@ def _observation(value: Any, method: str) -> Observation:
             text.encode()
         except UnicodeEncodeError as error:
             raise EpisodeError(f"{method} returned {text!r:.80}: half a surrogate pair is not text") from error
-    return Observation(value.text, None if actions is None else tuple(actions))
+    shown = value.pictures
+    if not isinstance(shown, list | tuple) or len(shown) > _MOST_PICTURES:
+        raise EpisodeError(
+            f"{method} returned the pictures {shown!r:.80}; they must be a list of up to {_MOST_PICTURES}"
+        )
+    try:
+        pictures = tuple(_pictures.read_picture(each, f"{method} returned a picture that") for each in shown)
+    except DataError as error:
+        raise EpisodeError(str(error)) from error
+    return Observation(value.text, None if actions is None else tuple(actions), pictures)
+
+
+_MOST_PICTURES = 16
 
 
 _EVAL_SEEDS = 1_000_000  # held-out instances have seeds from here on, training instances below

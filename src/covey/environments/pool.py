@@ -32,10 +32,19 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from covey.environments.base import Environment, Observation, Outcome, TaskInstance, World, checked_reset, checked_step
+from covey.environments.base import (
+    Environment,
+    Observation,
+    Outcome,
+    TaskInstance,
+    World,
+    checked_observation,
+    checked_reset,
+    checked_step,
+)
 from covey.errors import ConfigError, EpisodeError, raised_at
 from covey.functions import USER_FILES
 from covey.processes import end_python, start_python
@@ -221,7 +230,11 @@ class _Place:
         if "error" in answer:
             return EpisodeError(f"the environment failed in {self.asked}: {answer['error']}")
         seen = answer["observation"]
-        observation = Observation(seen["text"], None if seen["actions"] is None else tuple(seen["actions"]))
+        try:
+            files = [base64.b64decode(picture) for picture in seen["pictures"]]
+            observation = checked_observation(Observation(seen["text"], seen["actions"], files), self.asked)
+        except (EpisodeError, ValueError) as error:
+            return EpisodeError(str(error))
         if self.asked == "reset":
             return observation
         return Outcome(observation, **{name: answer[name] for name in (*_SAID, "info")})
@@ -515,14 +528,14 @@ class _Served:
                 self._environment = self._world.make()
             if "task" in message:
                 self._seen = checked_reset(self._environment.reset(message["task"], message["seed"]))
-                return {"observation": asdict(self._seen)}
+                return {"observation": _sent(self._seen)}
             if "action" in message:
                 action = message["action"]
                 outcome = checked_step(self._environment.step(action), action, self._seen)
                 self._seen = outcome.observation
                 said = {name: getattr(outcome, name) for name in _SAID}
                 info = {name: repr(value)[:200] for name, value in outcome.info.items()}
-                return {"observation": asdict(self._seen), "info": info, **said}
+                return {"observation": _sent(self._seen), "info": info, **said}
             return {"expert": self._environment.expert_action()}
         except BaseException as error:
             self.close()  # what state it is in nobody knows
@@ -535,6 +548,11 @@ class _Served:
                 environment.close()
             except BaseException as error:
                 sys.stderr.write(f"closing {environment!r:.80}: {error}\n")
+
+
+def _sent(seen: Observation) -> dict[str, Any]:
+    pictures = [base64.b64encode(picture.data).decode() for picture in seen.pictures]
+    return {"text": seen.text, "actions": seen.actions, "pictures": pictures}
 
 
 def _described(error: BaseException) -> str:

@@ -39,6 +39,12 @@ from transformers import AutoTokenizer
 
 model = {auto}.from_pretrained("{{name}}")
 tokenizer = AutoTokenizer.from_pretrained("{{name}}")"""
+_SEEING = """from transformers import AutoModelForImageTextToText, AutoProcessor
+
+model = AutoModelForImageTextToText.from_pretrained("{source}")
+processor = AutoProcessor.from_pretrained("{{name}}")"""
+_ADAPTED = '\n\nfrom peft import PeftModel\n\nmodel = PeftModel.from_pretrained(model, "{name}")'
+_LOADING_VISION = {"model": _SEEING.format(source="{name}"), "adapter": _SEEING.format(source="{base}") + _ADAPTED}
 _LOADING: dict[Kind, str] = {
     "model": _FROM_HUB.format(module="transformers", auto="AutoModelForCausalLM"),
     "adapter": _FROM_HUB.format(module="peft", auto="AutoPeftModelForCausalLM"),
@@ -56,19 +62,21 @@ def model_card(
     step: int | None = None,
     tags: Sequence[str] = (),
     dataset_name: str | None = None,
+    vision: bool = False,
 ) -> str:
-    """The text of a card."""
+    """The text of a card, of a `vision` model or its adapter, or of one that reads text."""
     with explained(run.config_path if run else name, "read"):
         settings = tomllib.loads(run.config_path.read_text("utf-8")) if run and run.config_path.exists() else {}
     records = run.read_metrics() if run else []
     step = max((record["step"] for record in records), default=0) if step is None else step
     data, shown = dataset_name or _data(settings), _elsewhere(base_model)
     evaluations = [record for record in records if "eval/reward" in record and record["step"] <= step]
+    loading = _LOADING_VISION.get(kind, _LOADING[kind]) if vision else _LOADING[kind]
     lora = ["lora"] if kind in ("adapter", "mlx") else []
     header = ModelCardData(
         model_name=name.rstrip("/").split("/")[-1],
         library_name={"model": "transformers", "adapter": "peft", "mlx": "mlx", "gguf": "gguf"}[kind],
-        pipeline_tag="text-generation",
+        pipeline_tag="image-text-to-text" if vision else "text-generation",
         base_model=base_model if _is_hub_id(base_model) else None,
         datasets=[data] if _is_hub_id(data) else None,
         tags=sorted({"covey", "grpo", "reinforcement-learning", *lora, *tags}),
@@ -78,7 +86,7 @@ def model_card(
         f"# {header.model_name}",
         f"`{shown}`, trained with Group Relative Policy Optimization by Covey.",
         "## How to load it",
-        f"```python\n{_LOADING[kind].format(name=name, base=base_model)}\n```",
+        f"```python\n{loading.format(name=name, base=base_model)}\n```",
         "## Training",
         _list(
             {"Base model": shown, "Data": data, "Rewards": ", ".join(_rewards(settings, records)) or "see above"}

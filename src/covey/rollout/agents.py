@@ -221,13 +221,14 @@ class Player:
         """The tokens of a prompt that tells the task, the last `history` turns, and what is seen now."""
         row = live.prompt.columns
         own = {name: row[name] for name in ("system_prompt", "messages") if row.get(name)}
-        return self._template.opening(self.words_with_history(live, history), **own)
+        return self._template.opening(self.words_with_history(live, history), **own, pictures=live.seen.pictures)
 
     def reply(self, live: LiveEpisode) -> IntArray:
         """The tokens that tell a conversation what is seen now."""
         calls = self.settings.action_format == "call" and live.turns[-1].action is not None
         role = "tool" if calls else "user"
-        return self._template.reply(self.words(live), ended=live.finish_reason == "stop", role=role)
+        how: dict[str, Any] = {"ended": live.finish_reason == "stop", "pictures": live.seen.pictures}
+        return self._template.reply(self.words(live), role=role, **how)
 
     def read(self, live: LiveEpisode, completion: Completion) -> Any:
         """A turn that is over as an action, None if it is none."""
@@ -389,7 +390,8 @@ class _EpisodeLoop:
 
     def _note(self, live: LiveEpisode, reward: float, valid: bool) -> None:
         row, segment = (0, len(live.turns)) if self._conversing else (len(live.turns), 0)
-        live.turns.append(Turn(live.seen.text, live.said, live.action, reward, valid, row, segment))
+        told = (live.said, live.action, reward, valid, row, segment)
+        live.turns.append(Turn(live.seen.text, *told, live.seen.pictures))
         live.acting = False
 
     def _ask(self, live: LiveEpisode) -> None:

@@ -103,7 +103,7 @@ class _ToolPlayer(Player):
         # a name that is no tool's is text of the model's, and may hold anything
         names = [order.call.name if order.call.name in order.tools else UNREADABLE for order in orders]
         told = [{"role": "tool", "name": name, "content": text} for name, text in zip(names, texts, strict=True)]
-        return Outcome(_Told("\n".join(texts), None, tuple(told)), done=not orders)
+        return Outcome(_Told("\n".join(texts), messages=tuple(told)), done=not orders)
 
     def _cut(self, text: str) -> str:
         # hardly any token has a hundred characters: longer texts are not worth reading whole

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from covey.errors import ConfigError
 from covey.rollout.calls import AsyncRunner, Failure, call_with_timeout, shorten
 from covey.types import Message, Prompt
 
@@ -103,6 +104,9 @@ class Calls:
             if not isinstance(error, _RefusedError):
                 self._tell(order.call.name, error)
             outcome = {"error": str(error)}
+        for part in outcome if isinstance(outcome, list | tuple) else (outcome,):
+            if type(part).__module__.startswith("PIL.") or (isinstance(part, Mapping) and part.get("type") == "image"):
+                raise ConfigError(f"the tool {order.call.name} returned a picture; results of tools are texts")
         return Result(str(outcome).encode("utf-8", "replace").decode(), failed)  # lone surrogates are no text
 
     def _tell(self, name: str, error: BaseException) -> None:

@@ -25,7 +25,7 @@ from covey.rollout.learning import Weights
 from covey.serving.batching import Answer, BatchingEngine, Job, unheld
 from covey.serving.generate import GenerateRequest, generated
 from covey.serving.json_output import json_rules
-from covey.serving.requests import ChatRequest, CompletionRequest, RequestError, ScoreRequest, chat_text, read_request
+from covey.serving.requests import ChatRequest, CompletionRequest, RequestError, ScoreRequest, chat_prompt, read_request
 from covey.serving.scoring import Scorer
 from covey.types import Request, SamplingSettings
 
@@ -142,8 +142,9 @@ class UnknownModelError(CoveyError):
 class Answering:
     """Turns requests into completions of the engine, and these into answers."""
 
-    def __init__(self, engine: BatchingEngine, tokenizer: Any, model_name: str) -> None:
+    def __init__(self, engine: BatchingEngine, tokenizer: Any, model_name: str, album: Any = None) -> None:
         self._engine, self._tokenizer, self._name = engine, tokenizer, model_name
+        self._album = album if album is not None and album.reads else None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="covey-texts")
         self._scores = ThreadPoolExecutor(1, thread_name_prefix="covey-scores")
         self._most_characters = min(_LONGEST_TEXT, _CHARACTERS * engine.context_length)
@@ -227,14 +228,14 @@ class Answering:
         weights = self._asked_for(asked)
         loop, queue, kept = asyncio.get_running_loop(), _Told(), Counter[str]()
         async with nullcontext() if asked.json_schema() is None else self._one_schema:  # some take seconds to compile
-            requests, settings = await self._in_thread(self._prepared, asked)
+            requests, settings, pictures = await self._in_thread(self._prepared, asked)
 
         def job(index: int, request: Request) -> Job:
             def tell(what: Any) -> None:
                 loop.call_soon_threadsafe(queue.put_nowait, (index, what))
 
             tokens = (lambda *new: tell(new)) if asked.stream else None
-            return Job(request, settings, tell, tokens, weights=weights, kept=kept)
+            return Job(request, settings, tell, tokens, weights=weights, kept=kept, pictures=pictures)
 
         jobs = [job(index, request) for index, request in enumerate(requests)]
         try:
@@ -255,11 +256,15 @@ class Answering:
     async def _in_thread(self, do: Callable[..., Done], *args: Any) -> Done:
         return await asyncio.get_running_loop().run_in_executor(self._threads, do, *args)
 
-    def _prepared(self, asked: Asked) -> tuple[list[Request], SamplingSettings]:
-        """`n` requests for each prompt, each with a random stream of its own."""
+    def _prepared(self, asked: Asked) -> tuple[list[Request], SamplingSettings, list[Any]]:
+        """`n` requests for each prompt, each with a random stream of its own; and the pictures in them."""
+        pictures: list[Any] = []
         if isinstance(asked, ChatRequest):
-            text = chat_text(self._tokenizer, asked.messages, asked.chat_template_kwargs, self._most_characters)
+            how = (asked.chat_template_kwargs, self._most_characters)
+            text, pictures = chat_prompt(self._tokenizer, asked.messages, *how, sees=self._album is not None)
             prompts = [self._encoded(text, special=False)]
+            if self._album is not None and (pictures or self._album.placeholder_id in prompts[0]):
+                prompts = [self._album.expand(np.array(prompts[0], dtype=np.int64), pictures)]
             longest = asked.max_completion_tokens or asked.max_tokens or self._engine.max_completion_length
         else:
             prompts = [self._ids(prompt) for prompt in asked.prompts()]
@@ -279,7 +284,7 @@ class Answering:
             Request(ids, tuple(stream), None if some is None else tuple(map(tuple, some)), rule and rule())
             for ids, stream, some in zip(arrays, streams, choices, strict=True)
         ]
-        return requests, asked.settings(longest, self._ends, self._engine.vocabulary)
+        return requests, asked.settings(longest, self._ends, self._engine.vocabulary), pictures
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -316,7 +321,8 @@ class Answering:
             "logprobs": self._logprobs(asked, ids, completion.logprobs.tolist()) if asked.wants_logprobs else None,
         }
         if asked.return_token_ids:
-            found |= {"token_ids": completion.token_ids, "prompt_token_ids": request.token_ids}
+            prompt = request.token_ids if self._album is None else self._album.placeholders(request.token_ids)
+            found |= {"token_ids": completion.token_ids, "prompt_token_ids": prompt}
         if asked.return_support and completion.support is not None:
             found["support"] = {"ids": completion.support.ids, "offsets": completion.support.offsets}
         return found

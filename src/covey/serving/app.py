@@ -25,11 +25,11 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from starlette.exceptions import HTTPException
 
 from covey.adapters import Adapter, MalformedConfigError, read_adapter, read_config
-from covey.errors import AdapterError, GenerationError
+from covey.errors import AdapterError, DataError, GenerationError, ModelError
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import bare_model
 from covey.pytorch.models.loading import load_model
-from covey.pytorch.models.lora import linear_layers
+from covey.pytorch.models.lora import album_of, linear_layers
 from covey.serving.answers import Answering, UnknownModelError
 from covey.serving.batching import BatchingEngine, NoWeightsError, QueueFullError, VersionConflictError, prometheus_text
 from covey.serving.connections import listen
@@ -55,7 +55,8 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
     lease = TrainerLease(settings.lease_seconds)
     instance, layers = uuid.uuid4().hex, linear_layers(model)
     layer = next(({"module": name, "out": out, "in": width} for name, (out, width) in layers.items()), None)
-    answering, scorer = Answering(engine, tokenizer, settings.model_name), Scorer(model, tokenizer)
+    scorer = Scorer(model, tokenizer)
+    answering = Answering(engine, tokenizer, settings.model_name, album_of(model))
     uploading = asyncio.Lock()
 
     @app.get("/health")
@@ -202,7 +203,7 @@ def _read_upload(
 
 def _add_errors(app: FastAPI) -> None:
     statuses: dict[int, tuple[type[Exception], ...]] = {
-        400: (MalformedConfigError, RequestError, GenerationError),
+        400: (MalformedConfigError, RequestError, GenerationError, DataError, ModelError),
         404: (UnknownModelError,),
         409: (TwoTrainersError, VersionConflictError),
         422: (AdapterError,),

@@ -27,7 +27,7 @@ from covey.pytorch.engine.merge import AdaptedWeights, weights_of
 from covey.rollout.drawing import check_choices, check_settings
 from covey.rollout.learning import Weights
 from covey.rollout.turns import REUSED_BLOCK
-from covey.types import Completion, Request, SamplingSettings
+from covey.types import PICTURES, Completion, Request, SamplingSettings
 
 _COUNTERS = {
     "completions": "completions sampled",
@@ -95,6 +95,7 @@ class Job:
     over: bool = False
     since: float = field(default_factory=time.monotonic)
     kept: Counter[str] = field(default_factory=Counter)  # of its request
+    pictures: Sequence[Any] = ()  # of its prompt, which are held as long as it runs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -443,8 +444,9 @@ class BatchingEngine:
         if length > self.longest_prompt:
             memory = f"this server has memory for {self.longest_prompt}. Start it with a larger --kv-cache-gb"
             raise GenerationError(f"the prompt has {length} tokens; {memory}")
-        if ids.min() < 0 or ids.max() >= self.vocabulary:
-            raise GenerationError(f"the prompt has a token id of {ids.max()}; the vocabulary has {self.vocabulary}")
+        words = ids[ids < PICTURES] if job.pictures else ids
+        if words.min(initial=0) < 0 or words.max(initial=0) >= self.vocabulary:
+            raise GenerationError(f"the prompt has a token id of {words.max()}; the vocabulary has {self.vocabulary}")
         if choices is None:
             return
         if not choices or not all(choices):

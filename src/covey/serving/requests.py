@@ -11,7 +11,8 @@ import inspect
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from jinja2 import Environment, meta
@@ -21,6 +22,7 @@ from pydantic_core import from_json
 
 from covey.errors import CoveyError
 from covey.serving.client import MAX_COMPLETIONS, MOST_SCORED
+from covey.tasks.pictures import MOST_PIXELS, Picture, pictures_in, read_picture
 from covey.types import SamplingSettings
 
 
@@ -300,13 +302,29 @@ def checked(kind: type[Asked], given: Mapping[str, Any], served: Set[str], **mor
         raise RequestError("; ".join(f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in lines)) from error
 
 
-def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any], limit: int) -> str:
-    """A conversation in the model's chat format, up to where the assistant is to speak.
+def chat_prompt(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any], limit: int, *, sees: bool = False
+) -> tuple[str, list[Picture]]:
+    """A conversation in the model's chat format, up to where the assistant is to speak, and its pictures in order.
 
-    Raises `RequestError`: a message is none, is too long, or the template has no such variable.
+    Raises `RequestError`: a message is none, is too long, or the template has no such variable; `DataError`: a picture
+    cannot be read.
     """
-    plain = [_plain(place, message) for place, message in enumerate(messages)]
-    characters = sum(len(message["content"]) for message in plain)
+    pixels = 0
+
+    def read(place: int, part: Any) -> Any:
+        nonlocal pixels
+        if not sees or not isinstance(part, dict) or part.get("type") != "image_url":
+            return _text(place, part)
+        picture = read_picture(_url(place, part), f"messages.{place}.content: a picture")
+        pixels += picture.size[0] * picture.size[1]
+        if pixels > MOST_PIXELS:
+            raise RequestError(f"messages: pictures of more than {MOST_PIXELS:,} pixels together; make them smaller")
+        return {"type": "image", "image": picture}
+
+    plain = [_plain(place, message, partial(read, place)) for place, message in enumerate(messages)]
+    texts = [text for message in plain for text in _texts(message["content"])]
+    characters = sum(map(len, texts))
     if characters > limit:
         raise RequestError(f"messages: they have {characters} characters; this model's context holds at most {limit}")
     if not tokenizer.chat_template:
@@ -316,10 +334,14 @@ def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], values: Map
         text = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False, **values)
     except Exception as error:  # templates are programs that raise what they like
         raise RequestError(f"messages: the chat template refuses them: {error!s:.300}") from error
-    return str(text)
+    return str(text), pictures_in(plain)
 
 
-def _plain(place: int, message: Mapping[str, Any]) -> dict[str, str]:
+def _texts(content: str | list[dict[str, Any]]) -> list[str]:
+    return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
+
+
+def _plain(place: int, message: Mapping[str, Any], read: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
     given = {name: value for name, value in message.items() if value is not None}
     others = given.keys() - {"role", "content"}
     if others:
@@ -328,19 +350,31 @@ def _plain(place: int, message: Mapping[str, Any]) -> dict[str, str]:
     if not isinstance(role, str) or not 1 <= len(role) <= 64:
         raise RequestError(f"messages.{place}.role: {role!r:.80} must be a name such as user")
     if isinstance(content, list) and content:
-        content = "".join(_text(place, part) for part in content)
+        parts = [read(part) for part in content]
+        return {"role": role, "content": parts if pictures_in(parts) else "".join(_texts(parts))}
     if not isinstance(content, str):
         raise RequestError(f"messages.{place}.content: must be a text, or a list of parts of type text")
     return {"role": role, "content": content}
 
 
-def _text(place: int, part: Any) -> str:
+def _url(place: int, part: Mapping[str, Any]) -> str:
+    named = part.get("image_url")
+    url = named.get("url") if isinstance(named, dict) and named.get("detail", "auto") == "auto" else None
+    if part.keys() != {"type", "image_url"} or not isinstance(url, str):
+        raise RequestError(f"messages.{place}.content: a part of type image_url has image_url, an object with a url")
+    if not url.startswith("data:image/"):
+        told = "is not fetched; send the picture itself, as data:image/png;base64,..."
+        raise RequestError(f"messages.{place}.content: the address {url!r:.80} {told}")
+    return url
+
+
+def _text(place: int, part: Any) -> dict[str, Any]:
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         kind = part.get("type") if isinstance(part, dict) else part
         raise RequestError(f"messages.{place}.content: a part of type {kind!r:.80}; only text is read")
     if part.keys() - {"type", "text"}:
         raise RequestError(f"messages.{place}.content: a part of type text has a type and a text, nothing else")
-    return str(part["text"])
+    return part
 
 
 def _check_values(tokenizer: Any, values: Mapping[str, Any]) -> None:

@@ -11,18 +11,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from covey.errors import DataError
 from covey.types import PICTURE_COLUMNS, Message
 
-_MOST_PIXELS, _MOST_BYTES = 64_000_000, 256 << 20
+MOST_PIXELS, _MOST_BYTES = 64_000_000, 256 << 20
 _KEPT: dict[str, Literal["png", "jpg", "webp"]] = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp"}
 _READ = (*_KEPT, "GIF", "BMP")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Picture:
     """A picture as a PNG, JPEG or WebP file; pictures are equal where their files are."""
 
@@ -41,6 +42,10 @@ class Picture:
         image = Image.open(io.BytesIO(self.data))
         turned = image.getexif().get(0x0112, 1) != 1  # as a camera was held
         return ImageOps.exif_transpose(image) if turned else image
+
+
+_HELD: WeakValueDictionary[str, Picture] = WeakValueDictionary()
+"""Equal files are one object: an album knows a picture as long as anything holds it."""
 
 
 def pictures_in(content: Any) -> list[Picture]:
@@ -78,8 +83,8 @@ def read_picture(value: Any, where: str, folder: Path | None = None) -> Picture:
                 value = Image.fromarray(value)
             data = _png(value) if isinstance(value, Image.Image) else _bytes(value, where, folder)
             with Image.open(io.BytesIO(data), formats=_READ) as image:
-                if image.width * image.height > _MOST_PIXELS:
-                    said = f"{image.width} x {image.height} pixels, more than {_MOST_PIXELS:,}"
+                if image.width * image.height > MOST_PIXELS:
+                    said = f"{image.width} x {image.height} pixels, more than {MOST_PIXELS:,}"
                     raise DataError(f"{where} has {said}; make it smaller")
                 image.load()
                 size = image.size[::-1] if image.getexif().get(0x0112, 1) >= 5 else image.size  # as a camera was held
@@ -89,7 +94,8 @@ def read_picture(value: Any, where: str, folder: Path | None = None) -> Picture:
             raise
         except Exception as error:  # decoders raise what they like
             raise DataError(f"{where} cannot be read ({type(error).__name__}: {error!s:.200}); correct it") from error
-    return Picture(hashlib.sha256(data).hexdigest(), size, _KEPT.get(kind, "png"), data)
+    picture = Picture(hashlib.sha256(data).hexdigest(), size, _KEPT.get(kind, "png"), data)
+    return _HELD.setdefault(picture.sha256, picture)
 
 
 def _png(image: Any) -> bytes:
@@ -134,7 +140,7 @@ def read_pictures(row: Mapping[str, Any], where: str, folder: Path | None = None
         if name in PICTURE_COLUMNS:
             listed = isinstance(value, list | tuple)
             found[name] = [read(each) for each in value if each is not None] if listed else read(value)
-        elif isinstance(value, list | tuple) and any(map(_is_place, _parts(value))):
+        elif has_places(value):
             found[name] = [{**m, "content": _read_parts(m["content"], read)} for m in value]
     return found
 
@@ -145,6 +151,11 @@ def _read_parts(parts: Any, read: Callable[[Any], Picture]) -> Any:
     return [
         part if _lacks_one(part) or not _is_place(part) else {**part, "image": read(part["image"])} for part in parts
     ]
+
+
+def has_places(messages: Any) -> bool:
+    """Whether some parts of messages are pictures, or places for them."""
+    return isinstance(messages, list | tuple) and any(map(_is_place, _parts(messages)))
 
 
 def _parts(messages: Any) -> list[Any]:

@@ -23,6 +23,7 @@ from covey.training import setup
 from covey.types import Prompt
 
 (driven,) = later("covey.training", "driven")
+(pictures,) = later("covey.tasks", "pictures")
 _ACTION = {"action": {"type": "string", "description": "what to do, in words"}}
 _ACT: dict[str, Any] = {
     "name": ACT,
@@ -49,6 +50,8 @@ def world_data(config: GRPOConfig, world: World, others: Sequence[Any] = ()) -> 
     for task in (*train, *held_out):
         if not isinstance(task, Mapping):
             raise DataError(f"{said}: its task {task!r:.80} is not a dictionary; tasks are like {{'uid': '7', ...}}")
+        if pictures.has_places(task.get("messages")):
+            raise DataError(f"{said}: a task's messages have no pictures ({task!r:.80}); show them in observations")
     both = {str(task.get("uid")) for task in train} & {str(task.get("uid")) for task in held_out if "uid" in task}
     if both:
         raise DataError(
@@ -104,7 +107,8 @@ def make_collector(
             words = "\n\n".join(filter(None, (words, told)))
     elif chosen.action_format == "tags":
         words = " ".join(filter(None, (words, _TAGS)))
-    template = ConversationTemplate(policy.tokenizer, policy.eos_token_ids, words, template_kwargs)
+    album, blind = setup.picture_reader(config, policy)
+    template = ConversationTemplate(policy.tokenizer, policy.eos_token_ids, words, template_kwargs, album, blind)
     from covey.environments.pool import EnvironmentPool  # single answers load none of it
 
     seconds, most = chosen.step_seconds, min(chosen.max_conversation_tokens, engine.context_length)

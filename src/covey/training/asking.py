@@ -34,9 +34,10 @@ def answers(trainer: Any, prompts: Any, num_generations: int, temperature: float
     if trainer._samples is not None:
         trainer._samples.pause()
     one = isinstance(prompts, str) or any(isinstance(part, Mapping) and "role" in part for part in prompts)
-    found = [p.get(column) if isinstance(p, Mapping) else p for p in ([prompts] if one else prompts)]
+    rows = [p if isinstance(p, Mapping) else {column: p} for p in ([prompts] if one else prompts)]
     chat = not isinstance(trainer.prompts[0].content, str)
-    rows = [{column: setup.asked(trainer.data.task, p) if chat and isinstance(p, str) else p} for p in found]
+    found = [(row, row.get(column)) for row in rows]
+    rows = [{**r, column: setup.asked(trainer.data.task, p) if chat and isinstance(p, str) else p} for r, p in found]
     whole = args.model_copy(update={"data": args.data.model_copy(update={"long_prompts": "error"})})
     asked = setup.tokenize(whole, rows, trainer.data, trainer.policy, trainer.engine.context_length)
     stream, count = (args.run.seed, COMPLETION_STREAM, trainer.state.global_step), range(num_generations)

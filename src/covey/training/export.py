@@ -131,7 +131,9 @@ def export_run(
                 write_gguf(loaded, aside / GGUF_FILE, dtype or "float16", final.name)
             else:
                 save_model(loaded, aside, dtype or "float32")
-        card = model_card(folder, name=shown, base_model=base or config.model.model, kind=kind, step=weights.step)
+        vision = any((aside / name).is_file() for name in ("processor_config.json", "preprocessor_config.json"))
+        source = base or config.model.model
+        card = model_card(folder, name=shown, base_model=source, kind=kind, step=weights.step, vision=vision)
         write_card(aside, card, folder)
     return final
 

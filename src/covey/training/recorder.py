@@ -248,7 +248,7 @@ class Recorder:
             )
         penalty, credit = config.environment.invalid_action_penalty, episode_credit(rollout.groups, config)
         rows = completion_rows(rollout.groups, done.batch, sampled.logged.columns, sampled.correct, penalty, credit)
-        folder.write_pictures(pictures_in([group.prompt.content for group in rollout.whole.groups]))
+        folder.write_pictures(pictures_in([group.shown for group in rollout.whole.groups]))
         if sampled.answers:
             folder.append_answers(number, sampled.answers)
         self._unsaved = True
@@ -291,7 +291,7 @@ class Recorder:
         penalty = self._run.args.environment.invalid_action_penalty
         rows = completion_rows(result.rollout.groups, None, logged.columns, result.correct, penalty)
         if self._settings.log_completions:
-            folder.write_pictures(pictures_in([group.prompt.content for group in result.rollout.groups]))
+            folder.write_pictures(pictures_in([group.shown for group in result.rollout.groups]))
             folder.write_evaluation(state.global_step, rows)
         self._tell_failures(rows)
         self._diagnose()

@@ -272,8 +272,10 @@ class _Rerun:
         album: Any = getattr(self.policy, "album", None)
         if stored.facts.pictures and album is None:
             raise RunFolderError(f"step {stored.facts.step} was trained on pictures, and the model reads none")
-        for sha256 in stored.facts.pictures:
-            album.open(read_picture(folder.read_picture(sha256)[0], f"picture {sha256}"))
+        files = ((each, folder.read_picture(each)[0]) for each in stored.facts.pictures)
+        self._pictures = [read_picture(data, f"picture {sha256}") for sha256, data in files]
+        for picture in self._pictures:
+            album.open(picture)
 
     def do(self, stored: StoredStep, config: GRPOConfig) -> Update:
         """The step that comes next, with all its optimiser steps."""

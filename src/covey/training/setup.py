@@ -279,9 +279,8 @@ def tokenize(
         said = (row.get(column) for row in rows)
         asked = ([{"role": "user", "content": each}] if isinstance(each, str) else each for each in said)
         rows = [{**row, column: each} if column in row else row for row, each in zip(rows, asked, strict=True)]
-    album = getattr(policy, "album", None)
-    if album is not None:
-        album.options = dict(config.data.processor_kwargs)
+    own = getattr(policy, "album", None)
+    album, blind = picture_reader(config, policy)
     prompts = build_prompts(
         rows,
         policy.tokenizer,
@@ -292,16 +291,26 @@ def tokenize(
         max_completion_length=config.sampling.max_completion_length,
         chat_template_kwargs=config.data.chat_template_kwargs,
         long_prompts=config.data.long_prompts,
-        album=album,
+        album=own,
     )
+    if album is None and own is not None and any(prompt.has_pictures for prompt in prompts):
+        raise ConfigError(f"{blind}; leave it out")
+    return prompts
+
+
+def picture_reader(config: GRPOConfig, policy: TrainedPolicy) -> tuple[Any, str]:
+    """What reads a vision model's pictures, made ready; or None, and why none are read."""
+    if (album := getattr(policy, "album", None)) is None:
+        return None, "the model reads none"
+    album.options = dict(config.data.processor_kwargs)
     sampled, shared = config.sampling.engine != "covey", config.distributed
     elsewhere = {"sampling.engine": sampled, "server": bool(config.server.upload_adapters_to_server)}
     elsewhere |= {"distributed": shared.samplers is not None or shared.learners > 1}
     elsewhere |= {"algorithm.teacher": config.algorithm.teacher is not None}
     elsewhere |= {"environment.tools": bool(config.environment.tools)}
-    for name in [name for name, used in elsewhere.items() if used and any(p.has_pictures for p in prompts)]:
-        raise ConfigError(f"{name}: pictures are read by Covey's own engine and learner in one process; leave it out")
-    return prompts
+    if names := [name for name, used in elsewhere.items() if used]:
+        return None, f"{names[0]}: pictures are read by Covey's own engine and learner in one process"
+    return album, ""
 
 
 def make_order(config: GRPOConfig, count: int, weights: Callable[[], NDArray[np.float64]]) -> DataOrder | WeightedOrder:

@@ -188,7 +188,7 @@ def _play(
     for turn in trajectory.turns[:_MOST_TURNS]:
         row, own = first + turn.row, np.flatnonzero(segments[turn.row] == turn.segment)
         told: dict[str, Any] = {
-            "seen": turn.observation[:_LONGEST_TEXT],
+            "seen": f"{_marks(turn)}{turn.observation}"[:_LONGEST_TEXT],
             "said": turn.said[:_LONGEST_TEXT],
             "action": None if turn.action is None else turn.action[:_LONGEST_TEXT],
             "reward": float(turn.reward),
@@ -205,13 +205,18 @@ def _play(
     return turns
 
 
+def _marks(turn: Turn) -> str:
+    """The pictures that were seen, by the first digits of their hashes."""
+    return "".join(f"[picture {picture.sha256[:8]}]" for picture in turn.pictures)
+
+
 def transcript(trajectory: Trajectory) -> str:
     """What was seen, said and earned, as text to read."""
     lines = []
     for turn in trajectory.turns:
         note = "" if turn.valid else "  (no valid action)"
         earned = f"  [{turn.reward:+g}]" if turn.reward else ""
-        seen = f"{turn.observation}\n" if turn.observation else ""
+        seen = f"{_marks(turn)}{turn.observation}\n" if turn.observation or turn.pictures else ""
         lines.append(f"{seen}> {turn.said.strip()}{note}{earned}")
     return "\n".join([*lines, f"({trajectory.error or trajectory.ended})"])
 
@@ -399,7 +404,7 @@ def pack_step(facts: StepFacts, groups: Sequence[Group], has_answer: HasAnswer, 
     import pyarrow.parquet as pq
 
     rows: list[dict[str, Any]] = []
-    pictures = sorted({p.sha256 for group in groups for p in pictures_in(group.prompt.content)})
+    pictures = sorted({p.sha256 for group in groups for p in pictures_in(group.shown)})
     said = iter(itertools.repeat(None) if teacher is None else teacher.logprobs)
     for number, group in enumerate(groups):
         trajectories: Sequence[Trajectory | None] = group.trajectories or [None] * len(group.episodes)
@@ -418,7 +423,8 @@ def pack_step(facts: StepFacts, groups: Sequence[Group], has_answer: HasAnswer, 
             row |= {_text(_PART + name): float(values[sample]) for name, values in group.reward_parts.items()}
             if trajectory is not None:
                 turns = [
-                    {n: _text(v) if isinstance(v, str) else v for n, v in asdict(t).items()} for t in trajectory.turns
+                    {n: _text(v) if isinstance(v, str) else v for n, v in asdict(replace(t, pictures=())).items()}
+                    for t in trajectory.turns
                 ]
                 row |= {"turns": turns, "success": trajectory.success}
                 row |= {"ended": trajectory.ended, "error": _text(trajectory.error)}

@@ -459,9 +459,10 @@ class GRPOTrainer:
     def generate(self, prompts: Any, num_generations: int = 1, temperature: float | None = None) -> list[list[str]]:
         """Sample answers to one or several prompts with the current weights. Nothing is scored or written.
 
-        A prompt is a text or a list of messages. If the training prompts are conversations, a text becomes the user's
-        message after `data.system_prompt`; otherwise the model continues the text. `temperature` None = that of
-        evaluations (default 0, greedy). Returns a list of `num_generations` texts for each prompt.
+        A prompt is a text, a list of messages, or a row with either in its prompt column. If the training prompts are
+        conversations, a text becomes the user's message after `data.system_prompt`; otherwise the model continues the
+        text. `temperature` None = that of evaluations (default 0, greedy). Returns a list of `num_generations` texts
+        for each prompt.
         """
         return answers(self, prompts, num_generations, temperature)
 

@@ -175,6 +175,7 @@ class Saving:
             kind="adapter" if self.run.policy.uses_peft else "model",
             tags=[tags] if isinstance(tags, str) else list(tags or ()),
             dataset_name=dataset_name,
+            vision=getattr(self.run.policy, "album", None) is not None,
         )
         write_card(self._made_root(), text, run)
 

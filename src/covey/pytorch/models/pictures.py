@@ -23,6 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from threading import RLock
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -81,7 +82,7 @@ class Album:
         self._half, self._given = half, processor
         self._deepens = bool(getattr(config.vision_config, "deepstack_visual_indexes", None))
         self.tower = [part for name, part in whole.base_model.named_children() if name != inside]
-        self._pictures: dict[int, Picture] = {}
+        self._pictures: WeakValueDictionary[int, Picture] = WeakValueDictionary()
         self._frames: dict[tuple[int, int], tuple[IntArray, int | None]] = {}  # by size, with the columns of places
         self._columns: dict[int, int] = {}
         self._vectors: OrderedDict[int, Tensor] = OrderedDict()
@@ -90,6 +91,11 @@ class Album:
 
     def __deepcopy__(self, _: Any) -> Album:
         return self
+
+    @property
+    def reads(self) -> bool:
+        """Whether pictures of the model's family are read here."""
+        return self.whole.config.model_type in SEEING
 
     @cached_property
     def processor(self) -> Any:
@@ -128,7 +134,7 @@ class Album:
         return np.concatenate(parts)
 
     def open(self, picture: Picture) -> IntArray:
-        """The ids that stand for a picture, those of its frame included."""
+        """The ids that stand for a picture, those of its frame included; they are known while the picture is held."""
         settings = self._settings
         if picture.size not in self._frames:
             from PIL import Image
@@ -149,8 +155,8 @@ class Album:
         digest = hashlib.sha256(f"{picture.sha256} {settings}".encode()).digest()
         ids[places] = own = place_ids(digest, count, columns)
         key = int(own[0]) >> PLACE_BITS
-        if self._pictures.setdefault(key, picture) != picture:
-            raise DataError(f"pictures {picture.sha256[:12]} and {self._pictures[key].sha256[:12]} have one key")
+        if (known := self._pictures.setdefault(key, picture)) != picture:
+            raise DataError(f"pictures {picture.sha256[:12]} and {known.sha256[:12]} have one key")
         self._columns[key] = columns or MOST_ROWS
         return ids
 
@@ -161,7 +167,7 @@ class Album:
     def unknown(self, ids: IntArray) -> bool:
         """Whether there are places of pictures that are not open."""
         keys = np.unique(ids[ids >= PICTURES] >> PLACE_BITS)
-        return not set(keys.tolist()) <= self._pictures.keys()
+        return not all(key in self._pictures for key in keys.tolist())
 
     def embed(self, ids: Tensor, table: Callable[[Tensor], Tensor]) -> Tensor:
         """Token ids of any shape -> vectors, of tokens by the `table`, of places by the tower."""
@@ -190,10 +196,10 @@ class Album:
 
     def _vectors_of(self, key: int) -> Tensor:
         with self._lock:
-            if key not in self._pictures:
+            if (picture := self._pictures.get(key)) is None:
                 raise ModelError(f"a token id of the key {key:#x} is of no picture that is open")
             if key not in self._vectors:
-                self._vectors[key] = self._run(self._pictures[key])
+                self._vectors[key] = self._run(picture)
                 while sum(each.nbytes for each in self._vectors.values()) > _KEPT_BYTES and len(self._vectors) > 1:
                     self._vectors.popitem(last=False)
             self._vectors.move_to_end(key)
@@ -233,7 +239,7 @@ class Album:
             return
         whole: Any = self.whole
         name, source = whole.config.model_type, whole.config._name_or_path
-        if name not in SEEING:
+        if not self.reads:
             raise ModelError(f"{source}: of a {name} model text is read here; pictures are read by {', '.join(SEEING)}")
         rng = np.random.default_rng(0)
         picture = read_picture(rng.integers(0, 256, (24, 40, 3), np.uint8), "a picture of noise")
