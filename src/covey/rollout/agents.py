@@ -113,7 +113,13 @@ class LiveEpisode:
 
 
 class Player:
-    """Plays groups of episodes."""
+    """Plays groups of episodes.
+
+    Attributes:
+        waits_for_all: the first turns, and on devices that sample in rounds all, begin when all places have answered.
+    """
+
+    waits_for_all = True
 
     def __init__(
         self,
@@ -351,7 +357,7 @@ class _EpisodeLoop:
     def _answers(self) -> list[tuple[int, Any]]:
         session = self._session
         # before the first turns: how long all first observations are is asked where memory is laid out
-        all_of_them = session is None or session.in_rounds
+        all_of_them = self._player.waits_for_all and (session is None or session.in_rounds)
         idle = session is None or not session.busy or all_of_them
         began = time.perf_counter()
         answers = self._pool.wait(None if idle else 0.0)

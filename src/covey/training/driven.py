@@ -90,6 +90,8 @@ class _Program:
 class ProgramPlayer(Player):
     """Lets programs play, and is the places where they do (`covey.environments.pool.Places`)."""
 
+    waits_for_all = False  # a program may hang
+
     def __init__(
         self, config: GRPOConfig, world: Verifiers, policy: TrainedPolicy, context_length: int, decode: Decode
     ) -> None:
@@ -148,7 +150,7 @@ class ProgramPlayer(Player):
             self._driver = self._world.driver(self._heard.put)
             self._tokenizer.save_pretrained(self._driver.folder)
         number, task, own = next(self._numbers), live.prompt.columns, self._sampling
-        sampling = {"seed": number, "temperature": own.temperature, "max_tokens": own.max_tokens}
+        sampling: dict[str, Any] = {"seed": number, "temperature": own.temperature, "max_tokens": own.max_tokens}
         sampling |= (own.cut if own.cuts else {}) | self._template_kwargs
         self._driver.send(
             {
