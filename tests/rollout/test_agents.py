@@ -86,7 +86,7 @@ class FakeGenerator:
     def busy(self) -> bool:
         return bool(self._running)
 
-    def start(self, request: Request, *, keep: bool = False) -> Any:
+    def start(self, request: Request, *, keep: bool = False, settings: SamplingSettings | None = None) -> Any:
         row = SimpleNamespace(ids=request.token_ids.tolist(), keep=keep, dropped=False, streams=[request.stream])
         row.choices = request.choices
         self.rows.append(row)

@@ -113,7 +113,13 @@ class LiveEpisode:
 
 
 class Player:
-    """Plays groups of episodes."""
+    """Plays groups of episodes.
+
+    Attributes:
+        waits_for_all: the first turns, and on devices that sample in rounds all, begin when all places have answered.
+    """
+
+    waits_for_all = True
 
     def __init__(
         self,
@@ -230,6 +236,10 @@ class Player:
         how: dict[str, Any] = {"ended": live.finish_reason == "stop", "pictures": live.seen.pictures}
         return self._template.reply(self.words(live), role=role, **how)
 
+    def settings_of(self, live: LiveEpisode) -> SamplingSettings | None:
+        """How the tokens of the next turn are drawn; None = as all others."""
+        return None
+
     def read(self, live: LiveEpisode, completion: Completion) -> Any:
         """A turn that is over as an action, None if it is none."""
         return parse_action(live.said, self.settings.action_format, live.seen.actions)
@@ -259,6 +269,14 @@ class Player:
             return text
         ids = self.tokens_of(text)
         return text if len(ids) <= limit else f"{self._decode(ids[:limit])} [...]"
+
+
+def joined(parts: Sequence[Support]) -> Support | None:
+    """The ids that were left for the tokens of all parts; None without parts."""
+    if not parts:
+        return None
+    sizes = np.concatenate([np.diff(part.offsets) for part in parts])
+    return Support(np.concatenate([part.ids for part in parts]), np.concatenate([[0], np.cumsum(sizes)]))
 
 
 def _episodes(tasks: Sequence[Prompt], count: int, streams: Sequence[tuple[int, ...]]) -> list[LiveEpisode]:
@@ -340,7 +358,7 @@ class _EpisodeLoop:
     def _answers(self) -> list[tuple[int, Any]]:
         session = self._session
         # before the first turns: how long all first observations are is asked where memory is laid out
-        all_of_them = session is None or session.in_rounds
+        all_of_them = self._player.waits_for_all and (session is None or session.in_rounds)
         idle = session is None or not session.busy or all_of_them
         began = time.perf_counter()
         answers = self._pool.wait(None if idle else 0.0)
@@ -416,7 +434,8 @@ class _EpisodeLoop:
             if not session.has_room_for(len(ids)):
                 self._end(live, "context")
                 return
-            live.row = session.start(Request(ids, stream, choices), keep=self._conversing)
+            own = self._player.settings_of(live)
+            live.row = session.start(Request(ids, stream, choices), keep=self._conversing, settings=own)
         live.ids += ids.tolist()
         live.sampled += [False] * len(ids)
         live.logprobs += [0.0] * len(ids)
@@ -461,11 +480,7 @@ class _EpisodeLoop:
     def _close_episode(self, live: LiveEpisode) -> None:
         """What has been said so far is an episode; a trailing reply that was not answered is left out."""
         last = max(place for place, sampled in enumerate(live.sampled) if sampled) + 1
-        support = None
-        if live.supports:
-            sizes = np.concatenate([np.diff(part.offsets) for part in live.supports])
-            ids = np.concatenate([part.ids for part in live.supports])
-            support = Support(ids, np.concatenate([[0], np.cumsum(sizes)]))
+        support = joined(live.supports)
         tokens, sampled = np.array(live.ids[:last], dtype=np.int64), np.array(live.sampled[:last], dtype=np.bool_)
         logprobs = np.array(live.logprobs[:last], dtype=np.float32)
         text = "\n".join(turn.said for turn in live.turns) if self._conversing else live.said

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,7 +20,7 @@ from covey.errors import EpisodeError
 from covey.rollout.batching import trajectory_rewards
 from covey.rollout.scoring import Scorer
 from covey.rollout.turns import TurnGenerator
-from covey.types import Episode, Generator, Group, Progress, Prompt, Request, SamplingSettings
+from covey.types import Episode, Generator, Group, Message, Progress, Prompt, Request, SamplingSettings
 
 if TYPE_CHECKING:  # single answers need none of it
     from covey.rollout.agents import Player, PlayStats
@@ -103,6 +103,36 @@ class Scoring:
 
     scorer: Scorer
 
+    def scored(
+        self,
+        prompts: Sequence[Prompt],
+        owners: Sequence[Prompt],
+        episodes: Sequence[Episode],
+        began: float,
+        messages: Sequence[Sequence[Message]] | None = None,
+    ) -> Rollout:
+        """A group for each prompt, all of one size, of N episodes that follow one another.
+
+        Args:
+            prompts: one for each group.
+            owners: N prompts, whose columns reward functions get.
+            episodes: N, sampled from `began` (of `time.perf_counter`) until now.
+            began: in seconds.
+            messages: what reward functions see in place of `episode.text`.
+
+        Raises `RewardError`: from a reward function.
+        """
+        sampled, size = time.perf_counter(), len(episodes) // max(len(prompts), 1)
+        rewards, parts = self.scorer.score(owners, episodes, messages)
+        feedback = self.scorer.feedback(len(episodes))
+        places = [slice(index * size, (index + 1) * size) for index in range(len(prompts))]
+        groups = tuple(
+            Group(p, tuple(episodes[own]), rewards[own], {n: x[own] for n, x in parts.items()}, feedback=feedback[own])
+            for p, own in zip(prompts, places, strict=True)
+        )
+        tokens = sum(episode.num_sampled for episode in episodes)
+        return Rollout(groups, sampled - began, time.perf_counter() - sampled, tokens)
+
     def prepare(self, prompts: Sequence[Prompt], *, num_generations: int, streams: Sequence[tuple[int, ...]]) -> None:
         """Nothing to prepare."""
 
@@ -135,7 +165,7 @@ class AnswerCollector(Scoring):
             GenerationError: from the generator.
             RewardError: from a reward function; nothing was trained on, so the run can be resumed before this step.
         """
-        begin = time.perf_counter()
+        began = time.perf_counter()
         requests = [
             Request(prompt.token_ids, (*stream, sample))
             for prompt, stream in zip(prompts, streams, strict=True)
@@ -145,28 +175,7 @@ class AnswerCollector(Scoring):
         owners = [prompt for prompt in prompts for _ in range(num_generations)]
         texts = [self.decode(completion.token_ids.tolist()) for completion in completions]
         episodes = [Episode.from_completion(*each) for each in zip(owners, completions, texts, strict=True)]
-        sampled = time.perf_counter()
-        rewards, parts = self.scorer.score(owners, episodes)
-        scored = time.perf_counter()
-        tokens = sum(len(completion.token_ids) for completion in completions)
-        groups = grouped(prompts, episodes, rewards, parts, self.scorer.feedback(len(episodes)))
-        return Rollout(groups, sampled - begin, scored - sampled, tokens)
-
-
-def grouped(
-    prompts: Sequence[Prompt],
-    episodes: Sequence[Episode],
-    rewards: Rewards,
-    parts: Mapping[str, Rewards],
-    feedback: tuple[str | None, ...] = (),
-) -> tuple[Group, ...]:
-    """A group for each prompt, all of one size, of `N` episodes that follow one another; all arrays are `[N]`."""
-    size = len(episodes) // max(len(prompts), 1)
-    each = [(prompt, slice(index * size, (index + 1) * size)) for index, prompt in enumerate(prompts)]
-    return tuple(
-        Group(p, tuple(episodes[own]), rewards[own], {n: x[own] for n, x in parts.items()}, feedback=feedback[own])
-        for p, own in each
-    )
+        return self.scored(prompts, owners, episodes, began)
 
 
 def with_greedy_rewards(
@@ -182,7 +191,7 @@ def with_greedy_rewards(
     found = collect(prompts, settings, num_generations=1, streams=streams, policy_version=policy_version)
     both = zip(rollout.groups, found.groups, strict=True)
     groups = [replace(group, greedy_reward=float(greedy.rewards[0])) for group, greedy in both]
-    return replace(_together([rollout, found], groups, rollout.discarded), played=rollout.played)
+    return replace(together([rollout, found], groups, rollout.discarded), played=rollout.played)
 
 
 def collect_informative_groups(
@@ -202,10 +211,11 @@ def collect_informative_groups(
     groups = tuple(kept) or tries[-1].groups
     trained = {id(group) for group in groups}
     discarded = tuple(group for rollout in tries for group in rollout.groups if id(group) not in trained)
-    return _together(tries, groups, discarded)
+    return together(tries, groups, discarded)
 
 
-def _together(tries: Sequence[Rollout], groups: Sequence[Group], discarded: Sequence[Group] = ()) -> Rollout:
+def together(tries: Sequence[Rollout], groups: Sequence[Group], discarded: Sequence[Group] = ()) -> Rollout:
+    """These groups, with what all tries have cost."""
     played = [rollout.played for rollout in tries if rollout.played is not None]
     return Rollout(
         groups=tuple(groups),
@@ -242,7 +252,7 @@ def grow_groups(
         for number, more in zip(hard, tries[-1].groups, strict=True):
             groups[number] = groups[number].grown_by(more)
         size += count
-    return rollout if len(tries) == 1 else _together(tries, groups)
+    return rollout if len(tries) == 1 else together(tries, groups)
 
 
 def table_order(groups: Sequence[Group]) -> list[int]:

@@ -22,7 +22,7 @@ from covey.environments.base import Observation, Outcome
 from covey.errors import EpisodeError, GenerationError
 from covey.rewards.extract import completion_text
 from covey.rollout.agents import LiveEpisode, Player, PlayStats
-from covey.rollout.collect import Decode, Rollout, Scoring, grouped
+from covey.rollout.collect import Decode, Rollout, Scoring, together
 from covey.rollout.scoring import Scorer
 from covey.rollout.toolchat import UNREADABLE, ToolChat
 from covey.rollout.tools import Call, Calls, Order, Result, Scene
@@ -30,7 +30,7 @@ from covey.rollout.turns import TurnGenerator
 from covey.types import Completion, IntArray, Message, Progress, Prompt, SamplingSettings
 
 if TYPE_CHECKING:
-    from covey.environments.mcp import McpTools
+    from covey.rollout.mcp import McpTools
 
 UNCUT = 1 << 40
 """As `max_observation_tokens`: results are shown whole."""
@@ -191,16 +191,12 @@ class ToolCollector(Scoring):
 
             how: dict[str, Any] = {"num_generations": num_generations, "streams": streams[part], "progress": told}
             parts.append(self._part(prompts[part], settings, **how, **version))
-        summed = ("sampling_seconds", "scoring_seconds", "sampled_tokens")
-        return Rollout(
-            groups=tuple(chain.from_iterable(part.groups for part in parts)),
-            played=sum((part.played for part in parts if part.played), PlayStats()),
-            **{name: sum(getattr(part, name) for part in parts) for name in summed},
-        )
+        return together(parts, [group for part in parts for group in part.groups])
 
     def _part(
         self, prompts: Sequence[Prompt], settings: SamplingSettings, *, num_generations: int, **how: Any
     ) -> Rollout:
+        began = time.perf_counter()
         scenes = self.scenes([prompt for prompt in prompts for _ in range(num_generations)])
         player = _ToolPlayer(self, scenes, settings.eos_token_ids)
         groups = player.play(prompts, self.generator, settings, num_generations=num_generations, **how)
@@ -214,18 +210,12 @@ class ToolCollector(Scoring):
         messages = [player.said(number) for number in range(len(scenes))]
         texts = [completion_text(each) for each in messages]
         episodes = [replace(one.episodes[0], text=text) for one, text in zip(played, texts, strict=True)]
-        began = time.perf_counter()
-        rewards, parts = self.scorer.score([scene.prompt for scene in scenes], episodes, messages)
+        rollout = self.scored(prompts, [scene.prompt for scene in scenes], episodes, began, messages)
+        found = [replace(group, with_tools=tuple(own)) for group, own in zip(rollout.groups, groups, strict=True)]
         if self.limits.failed_episodes == "exclude":
-            rewards = np.where([trajectory.ended == "failed" for trajectory in played], np.nan, rewards)
-        found = grouped(prompts, episodes, rewards, parts, self.scorer.feedback(len(episodes)))
-        return Rollout(
-            groups=tuple(replace(group, with_tools=tuple(own)) for group, own in zip(found, groups, strict=True)),
-            sampling_seconds=player.stats.seconds,
-            scoring_seconds=time.perf_counter() - began,
-            sampled_tokens=sum(episode.num_sampled for episode in episodes),
-            played=player.stats + player.counts,
-        )
+            lost = [[trajectory.ended == "failed" for trajectory in own] for own in groups]
+            found = [replace(g, rewards=np.where(of, np.nan, g.rewards)) for g, of in zip(found, lost, strict=True)]
+        return replace(rollout, groups=tuple(found), played=player.stats + player.counts)
 
     def close(self) -> None:
         """End the servers, and the reward functions' threads."""

@@ -81,7 +81,7 @@ def collector_of(
 ) -> Collector:
     """What plays the world: its own programs, or the policy turn by turn."""
     if isinstance(world, Verifiers):
-        collector: Collector = driven.DrivenCollector(config, world, policy, engine, decode)
+        collector: Collector = driven.make_collector(config, world, policy, engine, decode)
         return collector
     return make_collector(config, world, policy, engine, data, decode)
 

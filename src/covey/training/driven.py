@@ -1,7 +1,7 @@
-"""Episodes of a world whose programs drive the model: their requests are sampled together, their traces are checked.
+"""Episodes of a world whose programs drive the model: their requests are its turns, their traces are checked.
 
-    driver --requests of its programs--> endpoint --> engine session --> answers
-           --an episode is over: token ids, which of them were sampled, reward--> `trajectory_of` --> groups
+    driver --requests of its programs--> endpoint --> the agents' loop, one turn each --> answers
+           --an episode is over: token ids, which of them were sampled, reward--> `trajectory_of`
 
 A trace says which tokens were sampled. They are trained on only where this process has sampled just these tokens after
 just those before them; log-probabilities are the engine's own, whatever the trace says.
@@ -13,37 +13,26 @@ import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import count
 from typing import Any
 
 import numpy as np
 
 from covey.config.whole import GRPOConfig
+from covey.environments.base import Observation, Outcome
 from covey.environments.verifiers import Driver, Told, Verifiers
-from covey.errors import ConfigError, EpisodeError, GenerationError
-from covey.rollout.agents import PlayStats
-from covey.rollout.batching import trajectory_rewards
-from covey.rollout.collect import Decode, Rollout
+from covey.errors import ConfigError, EpisodeError
+from covey.rollout.agents import LiveEpisode, Player, joined
+from covey.rollout.collect import AgentCollector, Decode
 from covey.rollout.learning import Sampler, TrainedPolicy
-from covey.rollout.turns import Session
+from covey.rollout.turns import TurnGenerator
 from covey.serving.endpoint import Asked, Endpoint
 from covey.serving.generate import generated
 from covey.serving.requests import RequestError
-from covey.types import (
-    Completion,
-    Episode,
-    Group,
-    IntArray,
-    Progress,
-    Prompt,
-    Request,
-    SamplingSettings,
-    Support,
-    Trajectory,
-    Turn,
-)
+from covey.types import Completion, Episode, IntArray, Prompt, SamplingSettings, Trajectory, Turn
 
 log = logging.getLogger(__name__)
 
@@ -55,209 +44,216 @@ _FOR_WORLDS = (
 )
 
 
+def make_collector(
+    config: GRPOConfig, world: Verifiers, policy: TrainedPolicy, engine: Sampler, decode: Decode
+) -> AgentCollector:
+    """What lets the programs of a world play. Raises `ConfigError`: a setting is for worlds that wait for actions."""
+    for name in _FOR_WORLDS:
+        if name in config.environment.model_fields_set:
+            raise ConfigError(f"environment.{name}: a taskset of verifiers decides that itself; remove it")
+    if config.data.system_prompt is not None:
+        raise ConfigError("data.system_prompt: each task of verifiers has its own; remove it")
+    if config.distributed.learners > 1:
+        raise ConfigError(f"distributed.learners={config.distributed.learners}: with verifiers one learns; set it to 1")
+    return AgentCollector(engine, ProgramPlayer(config, world, policy, engine.context_length, decode))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Question(Observation):
+    """A request of a program, which the policy answers with a turn."""
+
+    asked: Asked
+    ids: IntArray
+    settings: SamplingSettings
+
+
 @dataclass(slots=True, eq=False)
-class _Live:
-    """An episode under way, and what was sampled for it."""
+class _Program:
+    """What plays an episode, and what was sampled for it."""
 
-    number: int
-    prompt: Prompt
-    stream: tuple[int, ...]
-    until: float = 0.0
+    number: int  # of the episode, of all that this trainer has begun; its requests have it as their seed
+    live: LiveEpisode
+    until: float
+    waited_for: bool = True
+    questions: deque[_Question] = field(default_factory=deque)  # not answered yet
     sampled: list[tuple[IntArray, Completion]] = field(default_factory=list)
-    turns: int = 0
+    found: Trajectory | EpisodeError | None = None
+
+    def heard(self) -> Observation | Outcome | EpisodeError:
+        """Its next question, or how it has ended."""
+        if isinstance(self.found, EpisodeError):
+            return self.found
+        seen = self.questions[0] if self.found is None else Observation("")
+        return Outcome(seen, done=self.found is not None) if self.sampled else seen
 
 
-class DrivenCollector:
-    """Lets the programs of a world play; a `covey.rollout.collect.Collector`.
+class ProgramPlayer(Player):
+    """Lets programs play, and is the places where they do (`covey.environments.pool.Places`)."""
 
-    Raises `ConfigError`: a setting is for worlds that wait for actions.
-    """
+    waits_for_all = False  # a program may hang
 
     def __init__(
-        self, config: GRPOConfig, world: Verifiers, policy: TrainedPolicy, engine: Sampler, decode: Decode
+        self, config: GRPOConfig, world: Verifiers, policy: TrainedPolicy, context_length: int, decode: Decode
     ) -> None:
-        chosen = config.environment
-        for name in _FOR_WORLDS:
-            if name in chosen.model_fields_set:
-                raise ConfigError(f"environment.{name}: a taskset of verifiers decides that itself; remove it")
-        if config.data.system_prompt is not None:
-            raise ConfigError("data.system_prompt: each task of verifiers has its own; remove it")
-        if config.distributed.learners > 1:
-            raise ConfigError(
-                f"distributed.learners={config.distributed.learners}: with verifiers one learns; set it to 1"
-            )
-        self.world, self.engine, self.decode, self.settings = world, engine, decode, chosen
-        self.vocabulary, self._tokenizer = policy.vocabulary, policy.tokenizer
-        self.context_length = min(chosen.max_conversation_tokens, engine.context_length)
+        chosen, template = config.environment, None  # programs write their prompts
+        self._context_length = min(chosen.max_conversation_tokens, context_length)
+        limits = {"max_conversation_tokens": self._context_length, "history_length": 0}  # each turn has its own prompt
+        super().__init__(self, template, decode, policy.tokenizer, chosen.model_copy(update=limits))  # type: ignore[arg-type]
+        self._world, self._vocabulary = world, policy.vocabulary
         kwargs = config.data.chat_template_kwargs
-        self._template = {"chat_template_kwargs": dict(kwargs)} if kwargs else {}
-        self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.driver: Driver | None = None
+        self._template_kwargs = {"chat_template_kwargs": dict(kwargs)} if kwargs else {}
+        self._heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._driver: Driver | None = None
         self._endpoint: Endpoint | None = None
-        self._count, self._branched = 0, False
+        self._programs: dict[int, _Program] = {}  # by place
+        self._numbers, self._branched = count(), False
 
-    def __call__(
-        self,
-        prompts: Sequence[Prompt],
-        settings: SamplingSettings,
-        *,
-        num_generations: int,
-        streams: Sequence[tuple[int, ...]],
-        policy_version: int,
-        progress: Progress | None = None,
-    ) -> Rollout:
-        """Play `num_generations` episodes of each task; the arguments are those of `collect_groups`.
+    def play(
+        self, tasks: Sequence[Prompt], generator: TurnGenerator, sampling: SamplingSettings, **how: Any
+    ) -> list[list[Trajectory]]:
+        """See `Player.play`; of a failed episode nothing is kept.
 
-        Raises `GenerationError`: from the engine; `EpisodeError`: not a single episode of the step was played to its
-        end; `DataError`: the taskset cannot be loaded again after its process has ended.
+        Raises `DataError`: the taskset cannot be loaded again after its process has ended.
         """
-        began = time.perf_counter()
-        lives = [
-            _Live(self._count + index * num_generations + sample, prompt, (*stream, sample))
-            for index, (prompt, stream) in enumerate(zip(prompts, streams, strict=True))
-            for sample in range(num_generations)
-        ]
-        self._count += len(lives)
-        play = _Play(self, lives, settings, policy_version)
+        self._sampling, self._played = sampling, dict[int, Trajectory]()
         try:
-            played = play.run(progress)
+            groups = super().play(tasks, generator, sampling, **how)
         except BaseException:
             self.close()
             raise
         finally:
-            play.refuse_all()
-        if not any(trajectory.episodes for trajectory in played):
-            raise EpisodeError(f"no episode of verifiers was played to its end; the first one: {played[0].error}")
-        if not self._branched and any(len(trajectory.episodes) > 1 for trajectory in played):
+            self._refuse_all()
+        numbers = count()
+        found = [[self._played.get(next(numbers)) or _failed(one) for one in group] for group in groups]
+        if not self._branched and any(len(one.episodes) > 1 for group in found for one in group):
             self._branched = True
             log.warning("an episode has several sequences: its history was rewritten between turns (agent/branches)")
-        groups = []
-        for index, prompt in enumerate(prompts):
-            own = tuple(played[index * num_generations : (index + 1) * num_generations])
-            episodes = tuple(chain.from_iterable(trajectory.episodes for trajectory in own))
-            groups.append(Group(prompt, episodes, trajectory_rewards(own, self.settings), trajectories=own))
-        tokens = sum(len(completion.token_ids) for live in lives for _, completion in live.sampled)
-        play.stats.seconds = time.perf_counter() - began
-        return Rollout(tuple(groups), play.stats.seconds, 0.0, tokens, played=play.stats)
+        return found
 
-    def prepare(self, prompts: Sequence[Prompt], *, num_generations: int, streams: Sequence[tuple[int, ...]]) -> None:
+    def prepare(self, *tasks: Any, **how: Any) -> None:
         """Nothing to prepare: episodes begin with a request."""
 
     def close(self) -> None:
         """End the driver and all that it has started; it starts anew when it is needed."""
-        self.lose()
+        self._lose()
         if self._endpoint is not None:
             self._endpoint.close()
         self._endpoint = None
 
-    def lose(self, *, at_once: bool = False) -> str:
-        """End the driver, and return its last words."""
-        driver, self.driver = self.driver, None
-        if driver is None:
-            return ""
-        driver.end(at_once=at_once)
-        return driver.last_words()
+    # ------------------------------------------------------------------ player
 
-    def begin(self, live: _Live, settings: SamplingSettings) -> None:
+    def begins_at(self, place: int, live: LiveEpisode) -> bool:
         """Let the driver begin an episode."""
         if self._endpoint is None:
-            self._endpoint = Endpoint(self.heard.put, context_length=self.context_length)
-        if self.driver is None:
-            self.driver = self.world.driver(self.heard.put)
-            self._tokenizer.save_pretrained(self.driver.folder)
-        task, cut = live.prompt.columns, settings.cut if settings.cuts else {}
-        sampling = {"seed": live.number, "temperature": settings.temperature, "max_tokens": settings.max_tokens} | cut
-        self.driver.send(
+            self._endpoint = Endpoint(self._heard.put, context_length=self._context_length)
+        if self._driver is None:
+            self._driver = self._world.driver(self._heard.put)
+            self._tokenizer.save_pretrained(self._driver.folder)
+        number, task, own = next(self._numbers), live.prompt.columns, self._sampling
+        sampling: dict[str, Any] = {"seed": number, "temperature": own.temperature, "max_tokens": own.max_tokens}
+        sampling |= (own.cut if own.cuts else {}) | self._template_kwargs
+        self._driver.send(
             {
-                **{"id": live.number, "set": task["set"], "task": task["number"], "key": task["uid"]},
-                **{"url": self._endpoint.url, "token": self._endpoint.token, "tokenizer": self.driver.folder},
-                **{"renderer": self.world.renderer, "sampling": sampling | self._template},
+                **{"id": number, "set": task["set"], "task": task["number"], "key": task["uid"]},
+                **{"url": self._endpoint.url, "token": self._endpoint.token, "tokenizer": self._driver.folder},
+                **{"renderer": self._world.renderer, "sampling": sampling},
             }
         )
-        live.until = time.monotonic() + 2 * self.world.seconds + _LATE_SECONDS
+        until = time.monotonic() + 2 * self._world.seconds + _LATE_SECONDS
+        self._programs[place] = _Program(number, live, until)
+        return True
 
+    def opening(self, live: LiveEpisode, history: int = 0) -> IntArray:
+        return live.seen.ids if isinstance(live.seen, _Question) else np.zeros(0, np.int64)
 
-class _Play:
-    """All episodes of one call, to their ends."""
+    def settings_of(self, live: LiveEpisode) -> SamplingSettings | None:
+        return live.seen.settings if isinstance(live.seen, _Question) else None
 
-    def __init__(
-        self, collector: DrivenCollector, lives: Sequence[_Live], settings: SamplingSettings, version: int
-    ) -> None:
-        self._all, self._settings, self._version = collector, settings, version
-        self._order, self._waiting = [live.number for live in lives], deque(lives)
-        self._live: dict[int, _Live] = {}
-        self._rows: dict[int, tuple[Any, _Live, Asked, IntArray]] = {}
-        self._done: dict[int, Trajectory] = {}
-        self._session: Session[Any] | None = None
-        self._places = min(collector.settings.parallel_episodes, len(lives))
-        self.stats = PlayStats()
+    def read(self, live: LiveEpisode, completion: Completion) -> str:
+        """Answer the program that has asked."""
+        program = self._programs[live.place]
+        program.waited_for = True
+        if program.questions:  # else the episode has ended meanwhile
+            question = program.questions.popleft()
+            program.sampled.append((question.ids, completion))
+            question.asked.answer.set_result(generated([completion], len(question.ids)))
+        return ""
 
-    def run(self, progress: Progress | None) -> list[Trajectory]:
-        """The trajectories, in the order of the episodes."""
-        while len(self._done) < len(self._order):
-            before = len(self._done)
-            while self._waiting and len(self._live) < self._places:
-                live = self._waiting.popleft()
-                self._live[live.number] = live
-                self._all.begin(live, self._settings)
-            self._hear()
-            if self._session is not None and self._session.busy:
-                for row in self._session.advance():
-                    self._answer(row)
-            self._end_late()
-            if progress is not None and len(self._done) > before:
-                progress(len(self._done), len(self._order))
-        return [self._done[number] for number in self._order]
+    # ------------------------------------------------------------------ places
 
-    def refuse_all(self) -> None:
-        """Nobody samples any more: refuse what waits."""
-        self._forget(self._live.values())
-        while not self._all.heard.empty():
-            said = self._all.heard.get()
-            if isinstance(said, Asked):
-                said.answer.set_exception(RequestError("nothing is sampled now"))
+    def __len__(self) -> int:
+        return self.settings.parallel_episodes
 
-    def _hear(self) -> None:
-        """Take in what has been said; where there is nothing to sample, wait for it for a moment."""
-        idle = self._session is None or not self._session.busy
-        said = self._next(0.5 if idle else 0.0)
-        while said is not None:
-            if isinstance(said, Asked):
-                self._start(said)
-            elif said[0] is self._all.driver:  # not one that was ended
-                self._take_in(said[1])
-            said = self._next(0.0)
+    def reset(self, place: int, task: Any, seed: int) -> None:
+        """Nothing: `begins_at` has told the driver."""
 
-    def _next(self, seconds: float) -> Any:
-        began = time.perf_counter()
-        try:
-            return self._all.heard.get(timeout=seconds)
-        except queue.Empty:
-            return None
-        finally:
-            self.stats.waiting_seconds += time.perf_counter() - began if seconds else 0.0
+    def step(self, place: int, action: str) -> None:
+        """Nothing: `read` has answered the program."""
 
-    def _start(self, asked: Asked) -> None:
-        session, seed, ids = self._opened(), asked.request.seed, np.array(asked.request.prompt, np.int64)
-        try:
-            if seed is None or (live := self._live.get(seed)) is None:
-                raise RequestError(f"seed={seed}: no such episode is being played")
-            settings = self._settings_of(asked)
-            if ids.max() >= self._all.vocabulary:
-                raise RequestError(f"token id {ids.max()}: the vocabulary has {self._all.vocabulary}")
-            if len(ids) >= self._all.context_length or not session.has_room_for(len(ids)):
-                most = f"environment.max_conversation_tokens={self._all.settings.max_conversation_tokens}"
-                raise RequestError(f"the prompt has {len(ids)} tokens; {most} leaves no room for an answer")
-            row = session.start(Request(ids, (*live.stream, live.turns)), settings=settings)
-        except (RequestError, GenerationError) as error:
-            asked.answer.set_exception(error if isinstance(error, RequestError) else RequestError(str(error)))
-            return
-        live.turns += 1
-        self._rows[id(row)] = (row, live, asked, ids)
+    def cancel(self, place: int) -> None:
+        """Nothing is begun ahead."""
 
-    def _settings_of(self, asked: Asked) -> SamplingSettings:
+    def wait(self, seconds: float | None = None) -> list[tuple[int, Any]]:
+        found: list[tuple[int, Any]] = []
+        while not found and any(program.waited_for for program in self._programs.values()):
+            self._hear(0.5 if seconds is None else seconds)
+            for place, program in list(self._programs.items()):
+                if program.waited_for and (program.questions or program.found):
+                    program.waited_for = False
+                    found.append((place, program.heard()))
+                    if program.found is not None:
+                        del self._programs[place]
+            if seconds is not None:
+                break
+        return found
+
+    def _hear(self, seconds: float) -> None:
+        """Take in what has been said, after waiting for it so long; end what is late."""
+        with suppress(queue.Empty):
+            self._take_in(self._heard.get(timeout=seconds))
+            while True:
+                self._take_in(self._heard.get_nowait())
+        if any(program.until < time.monotonic() for program in self._programs.values()):
+            self._lose(at_once=True)
+            self._end_all(f"an episode of verifiers did not end within {self._world.seconds:g} s; all were ended")
+
+    def _take_in(self, said: Any) -> None:
+        if isinstance(said, Asked):
+            try:
+                self._ask(said)
+            except RequestError as error:
+                said.answer.set_exception(error)
+        elif said[0] is self._driver:  # not one that was ended
+            told: Told | None = said[1]
+            if told is None:
+                self._end_all(f"the process of verifiers ended: {self._lose()}")
+            elif program := self._program(told.id):
+                try:
+                    found = trajectory_of(told, program.sampled, self._decode, self._world.success)
+                    self._played[program.live.number] = program.found = found
+                except EpisodeError as error:
+                    program.found = error
+                self._refuse(program)
+
+    def _program(self, number: int | None) -> _Program | None:
+        """The one that plays an episode which is not over."""
+        own = (one for one in self._programs.values() if one.number == number and one.found is None)
+        return next(own, None)
+
+    def _ask(self, asked: Asked) -> None:
+        program, ids = self._program(asked.request.seed), np.array(asked.request.prompt, np.int64)
+        if program is None:
+            raise RequestError(f"seed={asked.request.seed}: no such episode is being played")
+        if ids.max() >= self._vocabulary:
+            raise RequestError(f"token id {ids.max()}: the vocabulary has {self._vocabulary}")
+        if len(ids) >= self._context_length:
+            most = f"environment.max_conversation_tokens={self._context_length}"
+            raise RequestError(f"the prompt has {len(ids)} tokens; {most} leaves no room for an answer")
+        program.questions.append(_Question(text="", asked=asked, ids=ids, settings=self._settings_for(asked)))
+
+    def _settings_for(self, asked: Asked) -> SamplingSettings:
         """The run's, with the request's limits. Raises `RequestError`: it wants another distribution."""
-        own, wanted = self._settings, asked.request
+        own, wanted = self._sampling, asked.request
         for name, value in {"temperature": own.temperature, **own.cut}.items():
             if name in wanted.model_fields_set and getattr(wanted, name) != value:
                 raise RequestError(f"{name}={getattr(wanted, name)}: this run samples with {value}; leave it out")
@@ -266,61 +262,37 @@ class _Play:
         ends = own.eos_token_ids if wanted.stop_token_ids is None else tuple(wanted.stop_token_ids)
         return replace(own, max_tokens=min(own.max_tokens, wanted.max_tokens), eos_token_ids=ends)
 
-    def _opened(self) -> Session[Any]:
-        if self._session is None:
-            lengths = [self._all.context_length - 1] * self._places
-            self._session = self._all.engine.session(
-                self._settings,
-                policy_version=self._version,
-                rows=self._places,
-                own_tokens=self._settings.max_tokens,
-                prompt_lengths=lengths,
-            )
-        return self._session
-
-    def _answer(self, row: Any) -> None:
-        assert self._session is not None
-        _, live, asked, ids = self._rows.pop(id(row))
-        completion = self._session.completion(row)
-        live.sampled.append((ids, completion))
-        self.stats.turns += 1
-        asked.answer.set_result(generated([completion], len(ids)))
-
-    def _take_in(self, told: Told | None) -> None:
-        if told is None:
-            self._end_all(f"the process of verifiers ended: {self._all.lose()}")
-        elif told.id in self._live:
-            live = self._live[told.id]
-            try:
-                self._end(live, trajectory_of(told, live.sampled, self._all.decode, self._all.world.success))
-            except EpisodeError as error:
-                self._end(live, error)
-
-    def _end_late(self) -> None:
-        if any(live.until < time.monotonic() for live in self._live.values()):
-            self._all.lose(at_once=True)
-            self._end_all(f"an episode of verifiers did not end within {self._all.world.seconds:g} s; all were ended")
+    def _lose(self, *, at_once: bool = False) -> str:
+        """End the driver, and return its last words."""
+        driver, self._driver = self._driver, None
+        if driver is None:
+            return ""
+        driver.end(at_once=at_once)
+        return driver.last_words()
 
     def _end_all(self, why: str) -> None:
-        for live in list(self._live.values()):
-            self._end(live, EpisodeError(why))
+        for program in self._programs.values():
+            program.found = program.found or EpisodeError(why)
+            self._refuse(program)
 
-    def _end(self, live: _Live, found: Trajectory | EpisodeError) -> None:
-        if isinstance(found, EpisodeError):
-            self.stats.failures += 1
-            found = Trajectory((), (), False, "failed", str(found))
-        self._forget([live])
-        del self._live[live.number]
-        self._done[live.number] = found
+    def _refuse(self, program: _Program) -> None:
+        """Its episode is over: nobody answers what it still asks."""
+        for question in program.questions:
+            question.asked.answer.set_exception(RequestError("the episode is over"))
+        program.questions.clear()
 
-    def _forget(self, lives: Collection[_Live]) -> None:
-        """Drop what is sampled for episodes that are over."""
-        for row, live, asked, _ in list(self._rows.values()):
-            if live in lives:
-                del self._rows[id(row)]
-                asked.answer.set_exception(RequestError("the episode is over"))
-                assert self._session is not None
-                self._session.drop(row)
+    def _refuse_all(self) -> None:
+        """Nobody samples any more."""
+        for program in self._programs.values():
+            self._refuse(program)
+        self._programs = {}
+        while not self._heard.empty():
+            if isinstance(said := self._heard.get(), Asked):
+                said.answer.set_exception(RequestError("nothing is sampled now"))
+
+
+def _failed(played: Trajectory) -> Trajectory:
+    return Trajectory((), (), False, "failed", played.error or "there is no memory for its prompt")
 
 
 def trajectory_of(
@@ -377,10 +349,6 @@ def _episode(ids: IntArray, sampled: Any, parts: Sequence[Completion], text: str
     last = int(np.flatnonzero(sampled)[-1]) + 1
     logprobs = np.zeros(last, np.float32)
     logprobs[sampled[:last]] = np.concatenate([part.logprobs for part in parts])
-    kept = [part.support for part in parts if part.support is not None]
-    support = None
-    if kept:
-        sizes = np.concatenate([np.diff(part.offsets) for part in kept])
-        support = Support(np.concatenate([part.ids for part in kept]), np.concatenate([[0], np.cumsum(sizes)]))
+    support = joined([part.support for part in parts if part.support is not None])
     version = min(part.policy_version for part in parts)
     return Episode(ids[:last], sampled[:last], logprobs, text, parts[-1].finish_reason, version, support)

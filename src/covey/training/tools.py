@@ -9,10 +9,10 @@ from typing import Any, cast, get_type_hints
 from transformers.utils.chat_template_utils import get_json_schema
 
 from covey.config.whole import GRPOConfig
-from covey.environments.mcp import McpTools
 from covey.errors import ConfigError
 from covey.functions import load_function
 from covey.rollout.learning import Sampler, TrainedPolicy
+from covey.rollout.mcp import McpTools
 from covey.rollout.scoring import Scorer
 from covey.rollout.toolchat import ToolChat
 from covey.rollout.toolplay import ToolCollector
@@ -41,7 +41,7 @@ def make_collector(
     functions = [load_function(name) for name in chosen.tools if not name.startswith(MCP)]
     schemas = list(map(tool_schema, functions))
     servers = [name.removeprefix(MCP).strip() for name in chosen.tools if name.startswith(MCP)]
-    served = McpTools(servers, chosen.parallel_episodes, chosen.step_seconds) if servers else None
+    served = McpTools(servers, chosen.step_seconds) if servers else None
     tools: dict[str, Tool | None] = {tool_name(function): function for function in functions}
     schemas += served.schemas if served else []
     names = [schema["function"]["name"] for schema in schemas]

@@ -21,7 +21,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 import covey
 from covey.errors import ConfigError, GenerationError, raised_at
-from covey.rollout.collect import Decode, Rollout, Scoring, grouped
+from covey.rollout.collect import Decode, Rollout, Scoring
 from covey.rollout.learning import Learner, Sampler
 from covey.rollout.scoring import Scorer
 from covey.rollout.turns import NO_LIMIT, Device, Drawn, Row, Session
@@ -193,19 +193,12 @@ class RolloutCollector(Scoring):
         fields = _checked(returned, len(owners))
         episodes = [self._episode(fields, place, settings, what["policy_version"]) for place in range(len(owners))]
         episodes = measured(episodes, self.learner, settings.temperature)
-        sampled = time.perf_counter()
         extra = {name: fields[name] for name in fields if name not in (*_REQUIRED, "env_mask")}
         asked = [
             replace(p, columns={**p.columns, **{name: values[i] for name, values in extra.items()}})
             for i, p in enumerate(owners)
         ]
-        rewards, parts = self.scorer.score(asked, episodes)
-        return Rollout(
-            groups=grouped(prompts, episodes, rewards, parts),
-            sampling_seconds=sampled - began,
-            scoring_seconds=time.perf_counter() - sampled,
-            sampled_tokens=sum(episode.num_sampled for episode in episodes),
-        )
+        return self.scored(prompts, asked, episodes, began)
 
     def _episode(self, fields: Mapping[str, Any], place: int, settings: SamplingSettings, version: int) -> Episode:
         prompt, completion = (np.asarray(fields[name][place], np.int64).reshape(-1) for name in _REQUIRED[:2])
