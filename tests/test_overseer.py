@@ -20,7 +20,9 @@ import asyncio, ctypes, hashlib, os, re, signal, sys, time
 import numpy as np
 import covey.overseer
 from covey.errors import RewardError
+from covey.rollout.calls import AsyncRunner
 from covey.rollout.scoring import Scorer
+from covey.rollout.tools import Call, Calls, Order
 from covey.types import Episode, Prompt
 
 real = covey.overseer.start_python  # limits of a test in place of five seconds and a minute
@@ -47,6 +49,7 @@ async def blocks(completions): time.sleep(1000)
 async def later_total(completions):
     await asyncio.sleep(0.01)
     return total(completions)
+def tool(completions): Calls(AsyncRunner(), 0.5).run([Order(0, Call("total", {"completions": []}), {"total": total})])
 functions = [globals()[name] for name in sys.argv[1].split()]
 episode = Episode(np.array([1, 2]), np.array([False, True]), np.zeros(2, np.float32), "a", "stop", 0)
 prompt = Prompt(np.array([1]), "p")
@@ -102,6 +105,13 @@ def test_a_function_that_holds_pythons_lock_ends_the_run(tmp_path: Path, functio
     (line,) = said.strip().splitlines()
     assert line.startswith(f"covey: reward function '{name}' at {tmp_path / 'rewards.py'}:{line_of(at)}, in ")
     assert all(words in line for words in ("did not return within reward_timeout=0.5 seconds", "resume the run"))
+
+
+@pytest.mark.slow
+def test_a_tool_that_holds_pythons_lock_is_named_with_its_limit(tmp_path: Path) -> None:
+    _, said = ended(begun(tmp_path, "tool", 1000.0), -signal.SIGKILL)
+    assert f"tool 'total' at {tmp_path}/rewards.py:{line_of('def total')}, in total did not return within " in said
+    assert "within environment.step_seconds=0.5 seconds" in said
 
 
 @pytest.mark.parametrize(

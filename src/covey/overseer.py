@@ -1,8 +1,8 @@
 """A process beside this one, which ends it where foreign C code holds Python's lock: nothing else can then run here.
 
-It hears of calls of reward functions, once a second that Python runs, and of signals, which the system's handler writes
-to its channel without that lock. Five silent seconds after a time limit or a signal mean that the call lets nothing run
-any more. What is saved then is as whole as after any `kill -9`.
+It hears of calls of reward functions and tools, once a second that Python runs, and of signals, which the system's
+handler writes to its channel without that lock. Five silent seconds after a time limit or a signal mean that the call
+lets nothing run any more. What is saved then is as whole as after any `kill -9`.
 
     in   {"call": n, "names": [...], "thread": t, "limit": seconds}, {"over": n}, {}; a signal's number as one byte; and
          where each thread is, in `faulthandler`'s words, when the overseer asks for that
@@ -105,7 +105,8 @@ def serve(channel: int, process: int) -> None:
                 asked = clock
                 os.kill(process, _ASK)
             elif clock - asked > 1.0 and os.getppid() == process:
-                why = f"did not return within reward_timeout={limit:g} seconds" if over else "does not let the run end"
+                setting = "environment.step_seconds" if shown.startswith("tool ") else "reward_timeout"
+                why = f"did not return within {setting}={limit:g} seconds" if over else "does not let the run end"
                 _say(
                     f"{_named(call, places.decode())} {why}: it is in C code that lets nothing else run, so that this "
                     "process is killed. Bound what it computes. What was saved is whole: resume the run"

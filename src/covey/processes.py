@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -40,6 +41,14 @@ def end_python(process: subprocess.Popen[bytes], channel: socket.socket, seconds
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def kill_marked(mark: str) -> None:
+    """Kill the processes with this text in an environment variable. On macOS, which has no /proc, nothing happens."""
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if mark.encode() in environ.read_bytes():
+                os.kill(int(environ.parent.name), signal.SIGKILL)
 
 
 def total_memory() -> int:

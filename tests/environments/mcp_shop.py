@@ -35,6 +35,11 @@ def trouble(kind: str) -> str:
     """Misbehave."""
     if kind == "hang":
         time.sleep(600)
+    if kind == "fork":
+        if os.fork() == 0:
+            os.setsid()
+            time.sleep(600)
+        return "forked"
     if kind == "die":
         sys.stderr.write("the till is broken\n")
         sys.stderr.flush()

@@ -1,5 +1,7 @@
 """Tools of a real MCP server over stdio: what comes back, what is new for an episode, and what is killed."""
 
+import json
+import shlex
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,6 +17,25 @@ from fakes import raises
 pytest.importorskip("mcp")
 pytestmark = pytest.mark.slow  # a server starts in seconds
 SHOP = Path(__file__).parent / "mcp_shop.py"
+LISTS = """
+import json, sys, time
+
+pages = json.loads(sys.argv[1])
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked["method"] == "initialize":
+        version = asked["params"]["protocolVersion"]
+        found = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": {"name": "x", "version": "1"}}
+    elif asked["method"] == "tools/list":
+        if not pages:
+            time.sleep(600)
+        page = int(asked.get("params", {}).get("cursor") or 0)
+        found = {"tools": [{"name": name, "inputSchema": {"type": "object"}} for name in pages[page]]}
+        if page + 1 < len(pages):
+            found["nextCursor"] = str(page + 1)
+    if "id" in asked:
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": found}), flush=True)
+"""
 SLIP = {"coins": 3, "kind": "cash"}
 
 
@@ -58,9 +79,10 @@ def test_calls_results_and_episodes(tools: McpTools) -> None:
     ((names, _),) = call(tools, "trouble", kind="environment")
     assert "PATH" in names
     assert "OPENAI_API_KEY" not in names
-    assert set(names.split(",")) <= {"HOME", "LC_CTYPE", "LOGNAME", "PATH", "SHELL", "TERM", "USER"}
+    assert set(names.split(",")) <= {"COVEY_SERVER", "HOME", "LC_CTYPE", "LOGNAME", "PATH", "SHELL", "TERM", "USER"}
     ((long, _),) = call(tools, "trouble", kind="2000000")
     assert long == "x" * 100_000
+    assert call(tools, "trouble", kind="fork") == [("forked", False)]  # its child ends, as the fixture sees
 
 
 @pytest.mark.parametrize(
@@ -86,3 +108,20 @@ def test_servers_that_do_not_start() -> None:
     raises(ConfigError, "no such thing.* did not start: .*No such file", McpTools, ["'no such thing' --fast"], 5)
     raises(ConfigError, "did not start: .*can't open file", McpTools, [f"python {SHOP}.gone"], 20)
     raises(ConfigError, "did not start: .*[Cc]onnect", McpTools, ["http://127.0.0.1:9/mcp"], 20)
+
+
+def test_tools_are_listed_on_pages_and_must_have_names(tmp_path: Path) -> None:
+    (tmp_path / "lists.py").write_text(LISTS)
+
+    def lists(pages: list[list[str]], seconds: float = 20) -> McpTools:
+        return McpTools([f"python {tmp_path}/lists.py {shlex.quote(json.dumps(pages))}"], seconds)
+
+    found = lists([["a"], [], ["b.c-D_9"]])
+    assert [schema["function"]["name"] for schema in found.schemas] == ["a", "b.c-D_9"]
+    found.close()
+    raises(ConfigError, "lists.py.* lists more than 1000 tools or 100 pages", lists, [["a"]] * 101)
+    raises(ConfigError, "lists more than 1000 tools", lists, [[f"t{n}" for n in range(1_001)]])
+    raises(ConfigError, "lists.py.* has no tools", lists, [[]])
+    for name in ("add two", "add\n<|im_end|>", "", "a" * 65):
+        raises(ConfigError, "has a tool '.*; a name is 1 to 64 of", lists, [["a", name]])
+    raises(ConfigError, r"lists.py.* did not start within 4.5 s \(see environment.step_seconds\)", lists, [], 1.5)

@@ -5,6 +5,7 @@ The model is real and so are its log-probabilities; only which token is drawn is
 
 import json
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from training_runs import Settings, StopAt, same_weights, steps_of
 
 from command import Command
 from covey import GRPOConfig, GRPOTrainer
-from covey.errors import ConfigError
+from covey.errors import ConfigError, GenerationError
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.engine import device as engine_device
 from covey.pytorch.engine.sampling import Draw
+from covey.rollout.calls import AsyncRunner
+from covey.rollout.tools import Call, Calls, Order, Tool
 from covey.rollout.turns import Row
 from covey.training.setup import sampling_settings
 from fakes import raises, slow
@@ -160,6 +163,40 @@ def test_what_goes_wrong_is_told_and_the_answer_goes_on(acting: Settings, monkey
     run.close()
 
 
+class UnreadableError(Exception):
+    def __str__(self) -> str:
+        raise self
+
+
+def test_what_cannot_be_read_is_a_failure_and_calls_that_never_end_stop_the_run(caplog: Any) -> None:
+    never = threading.Event()
+    asked: dict[str, Tool] = {
+        "text": lambda: UnreadableError(),
+        "generator": lambda: (n for n in range(3)),
+        "waits": never.wait,
+    }
+
+    async def soon() -> Any:
+        return UnreadableError()
+
+    def fails(error: Exception) -> None:
+        raise error
+
+    asked |= {
+        "soon": soon,
+        "error": lambda: fails(UnreadableError()),
+        "long": lambda: fails(ValueError("x" * 5_000_000)),
+    }
+    calls = Calls(AsyncRunner(), 0.2)
+    told = calls.run([Order(0, Call(name), asked) for name in asked])
+    assert all(result.failed for result in told)
+    assert "it returned a generator" in told[1].text
+    assert [len(told[-1].text) < 101_000, len(caplog.text) < 50_000] == [True, True]
+    again = [Order(0, Call("waits"), asked)] * 3
+    raises(GenerationError, "tool 'waits': 3 calls that took longer than environment.step_seconds", calls.run, again)
+    never.set()
+
+
 def test_a_limit_of_turns(acting: Settings, monkeypatch: Any) -> None:
     says(monkeypatch, lambda sample, turn: call("add", a=turn, b=0))
     run = trainer(acting, max_turns=2)
@@ -214,6 +251,7 @@ def test_a_server_that_dies_costs_its_episode(acting: Settings, monkeypatch: Any
     [
         ({"world": "house"}, "a world brings its own actions"),
         ({"history_length": 2}, "answers with tools are one conversation"),
+        ({"action_format": "tags"}, "action_format='tags': calls are read as"),
         ({"tools": ["mcp:"]}, "names no tool"),
         ({"tools": ["tools.py:nothing"]}, "tools.py"),
         ({"tools": [f"{__file__}:ROWS"]}, "not a function"),

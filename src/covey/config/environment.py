@@ -54,9 +54,12 @@ class EnvironmentConfig(Section, frozen=True):
 
     def problems(self) -> Iterator[str]:
         """Settings that do not go with tools."""
-        for name in ("world", "history_length"):
-            if self.tools and getattr(self, name) is not None:
-                why = "a world brings its own actions" if name == "world" else "answers with tools are one conversation"
+        for name, why in {
+            "world": "a world brings its own actions",
+            "history_length": "answers with tools are one conversation",
+            "action_format": "calls are read as the model's chat template writes them",
+        }.items():
+            if self.tools and getattr(self, name) != type(self).model_fields[name].default:
                 yield f"tools={list(self.tools)} and {name}={getattr(self, name)!r}: {why}; remove one of them"
         for tool in self.tools:
             if not tool.removeprefix("mcp:").strip():

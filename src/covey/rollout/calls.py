@@ -56,7 +56,7 @@ def call_with_timeout(work: Callable[[], Any], timeout: float | None, name: str)
     """Return what `work()` returns, or a `Failure`. Without a time limit it runs in the caller's thread.
 
     `SystemExit` from foreign code is a failure like any other; the user's Ctrl-C passes. The overseer knows of the call
-    by its name.
+    by its name, which the thread has too.
     """
     if timeout is None:
         with overseer.overseen([name], threading.get_ident()):
@@ -68,7 +68,7 @@ def call_with_timeout(work: Callable[[], Any], timeout: float | None, name: str)
         known.wait()
         outcome.append(context.run(_guarded, work))
 
-    thread = threading.Thread(target=call, name="covey-reward", daemon=True)
+    thread = threading.Thread(target=call, name=name, daemon=True)
     thread.start()
     with overseer.overseen([name], thread.ident or 0, timeout) as python_runs:
         known.set()
@@ -273,12 +273,16 @@ def _read_number(value: Any) -> tuple[float, str]:
 
 
 def describe_error(error: BaseException) -> str:
-    """`ValueError: its message at rewards.py:17, in correct`, shortened; also for one that cannot print itself."""
+    """`ValueError: its message at rewards.py:17, in correct`, shortened."""
+    return f"{type(error).__name__}: {message_of(error)}{raised_at(error)}"
+
+
+def message_of(error: BaseException, most: int = 500) -> str:
+    """The beginning of its message; also of one that cannot print itself."""
     try:
-        message = shorten(str(error))
+        return shorten(str(error), most)
     except Exception:
-        message = "(its message cannot be shown)"
-    return f"{type(error).__name__}: {message}{raised_at(error)}"
+        return "(its message cannot be shown)"
 
 
 def shorten(text: str, most: int = 500) -> str:

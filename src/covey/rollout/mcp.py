@@ -3,13 +3,15 @@
     place, an episode under way  --JSON lines over stdin and stdout, or HTTP-->  its servers
 
 Each place has servers of its own, started anew for an episode that follows one in which they were called. They get six
-environment variables and no others (`mcp.client.stdio.get_default_environment`).
+environment variables (`mcp.client.stdio.get_default_environment`) and a mark, by which all that they start is killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import secrets
 import shlex
 import sys
 import tempfile
@@ -18,12 +20,14 @@ from contextlib import AsyncExitStack
 from typing import Any, TextIO
 
 from covey.errors import ConfigError, EpisodeError
+from covey.processes import kill_marked
 from covey.rollout.calls import AsyncRunner, Failure
 
 Asked = Mapping[int, Sequence[tuple[str, Mapping[str, Any]]]]
 """Place -> name and arguments of its calls."""
 _LONGEST = 100_000
 """Characters of the results of a turn. What the model reads is cut further, by tokens."""
+_MOST_PAGES, _MOST_TOOLS = 100, 1_000
 _STARTS_AT_ONCE, _END_SECONDS = 8, 10.0
 """Places whose servers start at the same time, while the others wait; how long is waited for their end."""
 
@@ -39,7 +43,7 @@ class McpTools:
         schemas: the tools as chat templates show them; the parameters are the servers' own JSON schemas,
             without their title.
 
-    Raises `ConfigError`: mcp is not installed, or a server does not start.
+    Raises `ConfigError`: mcp is not installed, or a server does not start, or has tools that cannot be shown.
     """
 
     def __init__(self, servers: Sequence[str], seconds: float) -> None:
@@ -108,7 +112,7 @@ class _Clients:
     def __init__(self, servers: Sequence[str], starting: asyncio.Semaphore, seconds: float) -> None:
         self._servers, self._of = servers, dict[str, tuple[str, Any]]()
         self._errors = {server: tempfile.TemporaryFile("w+", errors="replace") for server in servers}  # noqa: SIM115
-        self._used, self._ended = False, asyncio.Event()
+        self._used, self._ended, self._mark = False, asyncio.Event(), secrets.token_hex(16)
         self.opened: asyncio.Future[list[dict[str, Any]]] = asyncio.get_running_loop().create_future()
         self.life = asyncio.create_task(self._live(starting, seconds))
 
@@ -150,9 +154,9 @@ class _Clients:
             async with AsyncExitStack() as stack:
                 async with starting, asyncio.timeout(seconds):
                     for server in self._servers:
-                        client = Client(_transport(server, self._errors[server]))
+                        client = Client(_transport(server, self._errors[server], self._mark))
                         await stack.enter_async_context(client)
-                        tools = (await client.list_tools()).tools
+                        tools = await _listed(client)
                         self._of |= {tool.name: (server, client) for tool in tools}
                         schemas += map(_schema, tools)
                 self.opened.set_result(schemas)
@@ -161,17 +165,35 @@ class _Clients:
             if not self.opened.done():
                 self.opened.set_exception(self._failure(server, "did not start", error, seconds))
         finally:
+            kill_marked(self._mark)
             for file in self._errors.values():
                 file.close()
 
     def _failure(self, server: str, what: str, error: BaseException, seconds: float) -> EpisodeError:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        late = f" within {seconds:g} s" if isinstance(error, TimeoutError) else ""
+        if isinstance(error, ConfigError):
+            return EpisodeError(f"the MCP server {server!r:.100} {error}")
+        late = f" within {seconds:g} s (see environment.step_seconds)" if isinstance(error, TimeoutError) else ""
         file = self._errors[server]
         file.seek(max(file.seek(0, 2) - 300, 0))
-        said = " ".join(file.read(300).split()) or f"{type(error).__name__}: {error}"
+        said = " ".join(file.read(300).split()) or f"{type(error).__name__} {error}".strip()
         return EpisodeError(f"the MCP server {server!r:.100} {what}{late}: {said}")
+
+
+async def _listed(client: Any) -> list[Any]:
+    """The tools of all pages. Raises `ConfigError`, which says what is wrong with them."""
+    tools, cursor, pages = list[Any](), None, 0
+    while pages == 0 or cursor is not None:
+        page = await client.list_tools(cursor=cursor)
+        tools, cursor, pages = tools + page.tools, page.next_cursor, pages + 1
+        if len(tools) > _MOST_TOOLS or pages > _MOST_PAGES:
+            raise ConfigError(f"lists more than {_MOST_TOOLS} tools or {_MOST_PAGES} pages; let it offer fewer")
+    if not tools:
+        raise ConfigError("has no tools; remove it, or correct what starts it")
+    if wrong := [tool.name for tool in tools if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", tool.name)]:
+        raise ConfigError(f"has a tool {wrong[0]!r:.100}; a name is 1 to 64 of A-Z, a-z, 0-9, '_', '-' and '.'")
+    return tools
 
 
 def _schema(tool: Any) -> dict[str, Any]:
@@ -181,7 +203,7 @@ def _schema(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": about}
 
 
-def _transport(server: str, errors: TextIO) -> Any:
+def _transport(server: str, errors: TextIO, mark: str) -> Any:
     """A URL as it is; of a command a process that writes its errors there."""
     from mcp import StdioServerParameters
     from mcp.client.stdio import stdio_client
@@ -190,4 +212,4 @@ def _transport(server: str, errors: TextIO) -> Any:
         return server
     command, *args = shlex.split(server)
     command = sys.executable if command == "python" else command
-    return stdio_client(StdioServerParameters(command=command, args=args), errors)
+    return stdio_client(StdioServerParameters(command=command, args=args, env={"COVEY_SERVER": mark}), errors)

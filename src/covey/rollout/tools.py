@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from covey.errors import ConfigError
-from covey.rollout.calls import AsyncRunner, Failure, call_with_timeout, shorten
+from covey.errors import ConfigError, GenerationError
+from covey.rollout.calls import AsyncRunner, Failure, call_with_timeout, message_of, shorten
 from covey.types import Message, Prompt
 
 log = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 Tool = Callable[..., Any]  # with type hints and a docstring in Google's style, sync or async
 INDEX = "_completion_idx"
 """An argument that gets the number of the completion that calls, and is not shown to the model."""
+_MOST_HANGING = 3
 EMPTY: Message = {"role": "user", "content": ""}  # what is asked where the environment's `reset` says it all
 
 
@@ -75,7 +77,10 @@ class Calls:
         self._runner, self._seconds, self._told = runner, seconds, set[str]()
 
     def run(self, orders: Sequence[Order]) -> list[Result]:
-        """A result for each call, in order. The model is told what went wrong; the console of a tool's first error."""
+        """A result for each call, in order. The model is told what went wrong; the console of a tool's first error.
+
+        Raises `GenerationError`: several calls of a tool were given up and still run.
+        """
         outcomes = [self._begin(order) for order in orders]
         waiting = [place for place, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)]
         names = [f"tool {orders[place].call.name!r}" for place in waiting]
@@ -95,18 +100,21 @@ class Calls:
             inspect.signature(tool).bind(**arguments)
         except TypeError as error:
             return Failure(_RefusedError(f"{call.name}: {error}"))
-        return call_with_timeout(lambda: tool(**arguments), self._seconds, f"tool {call.name!r}")
+        name = f"tool {call.name!r}"
+        if sum(thread.name == name for thread in threading.enumerate()) >= _MOST_HANGING:
+            said = f"{name}: {_MOST_HANGING} calls that took longer than environment.step_seconds still run"
+            raise GenerationError(f"{said}, in threads that cannot be ended; bound what it does and resume the run")
+        return call_with_timeout(lambda: _text(tool(**arguments)), self._seconds, name)
 
     def _result(self, order: Order, outcome: Any) -> Result:
         failed = isinstance(outcome, Failure)
         if failed:
             error = outcome.error or TimeoutError(f"{order.call.name} took longer than {self._seconds:g} s")
+            if isinstance(error, ConfigError):
+                raise ConfigError(f"the tool {order.call.name} {error}")
             if not isinstance(error, _RefusedError):
                 self._tell(order.call.name, error)
-            outcome = {"error": str(error)}
-        for part in outcome if isinstance(outcome, list | tuple) else (outcome,):
-            if type(part).__module__.startswith("PIL.") or (isinstance(part, Mapping) and part.get("type") == "image"):
-                raise ConfigError(f"the tool {order.call.name} returned a picture; results of tools are texts")
+            outcome = {"error": message_of(error, 100_000)}
         return Result(str(outcome).encode("utf-8", "replace").decode(), failed)  # lone surrogates are no text
 
     def _tell(self, name: str, error: BaseException) -> None:
@@ -114,10 +122,24 @@ class Calls:
             return
         self._told.add(name)
         said = (
-            f"the tool {name} raised {type(error).__name__}: {shorten(str(error))}. The model is given the message as "
+            f"the tool {name} raised {type(error).__name__}: {message_of(error)}. The model is given the message as "
             "the tool's result; more errors of this tool are only counted, in tools/failure_frequency. The traceback:"
         )
-        log.warning("%s\n%s", said, "".join(traceback.format_exception(error)).rstrip())
+        log.warning("%s\n%s", said, shorten("".join(traceback.format_exception(error)).rstrip(), 10_000))
+
+
+def _text(value: Any) -> Any:
+    """What the model reads. It is made where the tool runs, because it is the tool's code too."""
+    if inspect.isgenerator(value) or inspect.isasyncgen(value):
+        raise TypeError("it returned a generator; return a value")
+    for part in value if isinstance(value, list | tuple) else (value,):
+        if type(part).__module__.startswith("PIL.") or (isinstance(part, Mapping) and part.get("type") == "image"):
+            raise ConfigError("returned a picture; results of tools are texts")
+    return _awaited(value) if inspect.isawaitable(value) else str(value)
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return _text(await value)
 
 
 @dataclass(slots=True, eq=False)
