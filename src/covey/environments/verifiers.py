@@ -100,7 +100,7 @@ class Verifiers(World):
         self.python, self.path = Path(python or sys.executable).absolute(), Path(path).absolute()
         if shutil.which(self.python) is None:
             raise ConfigError(
-                f"verifiers: python={python}: no such program; name the python of verifiers' environment, vf/bin/python"
+                f"verifiers: python={python}: no program that can be run; name the Python of verifiers, vf/bin/python"
             )
         if runtime in _PAID and not unsafe:
             raise ConfigError(f"verifiers: runtime={runtime!r} rents machines; use subprocess, or add unsafe=true")
