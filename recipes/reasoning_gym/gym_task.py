@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import json
 import logging
 import random
@@ -227,10 +228,11 @@ def _options(datasets: Sequence[str], config: str) -> dict[str, str]:
         # those of this dataset alone come last and win
         own = [item.removeprefix(f"{name}.") for one in ("", name) for item, owner in owners.items() if owner == one]
         given = read_options("dataset", name, ",".join(own))
-        if taken := given.keys() & {"seed", "size"}:
-            raise ConfigError(
-                f"config={config!r}: {min(taken)} cannot be set; items follow run.seed, num_train, num_eval"
-            )
+        options_of = inspect.signature(kinds[name]).parameters if name in kinds else given
+        free = [option for option in options_of if option not in ("seed", "size")]
+        if unknown := [option for option in given if option not in free]:
+            why = " (items follow run.seed, num_train, num_eval)" if unknown[0] in options_of else ""
+            raise ConfigError(f"dataset={name!r} has no option {unknown[0]!r}{why}; {nearest(unknown[0], free)}")
         try:
             made: Any = make_named("dataset", name, kinds, object, **given)
             getattr(made, "validate", int)()  # two have none

@@ -191,6 +191,7 @@ def _functions(module: ModuleType) -> list[str]:
 
 Made = TypeVar("Made")
 _NUMBERS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "bool": (bool,)}
+_COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -238,6 +239,9 @@ def make_named(
     for option in options:
         if option not in parameters:
             raise ConfigError(f"{kind}={base!r} has no option {option!r}; {nearest(option, parameters)}")
+    for option, parameter in parameters.items():
+        if option not in options and parameter.default is parameter.empty and parameter.kind not in _COLLECTING:
+            raise ConfigError(f"{kind}={name!r} lacks its option {option!r}; write {base}:{option}=VALUE")
     if problem := number_problem(factory, options):
         raise ConfigError(f"{kind}={name!r}: {problem}")
     try:
@@ -278,12 +282,15 @@ def _checked(kind: str, base: str, made: Any, wanted: Sequence[str], needs: type
 
 
 def read_options(kind: str, name: str, listed: str) -> dict[str, Any]:
-    """Options that are listed after a name, `a=1,b=true`. Raises `ConfigError`: one has no value."""
+    """Options that are listed after a name, `a=1,b=true`. Raises `ConfigError`: one has no value, or is no name."""
     options: dict[str, Any] = {}
     for item in filter(None, listed.split(",")):
         option, equals, value = item.partition("=")
-        if not equals:
-            raise ConfigError(f"{kind}={name!r}: {item!r} is not an option; write name:option=value,option=value")
+        if not equals or "|" in option:
+            raise ConfigError(
+                f"{kind}={name!r}: {item!r} is not an option; write name:option=value,option=value; a value cannot "
+                "contain a comma"
+            )
         options[option.strip()] = _read_value(value.strip())
     return options
 

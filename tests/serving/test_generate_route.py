@@ -58,7 +58,9 @@ def test_tokens_and_logprobs_are_the_engine_s(server: RunningServer, cut: dict[s
         ({"token_ids": IDS, "stream": True}, "stream"),
         ({"token_ids": IDS, "sampling_params": {"prompt": [1]}}, "prompt: this server knows no such field"),
         ({"token_ids": IDS, "sampling_params": {"presence_penalty": 1.0}}, "presence_penalty"),
-        ({"token_ids": IDS, "sampling_params": {"logprobs": 5}}, "send 1"),
+        ({"token_ids": IDS, "sampling_params": {"logprobs": 5}}, "logprobs: Input should be less than or equal to 1"),
+        ({"token_ids": IDS, "sampling_params": {"skip_special_tokens": "x"}}, "skip_special_tokens='x': send bool"),
+        ({"token_ids": IDS, "sampling_params": {"routed_experts_prompt_start": True}}, "start=True: send int"),
         ({"token_ids": IDS, "sampling_params": {"max_tokens": 10**4}}, "completions of up to 200 tokens"),
         ({"token_ids": IDS, "sampling_params": {"temperature": "1"}}, "temperature"),
     ],
@@ -67,8 +69,9 @@ def test_what_is_refused(server: RunningServer, body: dict[str, Any], words: str
     assert words in refused(server.ask("/inference/v1/generate", **body))
 
 
-def test_a_length_that_is_not_given_is_the_server_s_longest(server: RunningServer) -> None:
-    assert len(ask(server, ignore_eos=True, stop_token_ids=[]).json()["choices"][0]["token_ids"]) == 200
+@pytest.mark.parametrize("given", [{}, {"max_tokens": None}])
+def test_a_length_that_is_not_given_is_the_server_s_longest(server: RunningServer, given: dict[str, None]) -> None:
+    assert len(ask(server, ignore_eos=True, stop_token_ids=[], **given).json()["choices"][0]["token_ids"]) == 200
 
 
 def test_the_client_of_renderers_reads_it() -> None:

@@ -28,6 +28,7 @@ def test_what_is_not_there() -> None:
         ("arithmetic", {"digit": 2}, "no option 'digit'; did you mean 'digits'"),
         ("arithmetic", {"path": "a"}, "no option 'path'"),
         ("arithmetic:gcd", {}, "'gcd' is not an option; write name:option=value"),
+        ("arithmetic:kinds=a=1,2|b=3", {}, r"'2\|b=3' is not an option; .* a value cannot contain a comma"),
         ("arithmetic", {"digits": "two"}, "arithmetic"),
         ("arithmetic:kinds=sums", {}, "kinds='sums'"),
     ):

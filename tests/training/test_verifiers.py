@@ -66,7 +66,6 @@ def test_equal_seeds_sample_the_same_one_at_a_time(settings: Settings, python: P
         ("not ok", "no dice"),
         ("other tokens", "branch 0: its tokens 3 to 11 are not what was sampled after the others"),
         ("untrainable", "not trainable"),
-        ("no number", "Input should be a finite number"),
         ("dies", "the process of verifiers ended"),
         ("asks otherwise", "temperature=0.5: this run samples with 1.0"),
         ("too long", "max_conversation_tokens=100 leaves no room"),
@@ -83,11 +82,21 @@ def test_a_failure_costs_its_own_episodes(settings: Settings, python: Path, does
     assert words in group.trajectories[3].error
 
 
+def test_a_reward_that_is_no_number_costs_its_episode_alone(settings: Settings, python: Path) -> None:
+    run = build(playing(settings, python, "no number"), prompts_per_step=2)
+    groups = run.rollout().groups
+    run.close()
+    errors = [trajectory.error for group in groups for trajectory in group.trajectories]
+    told = "its reward is {}; it must be a finite number, of 1e30 at most"
+    assert sorted(filter(None, errors)) == [told.format("inf"), told.format("nan")]  # of episodes 3 to 7: 4 and 5
+    assert [int(np.isnan(group.rewards).sum()) for group in groups] == [0, 2]
+
+
 def test_what_hangs_is_ended_with_all_that_it_has_started(settings: Settings, python: Path) -> None:
     changes = playing(settings, python, "hangs")
     run = build(changes | {"world": changes["world"].replace("seconds=20", "seconds=0.5")}, prompts_per_step=1)
     (group,) = run.rollout().groups
-    assert "did not end within 0.5 s" in group.trajectories[3].error
+    assert "had not ended 10 s after twice its limit of 0.5 s" in group.trajectories[3].error
     run.close()
     child = Path(f"/proc/{(python.parent / 'child').read_text().strip()}")
     assert not child.exists() or "Z" in (child / "stat").read_text().split()[2]
@@ -144,9 +153,10 @@ def test_a_trace_by_hand() -> None:
         ("taskset=a,runtime=modal", "rents machines"),
         ("taskset=a,runtime=e2b", "rents machines"),
         ("taskset=a,harness=bash", "runs the model's commands on this machine"),
-        ("taskset=a,python=/no/python", "no such program"),
-        ("taskset=a,seconds=0", "must be above 0"),
-        ("", "taskset"),
+        ("taskset=a,python=/no/python", "no program that can be run"),
+        ("taskset=a,python=/tmp", "python=/tmp: no program that can be run"),
+        ("taskset=a,seconds=0", "verifiers: seconds=0: write a number above 0"),
+        ("", "lacks its option 'taskset'; write verifiers:taskset="),
     ],
 )
 def test_what_costs_or_runs_here_is_refused(options: str, words: str) -> None:
@@ -156,11 +166,30 @@ def test_what_costs_or_runs_here_is_refused(options: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("does", "words"), [("cannot be loaded", "ValueError: no such file"), ("ends", "no verifiers here")]
+    ("does", "words"),
+    [
+        ("cannot be loaded", "ValueError: no such file"),
+        ("ends", "its process ended: no verifiers here$"),
+        ("never loads", "taskset never loads, .* did not load within 0.5 s; correct it, or raise seconds=0.5"),
+    ],
 )
-def test_a_taskset_that_cannot_be_loaded(python: Path, does: str, words: str) -> None:
-    world = get_world(f"verifiers:taskset={does},python={python}")
+def test_a_taskset_that_cannot_be_loaded(python: Path, does: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if does == "never loads":
+        monkeypatch.setattr("covey.environments.verifiers._LOAD_SECONDS", 0.5)
+    world = get_world(f"verifiers:taskset={does},python={python},seconds=0.5")
     raises(DataError, words, world.train_tasks, 0)
+
+
+def test_a_python_without_verifiers() -> None:
+    world = get_world(f"verifiers:taskset=a,python={sys.executable}")
+    raises(DataError, "No module named 'verifiers'; .*-m pip install verifiers==0.4.0 uv$", world.train_tasks, 0)
+
+
+@pytest.mark.skipif(PYTHON is None, reason="COVEY_VERIFIERS_PYTHON names no Python with verifiers")
+def test_an_error_while_loading_names_its_line(tmp_path: Path) -> None:
+    (tmp_path / "broken_v1.py").write_text("import json\n\njson.loads('no')\n")
+    world = get_world(f"verifiers:taskset=broken_v1,python={PYTHON},path={tmp_path}")
+    raises(DataError, f"JSONDecodeError: .* at {tmp_path / 'broken_v1.py'}:3$", world.train_tasks, 0)
 
 
 def test_settings_of_other_worlds_are_refused(settings: Settings, python: Path) -> None:

@@ -34,7 +34,7 @@ from covey.errors import ConfigError, DataError
 _INHERITED = "PATH HOME USER LANG LC_ALL TZ TMPDIR XDG_CACHE_HOME UV_CACHE_DIR SSL_CERT_FILE HF_HOME HF_HUB_OFFLINE"
 _PAID = ("prime", "modal", "e2b")
 _LONGEST_LINE = 1 << 26  # bytes
-_LOAD_SECONDS, _GRACE_SECONDS = 300.0, 6.0
+_LOAD_SECONDS, _GRACE_SECONDS = 60.0, 6.0
 
 
 class Told(BaseModel):
@@ -45,7 +45,7 @@ class Told(BaseModel):
     id: int
     ok: bool
     trainable: bool = True
-    reward: float = Field(default=0.0, ge=-1e30, le=1e30, allow_inf_nan=False)
+    reward: float = 0.0
     stop: str | None = None
     errors: list[str] = Field(default_factory=list)
     branches: list[tuple[list[int], list[int]]] = Field(default_factory=list)
@@ -67,7 +67,7 @@ class Verifiers(World):
         renderer: who turns messages into tokens; default = the chat template, without tools.
         tool_parser: how calls are read with the default renderer, such as qwen3.
         max_turns: most turns of an episode.
-        seconds: time limit of an episode, and of each of its parts.
+        seconds: time limit of an episode, of each of its parts, and of loading the taskset, which may take 60 anyway.
         success: the reward from which on an episode counts as a success.
         variables: names of environment variables that the taskset needs, `A|B`.
         unsafe: allow runtimes that cost money, and harnesses that run the model's commands on this machine.
@@ -98,8 +98,10 @@ class Verifiers(World):
         unsafe: bool = False,
     ) -> None:
         self.python, self.path = Path(python or sys.executable).absolute(), Path(path).absolute()
-        if not os.access(self.python, os.X_OK):
-            raise ConfigError(f"verifiers: python={python}: no such program; name the python of verifiers' environment")
+        if shutil.which(self.python) is None:
+            raise ConfigError(
+                f"verifiers: python={python}: no program that can be run; name the Python of verifiers, vf/bin/python"
+            )
         if runtime in _PAID and not unsafe:
             raise ConfigError(f"verifiers: runtime={runtime!r} rents machines; use subprocess, or add unsafe=true")
         if runtime == "subprocess" and harness != "null" and not unsafe:
@@ -107,11 +109,10 @@ class Verifiers(World):
                 f"verifiers: harness={harness!r} with runtime=subprocess runs the model's commands on this machine; "
                 "use harness=null or runtime=docker, or add unsafe=true"
             )
-        if min(num_train, num_eval, max_turns, seconds) <= 0:
-            raise ConfigError(
-                f"verifiers: num_train={num_train}, num_eval={num_eval}, max_turns={max_turns}, seconds={seconds}: "
-                "each must be above 0"
-            )
+        numbers = {"num_train": num_train, "num_eval": num_eval, "max_turns": max_turns, "seconds": seconds}
+        for name, number in numbers.items():
+            if not 0 < number <= 1e9:
+                raise ConfigError(f"verifiers: {name}={number}: write a number above 0 and at most 1e9")
         self.max_turns, self.seconds, self.success = max_turns, float(seconds), float(success)
         self.renderer = {"name": renderer} | ({} if tool_parser is None else {"tool_parser": tool_parser})
         self._most, self._num_eval = num_train, num_eval
@@ -165,10 +166,11 @@ class Verifiers(World):
         env["PATH"] = f"{self.python.parent}{os.pathsep}{env.get('PATH', os.defpath)}"  # where uv is
         driver = Driver(self.python, env | {"PYTHONPATH": str(self.path)})
         driver.send({"sets": self._sets, "most": self._most})
+        limit = max(_LOAD_SECONDS, self.seconds)
         try:
-            said = driver.first.get(timeout=_LOAD_SECONDS) or {"error": f"its process ended: {driver.last_words()}"}
+            said = driver.first.get(timeout=limit) or {"error": f"its process ended: {driver.last_words()}"}
         except queue.Empty:
-            said = {"error": f"it did not load within {_LOAD_SECONDS:.0f} s"}
+            said = {"error": f"it did not load within {limit:g} s; correct it, or raise seconds={self.seconds:g}"}
         if "tasks" not in said:
             driver.end(at_once=True)
             names = " and ".join(each["taskset"]["id"] for each in self._sets.values())
@@ -245,7 +247,7 @@ class Driver:
         assert self._process.stdout is not None
         try:
             with self._process.stdout as lines:
-                self.first.put(json.loads(lines.readline(_LONGEST_LINE)))
+                self.first.put(json.loads(lines.readline(_LONGEST_LINE) or b"null"))
                 while line := lines.readline(_LONGEST_LINE):
                     self.tell((self, Told.model_validate_json(line)))
         except (OSError, ValueError) as error:  # ValidationError is one

@@ -21,10 +21,14 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from contextlib import AsyncExitStack
 from typing import Any, TextIO
 
-import verifiers.v1 as vf
+try:
+    import verifiers.v1 as vf
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}; {sys.executable} -m pip install verifiers==0.4.0 uv")
 
 _GRACE_SECONDS, _TOKEN = 4.0, "COVEY_ENDPOINT_API_KEY"
 _MOST_CHARACTERS = 500  # of an error
@@ -81,6 +85,14 @@ def text_of(error: Any) -> str:
     return f"{error.type}: {error.message}"[:_MOST_CHARACTERS]
 
 
+def told_of(error: Exception) -> str:
+    """What was raised, and the innermost line of the taskset's own code, neither a library's nor this file's."""
+    others = ("site-packages", os.path.dirname(os.__file__), __file__, "<frozen")
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not any(o in one.filename for o in others)]
+    place = "".join(f" at {one.filename}:{one.lineno}" for one in frames[-1:])
+    return f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS] + place
+
+
 def failure(errors: list[str]) -> dict[str, Any]:
     return {"ok": False, "errors": errors}
 
@@ -97,7 +109,7 @@ async def main(out: TextIO) -> None:
         try:
             found = await sets[asked["set"]].play(asked)
         except Exception as error:
-            found = failure([f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]])
+            found = failure([told_of(error)])
         say({"id": asked["id"]} | found)
 
     asked = await lines.get()
@@ -107,7 +119,7 @@ async def main(out: TextIO) -> None:
         try:
             sets = {name: Played(config, asked["most"], servers) for name, config in asked["sets"].items()}
         except Exception as error:
-            return say({"error": f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]})
+            return say({"error": told_of(error)})
         say({"tasks": {name: list(map(identity, played.tasks)) for name, played in sets.items()}})
         episodes = []
         while (asked := await lines.get()) is not None:

@@ -20,16 +20,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from covey.serving.requests import CompletionRequest, RequestError, TokenId, checked
 from covey.types import Completion
 
-_NO_EFFECT = {
-    *("detokenize", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"),
-    *("logprobs", "return_token_ids", "routed_experts_prompt_start"),
+_NO_EFFECT: dict[str, type] = {
+    **{"detokenize": bool, "include_stop_str_in_output": bool, "skip_special_tokens": bool},
+    **{"spaces_between_special_tokens": bool, "routed_experts_prompt_start": int},
 }
-"""Of texts, of what every answer has, and of what this server does not return."""
+"""Of texts, and of what this server does not return; with their types."""
 _GIVEN_BESIDE = {"model", "prompt", "stream", "stream_options"}
 
 
 class GenerateRequest(BaseModel):
-    """The body of a request to `/inference/v1/generate`. `cache_salt` and `priority` are read and change nothing."""
+    """The body of a request to `/inference/v1/generate`. `cache_salt`, `priority` and `request_id` change nothing."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -44,11 +44,14 @@ class GenerateRequest(BaseModel):
     def completion(self, longest: int) -> CompletionRequest:
         """The same as a request for completions, of `longest` tokens where it says no `max_tokens`.
 
-        Raises `RequestError`: a sampling parameter is not served.
+        Raises `RequestError`: a sampling parameter is not served, or has the wrong type.
         """
-        if self.sampling_params.get("logprobs") not in (None, 0, 1):
-            raise RequestError("sampling_params.logprobs: of the sampled tokens alone; send 1")
-        given = {name: value for name, value in self.sampling_params.items() if name not in _NO_EFFECT}
+        given = {name: value for name, value in self.sampling_params.items() if value is not None}
+        for name in _NO_EFFECT.keys() & given.keys():
+            if type(value := given.pop(name)) is not _NO_EFFECT[name]:
+                raise RequestError(
+                    f"sampling_params.{name}={value!r:.80}: send {_NO_EFFECT[name].__name__}, or nothing"
+                )
         served = CompletionRequest.model_fields.keys() - _GIVEN_BESIDE
         given.setdefault("max_tokens", longest)
         return checked(CompletionRequest, given, served, prompt=self.token_ids)

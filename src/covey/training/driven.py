@@ -215,7 +215,8 @@ class ProgramPlayer(Player):
                 self._take_in(self._heard.get_nowait())
         if any(program.until < time.monotonic() for program in self._programs.values()):
             self._lose(at_once=True)
-            self._end_all(f"an episode of verifiers did not end within {self._world.seconds:g} s; all were ended")
+            late = f"{_LATE_SECONDS:g} s after twice its limit of {self._world.seconds:g} s"
+            self._end_all(f"an episode of verifiers had not ended {late}; all were ended")
 
     def _take_in(self, said: Any) -> None:
         if isinstance(said, Asked):
@@ -306,11 +307,13 @@ def trajectory_of(
         decode: token ids -> text.
         success: the reward from which on it counts as a success.
 
-    Raises `EpisodeError`: it failed, it is not to be trained on, or a branch has other tokens than were sampled. What
-    two branches begin with is trained on once, in the first.
+    Raises `EpisodeError`: it failed, it is not to be trained on, its reward is no finite number, or a branch has other
+    tokens than were sampled. What two branches begin with is trained on once, in the first.
     """
     if not told.ok or not told.trainable:
         raise EpisodeError("; ".join(told.errors)[:1000] or ("its trace is not trainable" if told.ok else "it failed"))
+    if not abs(told.reward) <= 1e30:  # NaN is not
+        raise EpisodeError(f"its reward is {told.reward}; it must be a finite number, of 1e30 at most")
     known = {(ids.tobytes(), completion.token_ids.tobytes()): completion for ids, completion in sampled}
     episodes: list[Episode] = []
     turns: list[Turn] = []
