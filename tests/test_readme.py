@@ -190,7 +190,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["first_steps", "gsm8k_from_trl"])
+@pytest.mark.parametrize("name", ["first_steps", "gsm8k_from_trl", "pictures"])
 def test_a_notebook(name: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
@@ -229,7 +229,7 @@ class Vowels(Task):
 
 
 def test_the_algorithm_on_a_page(model: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sorted(path.stem for path in EXAMPLES.glob("*.ipynb")) == ["first_steps", "gsm8k_from_trl"]
+    assert sorted(path.stem for path in EXAMPLES.glob("*.ipynb")) == ["first_steps", "gsm8k_from_trl", "pictures"]
     assert len((EXAMPLES / "grpo_from_scratch.py").read_text().splitlines()) <= 300
     monkeypatch.syspath_prepend(EXAMPLES)
     example = importlib.import_module("grpo_from_scratch")

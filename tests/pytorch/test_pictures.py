@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForImageTextToText, Idefics3Processor
 
-from covey.errors import DataError, ModelError
+from covey.errors import ConfigError, DataError, ModelError
 from covey.pytorch.engine import Engine
 from covey.pytorch.models import pictures as albums
 from covey.pytorch.policy import Policy
@@ -258,6 +258,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
                    album.expand, WORDS, pictures(0, 1))  # fmt: skip
     album = Policy.load(vision_folder("llava", tmp_path / "model")).album
     raises(DataError, "2 times '<image>' for 1 pictures", album.expand, WORDS, pictures(0))
+    album.options = {"size": "large"}
+    raises(
+        ConfigError, r"data.processor_kwargs=\{'size': 'large'\}: the processor", album.expand, WORDS, pictures(0, 1)
+    )
     for file in ("preprocessor_config.json", "processor_config.json"):
         (tmp_path / "model" / file).unlink(missing_ok=True)
     album = Policy.load(tmp_path / "model").album

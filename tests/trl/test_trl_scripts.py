@@ -16,13 +16,26 @@ import pytest
 import torch
 from rich.console import Console
 from tiny_models import END_ID, PAD_ID
-from transformers import GenerationMixin
+from tiny_vision import picture, vision_folder
+from transformers import AutoModelForImageTextToText, GenerationMixin
 from trl_runs import ROWS, Seen, changed, trained, unique_letters, weights
 
 from covey.errors import ConfigError, GenerationError
-from covey.trl import DatasetMixtureConfig, GRPOConfig, GRPOTrainer, RichProgressCallback, get_dataset
+from covey.trl import (
+    DatasetMixtureConfig,
+    GRPOConfig,
+    GRPOTrainer,
+    ModelConfig,
+    RichProgressCallback,
+    ScriptArguments,
+    TrlParser,
+    get_dataset,
+    get_peft_config,
+    get_quantization_config,
+)
 from covey.trl.arguments import warned
 from covey.trl.experimental.openenv import generate_rollout_completions
+from covey.trl.rewards import think_format_reward
 from covey.trl.tables import columns, send, show
 from covey.trl.translate import settings
 from fakes import raises
@@ -145,6 +158,44 @@ def test_a_mixture_of_datasets(tmp_path: Path) -> None:
     assert (len(split["train"]), len(split["test"])) == (9, 3)
     raises(ConfigError, "every dataset or for none", get_dataset, DatasetMixtureConfig(datasets=[parts[0], whole[1]]))
     raises(ConfigError, "nothing to mix", get_dataset, DatasetMixtureConfig())
+
+
+@pytest.mark.slow
+def test_a_script_for_a_vision_model(tmp_path: Path) -> None:
+    """As TRL's `grpo_vlm.py`: its command line, a `Dataset` of pictures that is mapped and filtered, two rewards."""
+    datasets: Any = pytest.importorskip("datasets")
+    folder = vision_folder("smolvlm", tmp_path / "model")
+    line = f"--model_name_or_path {folder} --output_dir {tmp_path / 'out'} --max_steps 2 --report_to none --use_peft "
+    line += "--lora_target_modules q_proj v_proj --per_device_train_batch_size 2 --gradient_accumulation_steps 2 "
+    line += "--num_generations 2 --max_completion_length 8 --log_completions --eval_strategy steps --eval_steps 1"
+    parsed = TrlParser((ScriptArguments, GRPOConfig, ModelConfig)).parse_args_and_config(args=line.split())
+    args, model = parsed[1:]
+    args.model_init_kwargs = {"revision": model.model_revision, "attn_implementation": model.attn_implementation}
+    assert get_quantization_config(model) is None
+    images = [picture(0), picture(1, 50), picture(2).convert("RGBA"), picture(3).convert("L"), picture(4, 600)] * 2
+    rows = {"image": images, "problem": [f"What is {n}?" for n in range(10)], "solution": [f"${n}$" for n in range(10)]}
+    data = datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image())
+    data = data.map(lambda row: {"prompt": [{"role": "system", "content": "Think."}, asked(row["problem"])]})
+    data = data.filter(lambda row: max(row["image"].size) < 512)
+    data = data.map(lambda row: {**row, "image": row["image"].convert("RGB")}).train_test_split(test_size=2, seed=42)
+    kinds = set[str]()
+
+    def accuracy(completions: list[Any], solution: list[str], image: list[Any], **rest: Any) -> list[float]:
+        kinds.update(each.mode for each in image)
+        return [float(done[0]["content"] in right) for done, right in zip(completions, solution, strict=True)]
+
+    rewards: Any = [think_format_reward, accuracy]
+    how: Any = {"train_dataset": data["train"], "eval_dataset": data["test"], "peft_config": get_peft_config(model)}
+    trainer = GRPOTrainer(model=model.model_name_or_path, args=args, reward_funcs=rewards, **how)
+    trainer.train()
+    assert (trainer.state.global_step, kinds) == (2, {"RGB"})
+    trainer.save_model(args.output_dir)
+    assert (tmp_path / "out" / "adapter_config.json").is_file()
+    AutoModelForImageTextToText.from_pretrained(folder).load_adapter(tmp_path / "out")
+
+
+def asked(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
 
 
 def test_model_options_of_open_r1_load_the_model(make: Any) -> None:

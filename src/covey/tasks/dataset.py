@@ -194,7 +194,7 @@ def _shorten(prompts: list[Prompt], limit: int | None, long_prompts: str) -> lis
     what = "only their last tokens are kept" if long_prompts == "truncate" else "they are left out"
     log.warning("%d of %d prompts have more than %d tokens: %s", long, len(prompts), limit, what)
     if long_prompts == "truncate" and any((prompt.token_ids >= PICTURES).any() for prompt in prompts):
-        raise DataError("data.long_prompts='truncate': would cut pictures; set it to drop or error")
+        raise DataError("data.long_prompts='truncate': it would cut pictures in a prompt that is too long; set drop")
     if long_prompts == "truncate":
         return [replace(prompt, token_ids=prompt.token_ids[-limit:]) for prompt in prompts]
     if long == len(prompts):
@@ -479,7 +479,7 @@ def _check_lengths(
             raise DataError(
                 f"row {first}{uid}: the prompt has {lengths[first]} tokens{told}, more than {name} allows "
                 f"({len(long)} of {len(prompts)} rows are too long, the longest has {max(lengths)}); shorten or "
-                f"remove those rows, set data.long_prompts to truncate or drop, or {remedy}"
+                f"remove those rows, set data.long_prompts to {'drop' if seen else 'truncate or drop'}, or {remedy}"
             )
 
 

@@ -93,7 +93,8 @@ def read_picture(value: Any, where: str, folder: Path | None = None) -> Picture:
         except DataError:
             raise
         except Exception as error:  # decoders raise what they like
-            raise DataError(f"{where} cannot be read ({type(error).__name__}: {error!s:.200}); correct it") from error
+            told = str(error).partition(" <_io.")[0][:200]  # PIL names an object of this process
+            raise DataError(f"{where} cannot be read ({type(error).__name__}: {told}); correct it") from error
     picture = Picture(hashlib.sha256(data).hexdigest(), size, _KEPT.get(kind, "png"), data)
     return _HELD.setdefault(picture.sha256, picture)
 
@@ -195,9 +196,11 @@ def placed(content: str | list[Message], row: Mapping[str, Any], where: str) -> 
     if isinstance(content, str):
         raise DataError(f'{where}: a prompt with pictures must be a conversation: [{{"role": "user", "content": ...}}]')
     places = sum(map(_lacks_one, parts))
-    if (begun and places != len(pictures)) or "user" not in [message["role"] for message in content]:
+    asked = "user" in [message["role"] for message in content]
+    if (begun and places != len(pictures)) or not asked:
         held = f"column {column_of(row) or 'images'!r} holds {len(pictures)}"
-        raise DataError(f"{where}: the messages have places for {places} pictures, {held}")
+        fix = "give one for each part of type image" if asked else "give a message of the user, which pictures go into"
+        raise DataError(f"{where}: the messages have places for {places} pictures, {held}; {fix}")
     waiting, told = iter(pictures), []
     for message in content:
         own = message["content"]

@@ -36,7 +36,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.utils.hub import cached_file
 
 from covey.adapters import PEFT_PREFIX, Adapter, read_adapter_folder
-from covey.errors import DataError, ModelError
+from covey.errors import ConfigError, DataError, ModelError
 from covey.pytorch.models.narrow import computing_dtype
 from covey.pytorch.rounding import truth_and_own, unexplained
 from covey.rollout.places import MOST_ROWS, PLACE_BITS, is_turned, place_ids, place_of, sequence_turns
@@ -127,7 +127,9 @@ class Album:
         at = np.flatnonzero(ids == self.placeholder_id)
         if len(at) != len(pictures):
             token = self.processor.tokenizer.convert_ids_to_tokens(self.placeholder_id)
-            raise DataError(f"{len(at)} times {token!r} for {len(pictures)} pictures: leave it out of the texts")
+            more = f"a text holds {token!r}, which stands for a picture; leave it out"
+            why = more if len(at) > len(pictures) else "the chat template leaves pictures out; use the processor's own"
+            raise DataError(f"{len(at)} times {token!r} for {len(pictures)} pictures: {why}")
         self._check()
         parts = np.split(ids, np.sort(np.concatenate([at, at + 1])))
         parts[1::2] = map(self.open, pictures)
@@ -244,7 +246,13 @@ class Album:
         rng = np.random.default_rng(0)
         picture = read_picture(rng.integers(0, 256, (24, 40, 3), np.uint8), "a picture of noise")
         words = rng.integers(3, self.placeholder_id, (2, 5))
-        ids = np.concatenate([words[0], self.open(picture), words[1]])
+        try:
+            ids = np.concatenate([words[0], self.open(picture), words[1]])
+        except ModelError:
+            raise
+        except Exception as error:  # processors raise what they like
+            told = f"the processor cannot read a picture with them ({type(error).__name__}: {error!s:.300})"
+            raise ConfigError(f"data.processor_kwargs={self.options}: {told}; correct them") from error
         wide, narrow = (torch.from_numpy(each)[None].to(self._half.device) for each in (ids, self.placeholders(ids)))
 
         @torch.no_grad()
