@@ -49,13 +49,14 @@ async def blocks(completions): time.sleep(1000)
 async def later_total(completions):
     await asyncio.sleep(0.01)
     return total(completions)
-def tool(completions): Calls(AsyncRunner(), 0.5).run([Order(0, Call("total", {"completions": []}), {"total": total})])
-functions = [globals()[name] for name in sys.argv[1].split()]
+functions = [globals()[name] for name in sys.argv[1].removeprefix("tool").split()]
 episode = Episode(np.array([1, 2]), np.array([False, True]), np.zeros(2, np.float32), "a", "stop", 0)
 prompt = Prompt(np.array([1]), "p")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job
     signal.signal(signal.SIGINT, signal.default_int_handler)
 print("begins", flush=True)
+if sys.argv[1] == "tool":
+    Calls(AsyncRunner(), 0.5).run([Order(0, Call("total", {"completions": []}), {"total": total})])
 try:
     print(Scorer(functions, timeout=eval(sys.argv[2])).score([prompt], [episode])[0])
 except RewardError as error:

@@ -22,7 +22,7 @@ import json, sys, time
 
 pages = json.loads(sys.argv[1])
 for line in sys.stdin:
-    asked = json.loads(line)
+    asked, answer = json.loads(line), "result"
     if asked["method"] == "initialize":
         version = asked["params"]["protocolVersion"]
         found = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": {"name": "x", "version": "1"}}
@@ -33,8 +33,10 @@ for line in sys.stdin:
         found = {"tools": [{"name": name, "inputSchema": {"type": "object"}} for name in pages[page]]}
         if page + 1 < len(pages):
             found["nextCursor"] = str(page + 1)
+    else:
+        answer, found = "error", {"code": -32601, "message": "no such method"}
     if "id" in asked:
-        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": found}), flush=True)
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], answer: found}), flush=True)
 """
 SLIP = {"coins": 3, "kind": "cash"}
 
