@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from covey.environments.base import Environment, TaskInstance, World
 from covey.errors import ConfigError, DataError
+from covey.processes import kill_marked
 
 _INHERITED = "PATH HOME USER LANG LC_ALL TZ TMPDIR XDG_CACHE_HOME UV_CACHE_DIR SSL_CERT_FILE HF_HOME HF_HUB_OFFLINE"
 _PAID = ("prime", "modal", "e2b")
@@ -274,8 +275,5 @@ def _end(process: subprocess.Popen[bytes], mark: str, folder: str) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     # Verifiers gives each program a process group of its own; what is left of them has the variable still.
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            if mark.encode() in environ.read_bytes():
-                os.kill(int(environ.parent.name), signal.SIGKILL)
+    kill_marked(mark)
     shutil.rmtree(folder, ignore_errors=True)
