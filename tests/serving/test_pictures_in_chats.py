@@ -47,6 +47,13 @@ def ask(server: RunningServer, *parts: Any, **more: Any) -> Any:
 
 
 def test_an_answer_is_the_trainers(loaded: Any, seeing: RunningServer) -> None:
+    answers_as_the_trainer(loaded, seeing)
+    qwen: Any = load_model(tiny_vision("qwen2_5_vl"), tiny_processor("qwen2_5_vl"))
+    with serving(model=qwen.model, tokenizer=qwen.tokenizer, max_completion_length=20) as other:
+        answers_as_the_trainer(qwen, other)
+
+
+def answers_as_the_trainer(loaded: Any, seeing: RunningServer) -> None:
     album, text = loaded.model.album, {"type": "text", "text": "Which?"}
     images = [picture(0), picture(1, 50)]
     answer = ask(seeing, shown(url_of(images[0])), shown(url_of(images[1]), detail="auto"), text, temperature=0).json()

@@ -63,7 +63,8 @@ def test_a_sampled_placeholder_is_trained_on(model: str) -> None:
     """Sampler and trainer give it one log-probability, and its embedding is the vocabulary's."""
     policy = Policy.load(model, lora_r=2)
     album: Any = policy.album
-    prompt = album.expand(np.array([5, IMAGE_ID, 7]), [read_picture(picture(0), "here")])
+    shown = read_picture(picture(0), "here")
+    prompt = album.expand(np.array([5, IMAGE_ID, 7]), [shown])
     engine = Engine(policy.model, policy.tokenizer)
     engine.publish(policy.weights(0))
     asked = [Request(prompt, choices=((IMAGE_ID, 5, IMAGE_ID, END_ID),))]

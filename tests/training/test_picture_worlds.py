@@ -88,9 +88,13 @@ def test_a_conversation_has_the_templates_own_tokens() -> None:
     assert words.reply("<image>", ended=True, pictures=shown[0]).tolist().count(album.placeholder_id) == 0
 
 
-@pytest.mark.parametrize("more", [{}, {"history_length": 1, "max_conversation_tokens": 300}], ids=["whole", "steps"])
-def test_a_run_is_recorded_and_replayed(model: str, world: str, tmp_path: Path, more: Any) -> None:
-    trainer = GRPOTrainer(model, args=settings(tmp_path / "run", world, **more))
+STEPS = {"history_length": 1, "max_conversation_tokens": 300}
+
+
+@pytest.mark.parametrize(("family", "more"), [("smolvlm", {}), ("smolvlm", STEPS), ("qwen2_5_vl", {})], ids=str)
+def test_a_run_is_recorded_and_replayed(model: str, world: str, tmp_path: Path, family: str, more: Any) -> None:
+    own = model if family == "smolvlm" else str(vision_folder(family, tmp_path / "model"))
+    trainer = GRPOTrainer(own, args=settings(tmp_path / "run", world, **more))
     trainer.train()
     album: Any = trainer.policy.album
     assert album.passes <= 8  # of two tasks three observations each, the second with two pictures
