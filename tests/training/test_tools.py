@@ -63,7 +63,7 @@ ROWS = [
     {"prompt": "What is 3 + 4?", "answer": 7},
     {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}], "answer": 4},
 ]
-SHOP = Path(__file__).parents[1] / "environments" / "mcp_shop.py"
+SHOP = Path(__file__).parents[1] / "rollout" / "mcp_shop.py"
 Script = Callable[[int, int], str]
 """(sample, turn) -> what is said in that turn."""
 
