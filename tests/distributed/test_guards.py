@@ -45,8 +45,8 @@ def test_a_model_is_known_by_its_config_index_and_weights(model_folder: Path, tm
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name in (str(tmp_path / "none"), "pkg:no_such_package", str(tmp_path / "x.gguf"), str(tmp_path / "empty")):
-        raises(OSError, r"there is no such|no package|holds no model", guards.model_hash, name)
-        assert guards.facts_here(name)["model_problem"].startswith("FileNotFoundError")
+        raises(ModelError, r"there is no such|no package|holds neither config", guards.model_hash, name)
+        assert guards.facts_here(name)["model_problem"].startswith("ModelError")
     assert guards.model_hash("somebody/that-nobody-has") == ("", 0)  # the hub is not asked
 
 

@@ -5,8 +5,6 @@ of a cluster is asked by a function that runs there, a rank tells the others its
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import platform
 import shutil
 import socket
@@ -15,12 +13,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from covey.config.whole import GRPOConfig
-from covey.errors import ClusterLostError, ConfigError
+from covey.errors import ClusterLostError, ConfigError, ModelError
 from covey.files import sampled_hash
+from covey.model_files import model_files
 
 PACKAGES = ("covey", "torch", "transformers", "peft", "numpy", "safetensors", "ray")
 """Those whose versions are part of the numbers, or of what processes say to each other."""
@@ -67,53 +65,17 @@ def facts_here(model: str) -> dict[str, Any]:
     try:
         digest, size = model_hash(model)
         return found | {"model": digest, "model_bytes": size}
-    except OSError as error:
+    except (OSError, ModelError) as error:
         return found | {"model_problem": f"{type(error).__name__}: {error!s:.200}"}
 
 
 def model_hash(model: str) -> tuple[str, int]:
-    """`sampled_hash` of a model's config, index and weight files, and the bytes of its weights. Raises OSError."""
+    """`sampled_hash` of a model's config, index and weight files, and the bytes of its weights. Raises OSError, and
+    ModelError as `model_files` does.
+    """
     files = model_files(model)
     total = sum(path.stat().st_size for path in files if path.suffix in (".safetensors", ".gguf", ".bin"))
     return sampled_hash(files) if files else "", total
-
-
-def model_files(model: str) -> list[Path]:
-    """Config, index and weights of a model; none for a hub id that is not in the cache. Raises OSError."""
-    if model.startswith("pkg:"):
-        name, _, file = model.removeprefix("pkg:").partition("/")
-        spec = importlib.util.find_spec(name.replace("-", "_")) if name.replace("-", "_").isidentifier() else None
-        places = list(spec.submodule_search_locations or ()) if spec is not None else []
-        if not places:
-            raise FileNotFoundError(f"no package {name!r} is installed")
-        found = [Path(places[0]) / file] if file else sorted(Path(places[0]).glob("*.gguf"))
-    elif (path := Path(model).expanduser()).is_file():
-        found = [path]
-    elif path.is_dir():
-        found = _of_folder(path)
-    elif os.sep in model.strip(os.sep).partition(os.sep)[2] or path.is_absolute() or path.suffix == ".gguf":
-        raise FileNotFoundError(f"{model}: there is no such file or folder")
-    else:
-        return _of_cache(model)
-    if not found:
-        raise FileNotFoundError(f"{model}: holds no model")
-    return found
-
-
-def _of_cache(model: str) -> list[Path]:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        cached = try_to_load_from_cache(model, "config.json")
-    except HFValidationError as error:
-        raise FileNotFoundError(f"{model}: there is no such file or folder") from error
-    return _of_folder(Path(cached).parent) if isinstance(cached, str) else []
-
-
-def _of_folder(path: Path) -> list[Path]:
-    kinds = ("config.json", "*.index.json", "*.safetensors", "*.gguf", "*.bin")
-    return sorted(found for kind in kinds for found in path.glob(kind) if not found.name.startswith("adapter_"))
 
 
 def _gpus() -> tuple[tuple[str, ...], str]:

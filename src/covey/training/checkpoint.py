@@ -30,8 +30,7 @@ from safetensors import SafetensorError, safe_open
 
 from covey.adapters import CONFIG_FILE, WEIGHTS_FILE
 from covey.config.whole import GRPOConfig
-from covey.distributed.guards import model_files
-from covey.errors import CheckpointError, ConfigError, CoveyError
+from covey.errors import CheckpointError, ConfigError, CoveyError, ModelError
 from covey.files import (
     NAMES_NOTHING,
     explained,
@@ -43,6 +42,7 @@ from covey.files import (
     sampled_hash,
 )
 from covey.functions import user_file_hashes
+from covey.model_files import model_files
 from covey.observe.run_folder import RunFolder
 from covey.training.schedule import TrainerState
 
@@ -388,9 +388,9 @@ _SHAPE = {
 def source_hashes(config: GRPOConfig) -> dict[str, str]:
     """Setting -> `sampled_hash` of the files of weights or rows on this machine's disk that it names."""
     found: dict[str, list[Path]] = {}
-    if (model := Path(config.model.model).expanduser()).exists():
-        with suppress(OSError):  # a model that was passed loaded may have the name of something else
-            found["model.model"] = model_files(str(model))
+    if Path(config.model.model).expanduser().exists():
+        with suppress(ModelError):  # a model that was passed loaded may have the name of something else
+            found["model.model"] = model_files(config.model.model)
     if config.model.adapter is not None:
         adapter = Path(config.model.adapter).expanduser()
         found["model.adapter"] = [path for name in (CONFIG_FILE, WEIGHTS_FILE) if (path := adapter / name).is_file()]
