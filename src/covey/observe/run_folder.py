@@ -7,8 +7,8 @@
     questions.jsonl         one line for each step: of each question's completions, how many were right
     completions/            step_000012.parquet: what was sampled, with rewards and advantages;
                             eval_000012.parquet: the same for an evaluation
-    ledger/                 step_000012.parquet: what tokens got; see covey.training.tables
-    batches/                step_000012.parquet: what the step was trained on; see covey.training.tables
+    ledger/                 step_000012.parquet: what tokens got; see covey.training.ledger
+    batches/                step_000012.parquet: what the step was trained on; see covey.training.stored_steps
     pictures/               the pictures of prompts, each once; files named by the SHA-256 of their content
     checkpoints/            step_000010/: see covey.training.checkpoint
     samplers.json           who samples, with which weights
