@@ -175,13 +175,13 @@ def gpus_of_learner(config: GRPOConfig, nodes: Sequence[Node]) -> float:
     return 1.0 if config.model.device != "cpu" and any(node.gpus for node in nodes) else 0.0
 
 
-def check_room(nodes: Sequence[Node], samplers: int, cpus: float, gpus: float) -> None:
-    """Refuse more samplers than the cluster has room for: Ray would wait for a larger one, without a word."""
+def check_room(nodes: Sequence[Node], what: str, count: int, cpus: float, gpus: float) -> None:
+    """Refuse more learners or samplers than the cluster has room for: Ray would wait for a larger one, in silence."""
     room = sum(has_room(node, cpus, gpus) for node in nodes)
-    if room < samplers:
+    if room < count:
         raise ConfigError(
-            f"distributed.samplers={samplers}: each takes {cpus:g} CPU and {gpus:g} GPU, and the Ray cluster has room "
-            f"for {room}: {_listed(nodes)}; use {room} or fewer, or add machines"
+            f"distributed.{what}={count}: each takes {cpus:g} CPU and {gpus:g} GPU of one machine, and the Ray cluster "
+            f"has room for {room}: {_listed(nodes)}; use {room} or fewer, or add machines"
         )
 
 
@@ -193,28 +193,6 @@ def check_memory(nodes: Sequence[Node], samplers: int, cpus: float, model_bytes:
         raise ConfigError(
             f"distributed.samplers={samplers}: each takes {model_bytes / 1e9:.1f} GB or more, and the "
             f"nodes of the Ray cluster have {held / 1e9:.1f} GB, room for {room}; use fewer, or add machines"
-        )
-
-
-def check_learners(nodes: Sequence[Node], here: str, learners: Sequence[float], samplers: Sequence[float]) -> None:
-    """Refuse learners, and samplers beside them, that the cluster has no room for; Ray would wait for it."""
-    number, cpus, gpus = learners
-    needed = [number * own + samplers[0] * other for own, other in zip(learners[1:], samplers[1:], strict=True)]
-    held = [sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)]
-    room = sum(has_room(node, cpus, gpus) for node in nodes)
-    if room < number or any(have < need for have, need in zip(held, needed, strict=True)):
-        beside = f" and samplers={samplers[0]:g}" if samplers[0] else ""
-        raise ConfigError(
-            f"distributed.learners={number:g}{beside}: {needed[0]:g} CPUs and {needed[1]:g} GPUs are needed, each "
-            f"learner's {cpus:g} CPU and {gpus:g} GPU on one machine; the Ray cluster has {held[0]:g} CPUs and "
-            f"{held[1]:g} GPUs, with room for {room} learners: {_listed(nodes)}; use fewer, or add machines"
-        )
-    own = [node for node in nodes if node.name == here]
-    if not any(has_room(node, cpus, gpus) for node in own):
-        raise ConfigError(
-            f"distributed.learners={number:g}: the first learner runs where the command does, and that node has no "
-            f"room for {cpus:g} CPU and {gpus:g} GPU: {_listed(own) or here}; start the command on another machine of "
-            "the Ray cluster"
         )
 
 
