@@ -27,7 +27,8 @@ from covey.cli.app import app
 from covey.distributed.ranks import Ranks
 from covey.errors import CheckpointError, ConfigError, RunFolderError
 from covey.files import publishing
-from covey.observe.run_folder import FolderLock, RunFolder
+from covey.observe.folder_lock import FolderLock
+from covey.observe.run_folder import RunFolder
 from covey.training.launch import RanksBackend
 from covey.training.replay import Report, replay
 from fakes import SMALL, raises, slow

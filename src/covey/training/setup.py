@@ -30,7 +30,8 @@ from covey.functions import load_function
 from covey.metric_names import says_which_is_best
 from covey.processes import total_memory
 from covey.rollout.scoring import PROVIDED, HasAnswer, IsCorrect, Scorer, has_text, right_by
-from covey.tasks.dataset import DataOrder, WeightedOrder, build_prompts, load_rows, split_rows
+from covey.tasks.dataset import build_prompts, load_rows, split_rows
+from covey.tasks.order import DataOrder, WeightedOrder
 from covey.training.schedule import PhasePlan, ResolvedPhase, learning_rate_schedule, resolve_warmup_steps
 from covey.types import Episode, Prompt, SamplingSettings
 
