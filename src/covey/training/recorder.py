@@ -43,8 +43,9 @@ from covey.training.evaluate import NOTHING_JUDGED, Evaluation, no_answer_ratio,
 from covey.training.ledger import Ledger
 from covey.training.prefetch import Sampled, Source
 from covey.training.questions import QuestionHistory
+from covey.training.refusals import require_measured
 from covey.training.schedule import ACCURACY_STEPS, Callbacks, PhasePlan, ResolvedPhase
-from covey.training.setup import Data, RunLength, require_measured
+from covey.training.setup import Data, RunLength
 from covey.training.step import episode_credit
 from covey.training.stored_steps import StepFacts, pack_step
 from covey.training.tables import completion_rows

@@ -38,8 +38,8 @@ from covey.tasks.dataset import load_rows
 from covey.training import setup
 from covey.training.asking import COMPLETION_STREAM, answers, described
 from covey.training.questions import QuestionHistory
+from covey.training.refusals import best_metric, require_memory
 from covey.training.schedule import Callbacks, Elapsed, ResolvedPhase, TrainerState, check_callbacks
-from covey.training.setup import best_metric, require_memory
 from covey.types import Batch, Group, Progress, Prompt
 
 if TYPE_CHECKING:
