@@ -25,7 +25,6 @@ from covey.rollout.scoring import HasAnswer
 from covey.tasks.pictures import pictures_in
 from covey.types import Episode, Group, Prompt, Support, Taught, Trajectory, Turn
 
-_FORMAT, _WITH_PICTURES = 1, 2
 _PART = "rewards/"
 
 
@@ -80,9 +79,7 @@ def pack_step(facts: StepFacts, groups: Sequence[Group], has_answer: HasAnswer, 
                 "uid": _text(group.prompt.uid),
                 "reward": float(group.rewards[sample]),
                 "greedy_reward": group.greedy_reward,
-                "episodes": [
-                    _packed(e, has_answer(group.prompt, e.text), next(said), bool(pictures)) for e in episodes
-                ],
+                "episodes": [_packed(e, has_answer(group.prompt, e.text), next(said)) for e in episodes],
             }
             row |= {_text(_PART + name): float(values[sample]) for name, values in group.reward_parts.items()}
             if trajectory is not None:
@@ -93,9 +90,8 @@ def pack_step(facts: StepFacts, groups: Sequence[Group], has_answer: HasAnswer, 
                 row |= {"turns": turns, "success": trajectory.success}
                 row |= {"ended": trajectory.ended, "error": _text(trajectory.error)}
             rows.append(row)
-    schema = _schema([_text(n) for n in groups[0].reward_parts], taught=teacher is not None, pictured=bool(pictures))
-    told = {"format": _WITH_PICTURES if pictures else _FORMAT, **asdict(replace(facts, pictures=pictures))}
-    rows[0]["facts"] = json.dumps({n: v for n, v in told.items() if n != "pictures" or pictures}, allow_nan=False)
+    schema = _schema([_text(n) for n in groups[0].reward_parts], taught=teacher is not None)
+    rows[0]["facts"] = json.dumps(asdict(replace(facts, pictures=pictures)), allow_nan=False)
     table, buffer = pa.Table.from_pylist(rows, schema), io.BytesIO()
     # Plain integers, so that a prompt which is repeated in its group has the same bytes each time. A second copy of the
     # schema would be 10 kB.
@@ -121,12 +117,12 @@ def read_step(path: Path, step: int) -> StoredStep:
             ) from error
 
 
-def _schema(parts: Sequence[str], *, taught: bool = False, pictured: bool = False) -> Any:
+def _schema(parts: Sequence[str], *, taught: bool) -> Any:
     import pyarrow as pa
 
     ids = pa.list_(pa.int32())
     episode = {
-        "token_ids": pa.list_(pa.int64()) if pictured else ids,  # places in pictures have ids above 2^62
+        "token_ids": pa.list_(pa.int64()),  # places in pictures have ids above 2^62
         "runs": ids,  # lengths of stretches that were not and that were sampled, by turns
         "logprobs": pa.list_(pa.float32()),  # of sampled tokens
         "finish_reason": pa.string(),
@@ -151,11 +147,11 @@ def _text(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _packed(episode: Episode, has_answer: bool, said: NDArray[np.float32] | None, pictured: bool) -> dict[str, Any]:
+def _packed(episode: Episode, has_answer: bool, said: NDArray[np.float32] | None) -> dict[str, Any]:
     changes = np.flatnonzero(np.diff(episode.sampled)) + 1
     kept = episode.support
     return {
-        "token_ids": episode.token_ids if pictured else episode.token_ids.astype(np.int32),
+        "token_ids": episode.token_ids,
         "runs": np.diff([0, *changes, len(episode.sampled)]).astype(np.int32),
         "logprobs": episode.logprobs[episode.sampled],
         "finish_reason": episode.finish_reason,
@@ -170,9 +166,7 @@ def _packed(episode: Episode, has_answer: bool, said: NDArray[np.float32] | None
 
 def _facts(text: str, step: int) -> StepFacts:
     known = json.loads(text)
-    formats = (_FORMAT, _WITH_PICTURES)
-    if known.pop("format", None) not in formats:
-        raise ValueError(f"its format is none of {formats}")
+    known.pop("format", None)  # of earlier versions
     facts = StepFacts(**known)
     if facts.step != step:
         raise ValueError(f"it is of step {facts.step!r:.20}, not of {step}")
