@@ -15,8 +15,9 @@ import covey
 SOURCE = Path(covey.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 
+FILES_AND_VALUES = ("types", "errors", "files", "adapters", "functions", "hub", "metric_names", "model_files")
 ROOMS = (
-    ("types", "errors", "files", "adapters", "functions", "hub", "metric_names", "overseer", "processes", "signals"),
+    (*FILES_AND_VALUES, "overseer", "processes", "signals"),
     ("algorithms", "observe", "rewards"),
     ("tasks",),
     ("environments",),

@@ -22,7 +22,8 @@ from covey.pytorch.models.lora import attach_lora
 from covey.rollout.calls import read_rewards
 from covey.serving.requests import RequestError, chat_prompt
 from covey.tasks import build_prompts, load_rows
-from covey.training.setup import load_task, require_memory
+from covey.training.refusals import require_memory
+from covey.training.setup import load_task
 from covey.trl.loading import with_models
 from fakes import FakeTokenizer, raises
 
@@ -131,7 +132,7 @@ def test_more_than_memory_holds_or_anybody_waits_for(monkeypatch: pytest.MonkeyP
         with pytest.raises(ConfigError, match=r"needs at least [\d,]+ GB of memory, and this machine has \d+ GB"):
             require_memory(GRPOConfig(**settings))
     require_memory(GRPOConfig())
-    monkeypatch.setattr("covey.training.setup.total_memory", lambda: 10**13)  # also where they would fit
+    monkeypatch.setattr("covey.training.refusals.total_memory", lambda: 10**13)  # also where they would fit
     for settings in (
         {"num_generations": 10**6, "prompts_per_step": 1},
         {"prompts_per_step": 10**6, "num_generations": 2},

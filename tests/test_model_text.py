@@ -14,7 +14,7 @@ from jinja2 import Environment
 from transformers.utils.chat_parsing import parse_response
 
 from covey.algorithms.masks import create_sampling_mask, has_choice_letter, is_repetitive
-from covey.cli.report import shown_text
+from covey.cli.completions import shown_text
 from covey.environments.actions import parse_action
 from covey.functions import load_function
 from covey.observe.choices import Answered, choice_html, choice_report

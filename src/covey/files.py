@@ -25,8 +25,6 @@ from typing import Any, BinaryIO
 from covey.errors import ConfigError, RunFolderError
 
 COMPLETE = "COMPLETE"
-NAMES_NOTHING = f"its {COMPLETE} file names no files"
-"""A problem that neither a kill nor a failing disk makes: somebody wrote that file."""
 _LEFTOVER = re.compile(r"^.+\.tmp-\d+-[0-9a-f]{8}(-replaced)?$")
 
 _FIXES = {
@@ -263,7 +261,7 @@ def folder_problem(path: str | os.PathLike[str], *, hashes: bool = True, others:
             return f"its {COMPLETE} is not a file"
         manifest = json.loads((folder / COMPLETE).read_text())["files"]
         if not manifest:
-            return NAMES_NOTHING
+            return f"its {COMPLETE} file names no files"
         present = [path.relative_to(folder).as_posix() for path in _files_below(folder)]
         foreign = [name for name in present if name not in manifest and not name.startswith(".")]
         if foreign and not others:

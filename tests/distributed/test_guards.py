@@ -45,8 +45,8 @@ def test_a_model_is_known_by_its_config_index_and_weights(model_folder: Path, tm
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name in (str(tmp_path / "none"), "pkg:no_such_package", str(tmp_path / "x.gguf"), str(tmp_path / "empty")):
-        raises(OSError, r"there is no such|no package|holds no model", guards.model_hash, name)
-        assert guards.facts_here(name)["model_problem"].startswith("FileNotFoundError")
+        raises(ModelError, r"there is no such|no package|holds neither config", guards.model_hash, name)
+        assert guards.facts_here(name)["model_problem"].startswith("ModelError")
     assert guards.model_hash("somebody/that-nobody-has") == ("", 0)  # the hub is not asked
 
 
@@ -95,9 +95,7 @@ def together(ranks: list[int], world: int, seconds: float) -> list[BaseException
 
 def test_where_this_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert "(127.0.0.1, lo" in whereabouts()
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    assert whereabouts().endswith("(127.0.0.1, ib0)")
+    assert whereabouts().endswith("(127.0.0.1)")
     monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
     assert whereabouts()
 
@@ -147,9 +145,7 @@ OWN = {"python": "3.11.9", "torch": "2.13.0"}
 
 def test_what_will_do() -> None:
     for samplers, cpus, gpus in ((3, 1, 1), (12, 1, 0), (4, 1, 0.25 * 2)):
-        guards.check_room(NODES, samplers, cpus, gpus)
-    guards.check_learners(NODES, "a", (3, 1, 1), (9, 1, 0.5))
-    guards.check_learners(NODES, "c", (12, 1, 0), (0, 1, 0))
+        guards.check_room(NODES, "samplers", samplers, cpus, gpus)
     guards.check_memory(SMALL, 4, 1, int(3e9))  # three on a, one on b, which has one CPU
     guards.check_memory(SMALL, 9, 1, 0)
     guards.check_store(NODES, 250_000_000)
@@ -161,12 +157,8 @@ def test_what_will_do() -> None:
 
 def test_what_does_not_do_is_refused() -> None:
     for check, arguments, words in (
-        ("room", (NODES, 4, 1, 1), r"samplers=4: each takes 1 CPU and 1 GPU.* room for 3: a \(8 CPUs, 2 GPUs\)"),
-        ("room", ([], 1, 1, 0), "has room for 0"),
-        ("learners", (NODES, "a", (4, 1, 1), (0, 1, 1)), r"learners=4: 4 CPUs and 4 .* room for 3 learners: a \(8 "),
-        ("learners", (NODES, "a", (3, 1, 1), (10, 1, 0)), r"3 and samplers=10: 13 CPUs and 3 GPUs .* has 12.5 CPUs"),
-        ("learners", (NODES, "c", (2, 1, 1), (0, 1, 0)), r"runs where the command .*: c \(3.5 CPUs, 0 GPUs\)"),
-        ("learners", (NODES, "nowhere", (2, 1, 0), (0, 1, 0)), "nowhere"),
+        ("room", (NODES, "learners", 4, 1, 1), r"learners=4: each takes 1 CPU and 1 GPU.* room for 3: a \(8 CPUs, 2"),
+        ("room", ([], "samplers", 1, 1, 0), "has room for 0"),
         ("memory", (SMALL, 5, 1, int(3e9)), r"samplers=5: each takes 3.0 GB .* have 110.0 GB, room for 4"),
         ("store", (NODES, 251_000_000), r"node a: its object store has 1000 MB, and 4 versions .* have 1004 MB"),
         ("models", ("m", H100, {"b": replace(H100, model="b")}), "on b it is another one than here"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from covey.metric_names import METRICS, describe_metric
 from covey.observe import Doctor, diagnose, memory_metrics, peak_rss_bytes
-from covey.observe.doctor import _SAYS
+from covey.observe.remedies import SAYS
 
 HEALTHY = {
     "reward": 0.4, "reward_std": 0.3, "frac_reward_zero_std": 0.2, "frac_reward_none": 0.0, "kl": 0.05, "entropy": 0.8,
@@ -388,6 +388,6 @@ def test_watching_a_run_imports_nothing_heavy():
 
 def test_the_page_on_symptoms_has_all_that_the_doctor_says() -> None:
     page = (Path(__file__).parents[2] / "docs" / "debug.md").read_text(encoding="utf-8")
-    assert [code for code in _SAYS if f"`{code}" not in page] == []
+    assert [code for code in SAYS if f"`{code}" not in page] == []
     table = page[page.index("## Metrics to look at") : page.index("## Stop and resume")]
     assert [name for name in re.findall(r"^\| `([^`]+)`", table, re.MULTILINE) if describe_metric(name) is None] == []

@@ -20,8 +20,9 @@ from covey.environments import Environment, Observation
 from covey.environments.base import checked_reset, checked_step
 from covey.errors import ConfigError, EpisodeError
 from covey.recipes.house.house import HouseEnvironment
-from covey.rollout.agents import NO_ACTION, Player, same_action_ratio
+from covey.rollout.agents import NO_ACTION, Player
 from covey.rollout.batching import agent_advantages, segment_of_token, trajectory_rewards
+from covey.rollout.collect import same_action_ratio
 from covey.rollout.conversation import ConversationTemplate
 from covey.types import Completion, Episode, Group, IntArray, Prompt, Request, SamplingSettings, Trajectory, Turn
 from fakes import fake_prompt, raises

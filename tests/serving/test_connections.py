@@ -272,7 +272,9 @@ def test_slow_uploads_hold_up_no_other(server: RunningServer) -> None:
 
 
 def test_uploads_share_the_disk_and_the_oldest_that_is_not_whole_makes_room() -> None:
-    said = b"POST /upload_adapter HTTP/1.1\r\nhost: localhost\r\ncontent-length: 60000\r\n\r\n" + b"x" * 59_000
+    said = b"POST /upload_adapter HTTP/1.1\r\nhost: localhost\r\ncontent-length: 60000\r\n"
+    said += b"content-type: multipart/form-data; boundary=x\r\n\r\n--x\r\n"
+    said += b'content-disposition: form-data; name="adapter_weights"; filename="x"\r\n\r\n' + b"x" * 59_000
     # nine times that are more than eight of the largest
     with serving(settings=ServeSettings("tiny", max_upload_bytes=60_000)) as server, connected(server, 9, said) as many:
         assert b"429" in many[0].recv(1 << 16)

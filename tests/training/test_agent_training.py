@@ -20,7 +20,7 @@ from covey.errors import ConfigError, DataError, EpisodeError
 from covey.observe import describe_metric
 from covey.observe.completions import read_table
 from covey.observe.run_folder import RunFolder
-from covey.rollout.agents import ExpertPlayer
+from covey.rollout.experts import ExpertPlayer
 from covey.training import imitation, setup
 from covey.training.agents import make_collector
 from covey.training.imitation import imitate

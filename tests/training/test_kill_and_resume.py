@@ -27,7 +27,8 @@ from covey.cli.app import app
 from covey.distributed.ranks import Ranks
 from covey.errors import CheckpointError, ConfigError, RunFolderError
 from covey.files import publishing
-from covey.observe.run_folder import FolderLock, RunFolder
+from covey.observe.folder_lock import FolderLock
+from covey.observe.run_folder import RunFolder
 from covey.training.launch import RanksBackend
 from covey.training.replay import Report, replay
 from fakes import SMALL, raises, slow
@@ -378,23 +379,30 @@ def first_episode(**values: Any) -> Change:
     return edit_batch(4, lambda rows: rows[0]["episodes"][0].update(values))
 
 
-DAMAGE: dict[str, Change] = {
-    "is damaged": lambda run: (run / STEP_4).write_bytes(b"PAR1" + bytes(200)),
-    "its columns are not those of a step": lambda run: pq.write_table(pa.table({"group": [0]}), run / STEP_4),
-    "it is of step 2, not of 4": lambda run: shutil.copy(run / STEP_4.replace("4.", "2."), run / STEP_4),
-    "runs do not add up": first_episode(runs=[3, 1]),
-    "log-probabilities are not one a sampled token": first_episode(logprobs=[0.0]),
-    "whole numbers from 0": first_episode(token_ids=[-1, 5]),
-    "facts|out of order|Expecting": edit_batch(4, lambda rows: rows.reverse()),
-    "facts of the step": edit_batch(4, lambda rows: rows[0].update(facts='{"format": 1}')),
-    r"is damaged \(": edit_batch(4, lambda rows: rows[0].update(facts="[" * 100_000)),
-    "has the token id 2147483647": edit_batch(4, huge_token),
+DAMAGE: dict[str, tuple[Change, str]] = {
+    "zeros": (lambda run: (run / STEP_4).write_bytes(b"PAR1" + bytes(200)), "is damaged"),
+    "a bit": (lambda run: flip(run / STEP_4), "is damaged"),
+    "columns": (lambda run: pq.write_table(pa.table({"group": [0]}), run / STEP_4), "is damaged"),
+    "step": (lambda run: shutil.copy(run / STEP_4.replace("4.", "2."), run / STEP_4), "it is of step 2, not of 4"),
+    "runs": (first_episode(runs=[3, 1]), "is damaged"),
+    "order": (edit_batch(4, lambda rows: rows.reverse()), "is damaged"),
+    "facts": (edit_batch(4, lambda rows: rows[0].update(facts='{"format": 1}')), "is damaged"),
+    "depth": (edit_batch(4, lambda rows: rows[0].update(facts="[" * 100_000)), "is damaged"),
+    "token": (edit_batch(4, huge_token), "has the token id 2147483647"),
 }
 
 
-@pytest.mark.parametrize("said", DAMAGE)
-def test_a_damaged_batch_is_one_clear_error(copy: Path, said: str) -> None:
-    DAMAGE[said](copy)
+def flip(path: Path) -> None:
+    """Change one bit of the first page."""
+    data = bytearray(path.read_bytes())
+    data[200] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_batch_is_one_clear_error(copy: Path, name: str) -> None:
+    change, said = DAMAGE[name]
+    change(copy)
     raises(RunFolderError, said, replay, copy, 4)
 
 

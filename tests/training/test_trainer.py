@@ -25,7 +25,8 @@ from covey.observe.observers import BaseObserver, Observers
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.backend import BACKEND
 from covey.training import recorder
-from covey.training.setup import load_data, require_measured
+from covey.training.refusals import require_measured
+from covey.training.setup import load_data
 from fakes import raises, slow
 
 GMPO_FILE = Path(__file__).parents[2] / "recipes" / "gmpo" / "gmpo.py"

@@ -13,9 +13,9 @@ from training_runs import Settings, distinct, steps_of, trained
 from covey.config.algorithm import AlgorithmConfig
 from covey.observe.completions import read_table
 from covey.observe.run_folder import RunFolder
-from covey.training import tables
+from covey.training import ledger as ledgers
+from covey.training.ledger import Ledger, token_columns
 from covey.training.schedule import TrainerState
-from covey.training.tables import Ledger, token_columns
 from covey.training.update import Pass, Update, update
 from covey.types import Batch
 from fakes import slow
@@ -295,7 +295,7 @@ def test_rows_name_tokens_and_reasons_and_are_bounded(monkeypatch: pytest.Monkey
     assert masked[0]["loss"] == masked[0]["gradient"] == 0
     first = batch.episodes[0]
     assert [r["token"] for r in one.rows if r["row"] == 0] == [f"<{t}>" for t in first.token_ids[first.sampled]]
-    monkeypatch.setattr(tables, "MOST_TOKENS", 10)
+    monkeypatch.setattr(ledgers, "MOST_TOKENS", 10)
     few = Ledger(str)
     few(seen)
     assert 0 < len(few.rows) <= 10

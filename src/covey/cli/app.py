@@ -288,9 +288,10 @@ def sample(
     from covey.pytorch.backend import BACKEND
     from covey.tasks.dataset import build_prompts
     from covey.training import setup
+    from covey.training.refusals import require_room_for
     from covey.types import Completion, Request
 
-    setup.require_room_for(f"-n {number} x --max-tokens {max_tokens}", number * len(prompt), max_tokens)
+    require_room_for(f"-n {number} x --max-tokens {max_tokens}", number * len(prompt), max_tokens)
     prompt = [os.fsencode(text).decode("utf-8", "replace") for text in prompt]  # of any locale
     config = config_for(model, adapter, None).replace(
         max_completion_length=max_tokens, eval_temperature=temperature, num_generations_eval=1

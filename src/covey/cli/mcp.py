@@ -25,8 +25,9 @@ from covey.cli.weights import err, recipe_file
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError, CoveyError, RunFolderError
 from covey.files import explained, no_path
+from covey.observe.folder_lock import FolderLock
 from covey.observe.records import Record, plain
-from covey.observe.run_folder import STARTED_LOG, FolderLock, RunFolder
+from covey.observe.run_folder import STARTED_LOG, RunFolder
 
 _SECONDS = 900.0
 """The longest that a tool may compute."""

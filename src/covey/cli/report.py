@@ -10,17 +10,15 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.padding import Padding
 from rich.table import Table
-from rich.text import Text
 
+from covey.cli.completions import in_line, show
 from covey.cli.results import difference, percent
 from covey.cli.weights import AsJson, err, out, print_json
 from covey.config.whole import GRPOConfig
@@ -28,21 +26,19 @@ from covey.errors import ConfigError, DataError, RunFolderError
 from covey.files import explained, open_regular, write_atomically
 from covey.observe import comparison, curve
 from covey.observe.comparison import Answers, ComparedRun, PairedAnswers
-from covey.observe.completions import WHOLE, messages, parts_and_others
 from covey.observe.console import format_number, print_table, say, visible
-from covey.observe.records import Record, differing, plain
+from covey.observe.records import Record, plain
 from covey.observe.run_folder import RunFolder, table_name
 from covey.watch.run import WatchedRun, labels
-from covey.watch.tables import PLACE, TableReader
+from covey.watch.tables import TableReader
 
 if TYPE_CHECKING:
     from covey.training.questions import Question
 
 _MOST_CONFIG = 1 << 20
 _MOST_ROWS, _READ, _RANKED, _SAMPLED = 60, 200, 10, 3
-_TEXT, _EXCERPT, _NOTE = 2_000, 300, 300
-"""Characters of a completion that is read, of one in the overview, and of what a verifier logged."""
-_WRAPPED = 50_000
+_TEXT, _EXCERPT = 2_000, 300
+"""Characters of a completion that is read, and of one in the overview."""
 _EVAL = "The evaluation to compare: a step, first or last. With --worst or --question: the evaluation to read."
 _OUTPUT = "Write curves (.png), the report (.json), or whole completions (.jsonl); may be repeated."
 _log = logging.getLogger("covey.observe")
@@ -181,7 +177,7 @@ def _print_rest(
         if len(folders) == 1 and (steps := folders[0].completion_steps()):
             rows = _rows(folders[0], "step", steps[-1:], "", _SAMPLED, reader, worst=True)
             say(out, f"worst completions of step {steps[-1]}; --worst and --step read more", style="bold")
-            _show(rows, _EXCERPT)
+            show(rows, _EXCERPT)
     except RunFolderError as error:  # a damaged table; the rest is told
         say(out, visible(str(error), 500))
 
@@ -360,7 +356,7 @@ def _print_questions(
 
 def _cell(value: Any, most: int = 100) -> str:
     """Untrusted text in a table, which takes brackets for markup."""
-    return escape(_name(value, most))
+    return escape(in_line(value, most))
 
 
 # ---------------------------------------------------------------------- completions
@@ -403,7 +399,7 @@ def _read(
     if paged := out.is_terminal and sys.stdin.isatty():
         os.environ.setdefault("LESS", "FRX")  # what fits on the screen needs no pager; colours; the text stays
     with out.pager(styles=True) if paged else nullcontext():
-        _show(rows, _TEXT)
+        show(rows, _TEXT)
 
 
 def _rows(
@@ -430,89 +426,3 @@ def _rows(
     for problem in problems:
         _log.warning("passed over: %s", problem)
     return (sorted(rows, key=lambda row: row["reward"]) if worst else rows)[:most]
-
-
-def _show(rows: Sequence[Record], characters: int) -> None:
-    places = groupby(rows, lambda row: (row.get("step"), row.get("eval"), row.get("group")))
-    groups = [list(found) for _, found in places]
-    prompts = [messages(members[0].get("prompt"), WHOLE) for members in groups]
-    last = differing([asked[-1]["content"] for asked in prompts])
-    for number, (members, asked) in enumerate(zip(groups, prompts, strict=True)):
-        if number:
-            out.print()
-        _show_group(members[0], [*asked[:-1], {**asked[-1], "content": last[number]}], characters)
-        for row in members:
-            _show_completion(row, characters)
-
-
-def _show_group(row: Record, asked: list[Record], characters: int) -> None:
-    where = f"step {row['step']}" if "step" in row else f"evaluation at step {row['eval']}"
-    about = [where, f"group {_name(row.get('group'))}", f"question {_name(row.get('uid'))}"]
-    kind = row.get("kind") or row.get("type")
-    about += [_name(kind)] if kind else []
-    line = Text("  ".join(about), style="bold")
-    numbers = f"   {row['group_size']} completion{'s' if row['group_size'] != 1 else ''}"
-    if row["group_size"] > 1:
-        numbers += f", reward {format_number(row['group_mean'])} ± {format_number(row['group_std'])}"
-    line.append(numbers, style="not bold")
-    if row["group_tied"]:
-        line.append("   tied", style="yellow")
-    out.print(line, soft_wrap=True)
-    for message in asked:
-        role = f"{_name(message['role'])}: " if message["role"] else ""
-        _body(Text.assemble((role, "cyan"), shown_text(message["content"], characters // 2)))
-
-
-def _show_completion(row: Record, characters: int) -> None:
-    line, reward = Text(f"[{_name(row.get('sample', row['table_row']))}]", style="bold"), row.get("reward")
-    line.append(f" reward {format_number(reward)}", style="green" if (reward or 0) > 0 else "")
-    parts, logged = parts_and_others({name: row[name] for name in row if name not in (*PLACE, "group_size")})
-    if parts:
-        told = ", ".join(f"{_name(name)} {format_number(value)}" for name, value in parts.items())
-        line.append(f" ({told})", style="not bold")
-    for name, told in (("advantage", "advantage"), ("logp", "log-probability")):
-        if (value := row.get(name)) is not None:
-            sign = "+" if name == "advantage" and isinstance(value, int | float) and value > 0 else ""
-            line.append(f"  {told} {sign}{format_number(value)}", style="not bold")
-    ended = row.get("finish_reason") or row.get("ended")
-    line.append(f"  {_name(row.get('length'))} tokens", style="not bold")
-    if row.get("turns") is not None:
-        idle = f", {_name(row['no_actions'])} no action" if row.get("no_actions") else ""
-        line.append(f" in {_name(row['turns'])} turns{idle}", style="not bold")
-    cut = ended in ("length", "turns", "context", "failed")
-    line.append(f", {_name(ended)}" if ended else "", style="yellow" if cut else "not bold")
-    if isinstance(row.get("correct"), bool):
-        line.append("  right" if row["correct"] else "  wrong", style="green" if row["correct"] else "red")
-    if row.get("masked_by"):
-        line.append(f"  masked by {_name(row['masked_by'])}", style="magenta")
-    out.print(line, soft_wrap=True)
-    _body(shown_text(row.get("completion"), characters))
-    if row.get("error"):
-        _body(Text(f"error: {_name(row['error'], _NOTE)}", style="red"))
-    for name, value in logged.items():
-        told = format_number(value) if isinstance(value, float) else str(value)
-        _body(Text(f"{_name(name)}: {_name(told, _NOTE)}", style="dim"))
-
-
-def _body(text: Text) -> None:
-    """Indented, wrapped on a terminal; a plain listing keeps the lines as they are, as does a very long text."""
-    if out.is_terminal and len(text) <= _WRAPPED:
-        out.print(Padding(text, (0, 0, 0, 4), expand=False))
-    else:
-        for line in text.split("\n", allow_blank=True):
-            out.print(Text("    ") + line, soft_wrap=True)
-
-
-def _name(value: Any, most: int = 100) -> str:
-    """Untrusted text that stands in a line."""
-    return visible(str(value if value is not None else "-"), most).replace("\n", " ")
-
-
-def shown_text(value: Any, most: int) -> Text:
-    """Untrusted text of several lines; tabs are kept as spaces."""
-    text = str(value if value is not None else "")
-    cut = text[:most].expandtabs(4)
-    shown = Text(visible(cut, len(cut)))
-    if len(text) > most:
-        shown.append(f" [... cut after {most} characters; -o FILE.jsonl has all]", style="dim")
-    return shown

@@ -5,8 +5,6 @@ of a cluster is asked by a function that runs there, a rank tells the others its
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import platform
 import shutil
 import socket
@@ -15,12 +13,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from covey.config.whole import GRPOConfig
-from covey.errors import ClusterLostError, ConfigError
+from covey.errors import ClusterLostError, ConfigError, ModelError
 from covey.files import sampled_hash
+from covey.model_files import model_files
 
 PACKAGES = ("covey", "torch", "transformers", "peft", "numpy", "safetensors", "ray")
 """Those whose versions are part of the numbers, or of what processes say to each other."""
@@ -67,53 +65,17 @@ def facts_here(model: str) -> dict[str, Any]:
     try:
         digest, size = model_hash(model)
         return found | {"model": digest, "model_bytes": size}
-    except OSError as error:
+    except (OSError, ModelError) as error:
         return found | {"model_problem": f"{type(error).__name__}: {error!s:.200}"}
 
 
 def model_hash(model: str) -> tuple[str, int]:
-    """`sampled_hash` of a model's config, index and weight files, and the bytes of its weights. Raises OSError."""
+    """`sampled_hash` of a model's config, index and weight files, and the bytes of its weights. Raises OSError, and
+    ModelError as `model_files` does.
+    """
     files = model_files(model)
     total = sum(path.stat().st_size for path in files if path.suffix in (".safetensors", ".gguf", ".bin"))
     return sampled_hash(files) if files else "", total
-
-
-def model_files(model: str) -> list[Path]:
-    """Config, index and weights of a model; none for a hub id that is not in the cache. Raises OSError."""
-    if model.startswith("pkg:"):
-        name, _, file = model.removeprefix("pkg:").partition("/")
-        spec = importlib.util.find_spec(name.replace("-", "_")) if name.replace("-", "_").isidentifier() else None
-        places = list(spec.submodule_search_locations or ()) if spec is not None else []
-        if not places:
-            raise FileNotFoundError(f"no package {name!r} is installed")
-        found = [Path(places[0]) / file] if file else sorted(Path(places[0]).glob("*.gguf"))
-    elif (path := Path(model).expanduser()).is_file():
-        found = [path]
-    elif path.is_dir():
-        found = _of_folder(path)
-    elif os.sep in model.strip(os.sep).partition(os.sep)[2] or path.is_absolute() or path.suffix == ".gguf":
-        raise FileNotFoundError(f"{model}: there is no such file or folder")
-    else:
-        return _of_cache(model)
-    if not found:
-        raise FileNotFoundError(f"{model}: holds no model")
-    return found
-
-
-def _of_cache(model: str) -> list[Path]:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        cached = try_to_load_from_cache(model, "config.json")
-    except HFValidationError as error:
-        raise FileNotFoundError(f"{model}: there is no such file or folder") from error
-    return _of_folder(Path(cached).parent) if isinstance(cached, str) else []
-
-
-def _of_folder(path: Path) -> list[Path]:
-    kinds = ("config.json", "*.index.json", "*.safetensors", "*.gguf", "*.bin")
-    return sorted(found for kind in kinds for found in path.glob(kind) if not found.name.startswith("adapter_"))
 
 
 def _gpus() -> tuple[tuple[str, ...], str]:
@@ -213,13 +175,13 @@ def gpus_of_learner(config: GRPOConfig, nodes: Sequence[Node]) -> float:
     return 1.0 if config.model.device != "cpu" and any(node.gpus for node in nodes) else 0.0
 
 
-def check_room(nodes: Sequence[Node], samplers: int, cpus: float, gpus: float) -> None:
-    """Refuse more samplers than the cluster has room for: Ray would wait for a larger one, without a word."""
+def check_room(nodes: Sequence[Node], what: str, count: int, cpus: float, gpus: float) -> None:
+    """Refuse more learners or samplers than the cluster has room for: Ray would wait for a larger one, in silence."""
     room = sum(has_room(node, cpus, gpus) for node in nodes)
-    if room < samplers:
+    if room < count:
         raise ConfigError(
-            f"distributed.samplers={samplers}: each takes {cpus:g} CPU and {gpus:g} GPU, and the Ray cluster has room "
-            f"for {room}: {_listed(nodes)}; use {room} or fewer, or add machines"
+            f"distributed.{what}={count}: each takes {cpus:g} CPU and {gpus:g} GPU of one machine, and the Ray cluster "
+            f"has room for {room}: {_listed(nodes)}; use {room} or fewer, or add machines"
         )
 
 
@@ -231,28 +193,6 @@ def check_memory(nodes: Sequence[Node], samplers: int, cpus: float, model_bytes:
         raise ConfigError(
             f"distributed.samplers={samplers}: each takes {model_bytes / 1e9:.1f} GB or more, and the "
             f"nodes of the Ray cluster have {held / 1e9:.1f} GB, room for {room}; use fewer, or add machines"
-        )
-
-
-def check_learners(nodes: Sequence[Node], here: str, learners: Sequence[float], samplers: Sequence[float]) -> None:
-    """Refuse learners, and samplers beside them, that the cluster has no room for; Ray would wait for it."""
-    number, cpus, gpus = learners
-    needed = [number * own + samplers[0] * other for own, other in zip(learners[1:], samplers[1:], strict=True)]
-    held = [sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)]
-    room = sum(has_room(node, cpus, gpus) for node in nodes)
-    if room < number or any(have < need for have, need in zip(held, needed, strict=True)):
-        beside = f" and samplers={samplers[0]:g}" if samplers[0] else ""
-        raise ConfigError(
-            f"distributed.learners={number:g}{beside}: {needed[0]:g} CPUs and {needed[1]:g} GPUs are needed, each "
-            f"learner's {cpus:g} CPU and {gpus:g} GPU on one machine; the Ray cluster has {held[0]:g} CPUs and "
-            f"{held[1]:g} GPUs, with room for {room} learners: {_listed(nodes)}; use fewer, or add machines"
-        )
-    own = [node for node in nodes if node.name == here]
-    if not any(has_room(node, cpus, gpus) for node in own):
-        raise ConfigError(
-            f"distributed.learners={number:g}: the first learner runs where the command does, and that node has no "
-            f"room for {cpus:g} CPU and {gpus:g} GPU: {_listed(own) or here}; start the command on another machine of "
-            "the Ray cluster"
         )
 
 

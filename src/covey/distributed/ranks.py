@@ -7,12 +7,9 @@ call all wait until each has built its parts, which one on a busy machine does l
 
 from __future__ import annotations
 
-import array
-import fcntl
 import os
 import re
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -252,12 +249,12 @@ def await_all(store: Any, rank: int, world: int, seconds: float) -> None:
         names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         raise RuntimeError(
             f"rank {names} of {world} did not come; {', '.join(there)} did. Look there, and that the machines reach "
-            "each other through these interfaces (GLOO_SOCKET_IFNAME chooses another one)"
+            "each other through these addresses (GLOO_SOCKET_IFNAME chooses another interface)"
         )
 
 
 def whereabouts() -> str:
-    """The name of this machine, with the address and interface by which it reaches the other ranks."""
+    """The name of this machine, with the address by which it reaches the other ranks."""
     master = (os.environ.get("MASTER_ADDR", "127.0.0.1"), 9)
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -265,19 +262,4 @@ def whereabouts() -> str:
             address = str(probe.getsockname()[0])
     except OSError:
         return socket.gethostname()
-    interface = os.environ.get("GLOO_SOCKET_IFNAME") or _interface_of(address)
-    return f"{socket.gethostname()} ({address}{f', {interface}' if interface else ''})"
-
-
-def _interface_of(address: str) -> str:
-    """Its name on Linux, "" elsewhere."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = array.array("B", struct.pack("256s", name.encode()[:15]))
-            try:
-                fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
-            except OSError:
-                continue
-            if socket.inet_ntoa(request[20:24].tobytes()) == address:
-                return name
-    return ""
+    return f"{socket.gethostname()} ({address})"

@@ -181,13 +181,11 @@ def check_cluster(config: GRPOConfig, learners: int) -> tuple[list[Node], list[s
     nodes, model, allowed = nodes_there(), config.model.model, config.run.allow_mixture
     samplers, of_sampler = config.distributed.samplers or 0, guards.gpus_of_sampler(config, nodes)
     of_learner = guards.gpus_of_learner(config, nodes)
-    gpus, here = of_learner if learners else of_sampler, ray.get_runtime_context().get_node_id()
+    gpus = of_learner if learners else of_sampler
 
     def check_places() -> None:
-        if learners:
-            guards.check_learners(nodes, here, (learners, CPUS, of_learner), (samplers, CPUS, of_sampler))
-        else:
-            guards.check_room(nodes, samplers, CPUS, of_sampler)
+        guards.check_room(nodes, "learners", learners, CPUS, of_learner)
+        guards.check_room(nodes, "samplers", samplers, CPUS, of_sampler)
 
     check_places()
     nodes = with_facts(nodes, model)

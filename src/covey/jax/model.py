@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from covey.errors import ConfigError
-from covey.jax.linear import lora_linear, wide_product
+from covey.jax.linear import wide_product
 
 KeysValues = tuple[jax.Array, jax.Array]
 """Keys `[N, K, D, S]` and values `[N, K, S, D]` of a layer; slot s holds position s."""
@@ -150,18 +150,17 @@ class Linear(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[..., in] -> [..., features]`."""
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
-        flat = x.reshape(-1, x.shape[-1])
+        out = x @ kernel
         if self.lora_rank and (self.is_initializing() or self.has_variable("lora", "a")):
             a_shape, b_shape = (x.shape[-1], self.lora_rank), (self.lora_rank, self.features)
             init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
             a = self.variable("lora", "a", lambda: init(self.make_rng("params"), a_shape))
             b = self.variable("lora", "b", jnp.zeros, b_shape)
-            out = lora_linear(flat, kernel, a.value, b.value, self.lora_alpha / self.lora_rank)
-        else:
-            out = flat @ kernel
+            scale = self.lora_alpha / self.lora_rank
+            out = out + (scale * ((x @ a.value) @ b.value)).astype(out.dtype)  # in the factors' type
         if self.use_bias:
             out = out + self.param("bias", nn.initializers.zeros, (self.features,))
-        return out.reshape(*x.shape[:-1], self.features)
+        return out
 
 
 class Attention(nn.Module):

@@ -1,4 +1,4 @@
-"""Who watches a run: the protocol, the fan-out, and the run folder's own writer.
+"""Who watches a run: the interface, the fan-out, and the run folder's own writer.
 
 An observer only looks. One that raises is logged once and switched off, since a broken dashboard must not
 cost a run; the run folder's writer is the exception, because a run that cannot be written cannot be resumed.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from covey.observe.run_folder import RunFolder
 
@@ -17,8 +17,11 @@ Metrics = Mapping[str, Any]
 _log = logging.getLogger("covey.observe")
 
 
-class Observer(Protocol):
-    """Is told what happens. `step` counts optimiser steps taken."""
+class BaseObserver:
+    """Is told what happens, and ignores it: override what is of interest. `step` counts optimiser steps taken."""
+
+    essential = False
+    """True: an error of this observer ends the run."""
 
     def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         """The run begins or resumes. `info` may hold `total_steps`, `start_step`, `run_id`, `name`, ..."""
@@ -42,19 +45,7 @@ class Observer(Protocol):
         """The run ends: `finished`, `stopped`, `failed`, ..."""
 
 
-class BaseObserver:
-    """An observer that ignores everything: override what is of interest."""
-
-    essential = False
-    """True: an error of this observer ends the run."""
-
-    def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None: ...
-    def on_step(self, step: int, metrics: Metrics) -> None: ...
-    def on_eval(self, step: int, metrics: Metrics) -> None: ...
-    def on_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
-    def on_event(self, kind: str, message: str) -> None: ...
-    def on_progress(self, activity: str, done: int, total: int) -> None: ...
-    def on_run_end(self, status: str) -> None: ...
+Observer = BaseObserver
 
 
 class Observers(BaseObserver):

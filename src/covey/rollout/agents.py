@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal
@@ -19,17 +19,16 @@ from typing import Any, Literal
 import numpy as np
 
 from covey.config.environment import EnvironmentConfig
-from covey.environments.actions import parse_action, write_action
+from covey.environments.actions import parse_action
 from covey.environments.base import Observation, Outcome
-from covey.environments.pool import EnvironmentPool, Places
+from covey.environments.pool import Places
 from covey.errors import ConfigError, EpisodeError
 from covey.rollout.conversation import ConversationTemplate
-from covey.rollout.turns import Device, Drawn, Row, Session, TurnGenerator
+from covey.rollout.turns import Session, TurnGenerator
 from covey.types import (
     Completion,
     Episode,
     FinishReason,
-    Group,
     IntArray,
     Progress,
     Prompt,
@@ -486,83 +485,3 @@ class _EpisodeLoop:
         text = "\n".join(turn.said for turn in live.turns) if self._conversing else live.said
         live.episodes.append(Episode(tokens, sampled, logprobs, text, live.finish_reason, self._version, support))
         live.ids, live.sampled, live.logprobs, live.supports = [], [], [], []
-
-
-class ExpertPlayer(Player):
-    """Plays what the expert of each environment would do. The arguments are those of `Player`."""
-
-    pool: EnvironmentPool
-
-    def choices(self, live: LiveEpisode) -> tuple[tuple[int, ...], ...]:
-        """The expert's action, as tokens, and the end of the turn.
-
-        Raises `EpisodeError`: the world has no expert, or it failed: this episode ends; `ConfigError`: a turn is too
-        short for the action.
-        """
-        action = self.pool.expert_action(live.place)
-        if action is None:
-            raise EpisodeError("expert_action knows no action here; imitation needs a world with an expert")
-        format = self.settings.action_format
-        turn = (*self.tokens_of(write_action(action, format)), *self.ends_turn)
-        if len(turn) > self.longest_turn:
-            raise ConfigError(
-                f"the expert's action {action!r:.80} takes {len(turn)} tokens in the form that "
-                f"environment.action_format={format!r} asks for, and a turn has {self.longest_turn}; set "
-                f"sampling.max_completion_length to {len(turn)} or more"
-            )
-        return (turn,)
-
-
-class Dictation:
-    """Opens sessions in which a turn is the only one of its choices."""
-
-    def __init__(self, context_length: int) -> None:
-        self._context_length = context_length
-
-    def session(self, settings: SamplingSettings, *, policy_version: int, own_tokens: int, **more: Any) -> Session[Any]:
-        """See `covey.rollout.turns.TurnGenerator`."""
-        return Session(_Dictating(self._context_length, own_tokens), settings, policy_version=policy_version)
-
-
-class _Dictating(Device):
-    """Says what is to be said, all of it at once, with probability 1."""
-
-    def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
-        yield _said(queue)
-
-    def extend(self, resuming: list[Row]) -> Iterator[Drawn]:
-        yield _said(resuming)
-
-    def decode(self, waiting: int) -> Iterator[Drawn]:
-        return iter(())
-
-
-def _said(waiting: deque[Row] | list[Row]) -> Drawn:
-    rows, turns = list(waiting), []
-    waiting.clear()
-    for row in rows:
-        assert row.choices is not None
-        turns.append(row.choices[0])
-        row.choices = None  # what could have been said is not to be recorded
-    tokens = np.full((len(rows), max(map(len, turns))), -1)
-    for number, turn in enumerate(turns):
-        tokens[number, : len(turn)] = turn
-    return Drawn(rows, tokens, np.zeros(tokens.shape, np.float32))
-
-
-def same_action_ratio(groups: Iterable[Group]) -> float | None:
-    """Of the turns that begin with what several episodes of their group saw, the share of those in which all of these
-    episodes did the same; None if no two episodes of a group saw the same. Between 0 and 1.
-    """
-    shared = alike = 0
-    for group in groups:
-        met: dict[str, list[tuple[int, Turn]]] = {}
-        for number, trajectory in enumerate(group.trajectories):
-            for turn in trajectory.turns:
-                met.setdefault(turn.observation, []).append((number, turn))
-        for turns in met.values():
-            if len({number for number, _ in turns}) > 1:
-                done = {turn.said if turn.action is None else turn.action for _, turn in turns}
-                shared += len(turns)
-                alike += len(turns) * (len(done) == 1)
-    return alike / shared if shared else None

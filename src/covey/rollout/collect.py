@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,7 +20,7 @@ from covey.errors import EpisodeError
 from covey.rollout.batching import trajectory_rewards
 from covey.rollout.scoring import Scorer
 from covey.rollout.turns import TurnGenerator
-from covey.types import Episode, Generator, Group, Message, Progress, Prompt, Request, SamplingSettings
+from covey.types import Episode, Generator, Group, Message, Progress, Prompt, Request, SamplingSettings, Turn
 
 if TYPE_CHECKING:  # single answers need none of it
     from covey.rollout.agents import Player, PlayStats
@@ -57,7 +57,7 @@ class Rollout:
         """What there is to tell of agents and tools, discarded groups included."""
         if self.played is None:
             return {}
-        from covey.rollout.agents import play_metrics, same_action_ratio, tool_metrics
+        from covey.rollout.agents import play_metrics, tool_metrics
 
         groups = self.counted.groups
         if not any(group.trajectories for group in groups):
@@ -150,16 +150,9 @@ class AnswerCollector(Scoring):
     decode: Decode
 
     def __call__(
-        self,
-        prompts: Sequence[Prompt],
-        settings: SamplingSettings,
-        *,
-        num_generations: int,
-        streams: Sequence[tuple[int, ...]],
-        policy_version: int,
-        progress: Progress | None = None,
+        self, prompts: Sequence[Prompt], settings: SamplingSettings, *, num_generations: int, streams: Any, **how: Any
     ) -> Rollout:
-        """Sample `num_generations` completions for each prompt and score all of them in one call.
+        """Sample `num_generations` completions for each prompt and score all of them in one call; see `Collector`.
 
         Raises:
             GenerationError: from the generator.
@@ -171,7 +164,7 @@ class AnswerCollector(Scoring):
             for prompt, stream in zip(prompts, streams, strict=True)
             for sample in range(num_generations)
         ]
-        completions = self.generator(requests, settings, policy_version=policy_version, progress=progress)
+        completions = self.generator(requests, settings, **how)
         owners = [prompt for prompt in prompts for _ in range(num_generations)]
         texts = [self.decode(completion.token_ids.tolist()) for completion in completions]
         episodes = [Episode.from_completion(*each) for each in zip(owners, completions, texts, strict=True)]
@@ -300,3 +293,21 @@ class AgentCollector:
     def close(self) -> None:
         """End the environments' processes; they start anew when they are needed."""
         self.player.close()
+
+
+def same_action_ratio(groups: Iterable[Group]) -> float | None:
+    """Of the turns that begin with what several episodes of their group saw, the share of those in which all of these
+    episodes did the same; None if no two episodes of a group saw the same. Between 0 and 1.
+    """
+    shared = alike = 0
+    for group in groups:
+        met: dict[str, list[tuple[int, Turn]]] = {}
+        for number, trajectory in enumerate(group.trajectories):
+            for turn in trajectory.turns:
+                met.setdefault(turn.observation, []).append((number, turn))
+        for turns in met.values():
+            if len({number for number, _ in turns}) > 1:
+                done = {turn.said if turn.action is None else turn.action for _, turn in turns}
+                shared += len(turns)
+                alike += len(turns) * (len(done) == 1)
+    return alike / shared if shared else None

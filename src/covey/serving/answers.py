@@ -12,7 +12,7 @@ import secrets
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import lru_cache
@@ -40,8 +40,6 @@ _LARGE_BODY = 1 << 16
 """Larger ones are read one after the other: each holds the interpreter for a moment."""
 _TOLD_AT_ONCE = 64
 """Pieces of a stream that are decoded in one go."""
-_AT_ONCE = 4096
-"""Entries of a list that are written without a pause: other threads wait for each such piece."""
 _KEPT = 8
 """Tokens before the next one that are decoded with it: their text settles what depends on what came before, and they
 have more bytes than the longest character."""
@@ -109,30 +107,12 @@ def usage(asked: Asked, prompts: Sequence[Request], sampled: int) -> dict[str, i
     return {"prompt_tokens": given, "completion_tokens": sampled, "total_tokens": given + sampled}
 
 
-def _pieces(value: Any) -> Iterator[str]:
-    """JSON in pieces, so that a long answer does not hold the interpreter."""
-    if isinstance(value, dict):
-        yield "{"
-        for place, (name, one) in enumerate(value.items()):
-            yield f"{', ' if place else ''}{json.dumps(name)}: "
-            yield from _pieces(one)
-        yield "}"
-    elif isinstance(value, list | np.ndarray):
-        yield "["
-        for start in range(0, len(value), _AT_ONCE):
-            part = value[start : start + _AT_ONCE]
-            whole = part.tolist() if isinstance(part, np.ndarray) else part
-            if start:
-                yield ", "
-            if whole and isinstance(whole[0], dict):
-                for place, one in enumerate(whole):
-                    yield ", " if place else ""
-                    yield from _pieces(one)
-            else:
-                yield json.dumps(whole)[1:-1]
-        yield "]"
-    else:
-        yield json.dumps(value)
+_ENCODER = json.JSONEncoder(default=np.ndarray.tolist)
+
+
+def _written_out(body: Any) -> bytes:
+    """JSON, made in steps of Python: unlike `json.dumps` a long answer does not hold the interpreter."""
+    return "".join(_ENCODER.iterencode(body)).encode()
 
 
 class UnknownModelError(CoveyError):
@@ -180,7 +160,7 @@ class Answering:
         """The answer to a request for token ids, as JSON. Raises as `complete`, and `RequestError`."""
         found = await self._completed(asked.completion(self._engine.max_completion_length))
         completions = [answer.completion for _, answer in found]
-        return await self._in_thread(lambda: "".join(_pieces(generated(completions, len(asked.token_ids)))).encode())
+        return await self._in_thread(lambda: _written_out(generated(completions, len(asked.token_ids))))
 
     async def _completed(self, asked: Asked) -> list[tuple[Request, Answer]]:
         jobs, queue = await self._submitted(asked)
@@ -209,7 +189,7 @@ class Answering:
         size = sum(map(len, asked.token_ids))
         body: dict[str, Any] = {"object": "score", "model": self._name, "policy_version": weights.version}
         body |= {"scores": scores, "usage": {"prompt_tokens": size, "completion_tokens": 0, "total_tokens": size}}
-        return await self._in_thread(lambda: "".join(_pieces(body)).encode())
+        return await self._in_thread(_written_out, body)
 
     async def chunks(self, asked: Asked) -> AsyncIterator[list[str]]:
         """The same as server-sent events, those together that are ready together: a slow client costs no more.
@@ -307,7 +287,7 @@ class Answering:
             "policy_version": min(answer.versions[0][1] for _, answer in answers),
             "usage": usage(asked, [request for request, _ in answers], sampled),
         }
-        return "".join(_pieces(body)).encode()
+        return _written_out(body)
 
     def _choice(self, asked: Asked, request: Request, answer: Answer) -> dict[str, Any]:
         completion, ids = answer.completion, answer.completion.token_ids.tolist()

@@ -17,11 +17,12 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 
 from covey.adapters import Adapter, MalformedConfigError, read_adapter, read_config
@@ -37,7 +38,7 @@ from covey.serving.gate import Gate, ServeSettings
 from covey.serving.generate import GenerateRequest
 from covey.serving.requests import ChatRequest, CompletionRequest, RequestError, ScoreRequest
 from covey.serving.scoring import Scorer
-from covey.serving.uploads import TrainerLease, TwoTrainersError, read_form, spool, try_adapter
+from covey.serving.uploads import TrainerLease, TwoTrainersError, read_parts, try_adapter
 
 _PARTS = ("adapter_weights", "adapter_config", "policy_version", "trainer", "takeover", "restart")
 
@@ -92,25 +93,23 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
 
     @app.post("/upload_adapter")
     async def upload_adapter(request: Request) -> dict[str, Any]:
-        with await spool(request.stream()) as body:
-            async with uploading:  # one at a time is in memory
-                kind = request.headers.get("content-type", "")
-                adapter, form = await asyncio.to_thread(_read_upload, kind, body, layers, lease)
-                lease.check(form.trainer, takeover=form.takeover)
-                conflict = engine.conflict(form.policy_version, adapter.sha256, restart=form.restart)
-                if conflict is not None:
-                    raise conflict
-                if not engine.holds(form.policy_version, adapter.sha256):
-                    await asyncio.to_thread(try_adapter, model, adapter)
-                lease.take(form.trainer, takeover=form.takeover)
-                await asyncio.wrap_future(engine.upload(adapter, form.policy_version, restart=form.restart))
-                return {"policy_version": engine.version, "sha256": engine.sha256, "instance": instance}
+        received = request.form(max_files=len(_PARTS), max_fields=len(_PARTS))  # files arrive on the disk
+        async with received as parts, uploading:  # one at a time is in memory
+            adapter, form = await asyncio.to_thread(_read_upload, parts, layers, lease)
+            lease.check(form.trainer, takeover=form.takeover)
+            conflict = engine.conflict(form.policy_version, adapter.sha256, restart=form.restart)
+            if conflict is not None:
+                raise conflict
+            if not engine.holds(form.policy_version, adapter.sha256):
+                await asyncio.to_thread(try_adapter, model, adapter)
+            lease.take(form.trainer, takeover=form.takeover)
+            await asyncio.wrap_future(engine.upload(adapter, form.policy_version, restart=form.restart))
+            return {"policy_version": engine.version, "sha256": engine.sha256, "instance": instance}
 
     @app.post("/release_trainer")
     async def release_trainer(request: Request) -> dict[str, Any]:
-        with await spool(request.stream()) as body:
-            parts = await asyncio.to_thread(read_form, request.headers.get("content-type", ""), body, ("trainer",))
-        lease.release(_Form.of(parts).trainer)
+        async with request.form(max_files=1, max_fields=1) as parts:
+            lease.release(_Form.of(read_parts(parts, ("trainer",))).trainer)
         return {"policy_version": engine.version}
 
     async def answer(request: Request, kind: type[Any], complete: Callable[[Any], Any] = answering.complete) -> Any:
@@ -189,9 +188,9 @@ class _Form(BaseModel):
 
 
 def _read_upload(
-    kind: str, body: IO[bytes], layers: Mapping[str, tuple[int, int]], lease: TrainerLease
+    received: FormData, layers: Mapping[str, tuple[int, int]], lease: TrainerLease
 ) -> tuple[Adapter, _Form]:
-    parts = read_form(kind, body, _PARTS)
+    parts = read_parts(received, _PARTS)
     form = _Form.of({name: parts[name] for name in _PARTS[2:] if name in parts})
     lease.check(form.trainer, takeover=form.takeover)
     if not {*_PARTS[:2]} <= parts.keys():

@@ -7,9 +7,10 @@ from covey.functions import when_used
 if TYPE_CHECKING:
     from covey.tasks.base import Task, configured_task, get_task, register_task, task_names, task_options
     from covey.tasks.code import Code
-    from covey.tasks.dataset import DataOrder, Row, WeightedOrder, build_prompts, load_rows
+    from covey.tasks.dataset import Row, build_prompts, load_rows
     from covey.tasks.fields import Fields
     from covey.tasks.gsm8k import GSM8K
+    from covey.tasks.order import DataOrder, WeightedOrder
     from covey.tasks.usmle import USMLE
 
 __all__ = [
@@ -22,7 +23,8 @@ __getattr__ = when_used(
     {
         "covey.tasks.base": "Task configured_task get_task register_task task_names task_options",
         "covey.tasks.code": "Code",
-        "covey.tasks.dataset": "DataOrder Row WeightedOrder build_prompts load_rows",
+        "covey.tasks.dataset": "Row build_prompts load_rows",
+        "covey.tasks.order": "DataOrder WeightedOrder",
         "covey.tasks.fields": "Fields",
         "covey.tasks.gsm8k": "GSM8K",
         "covey.tasks.usmle": "USMLE",

@@ -24,10 +24,10 @@ from covey.adapters import CONFIG_FILE, read_adapter_folder
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError
 from covey.files import COMPLETE, checked_path, explained, folder_problem, publishing
+from covey.model_files import PACKAGE_PREFIX
 from covey.observe.card import Kind, model_card, write_card
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.backend import BACKEND
-from covey.pytorch.models.loading import PACKAGE_PREFIX
 from covey.pytorch.models.saving import load_merged, save_model, write_gguf
 from covey.training.checkpoint import checkpoint_name, load_checkpoint
 

@@ -24,7 +24,7 @@ from covey.config.whole import GRPOConfig
 from covey.environments.pool import EnvironmentPool
 from covey.errors import ConfigError, DataError, EpisodeError
 from covey.files import checked_path, explained, write_atomically
-from covey.rollout.agents import Dictation, ExpertPlayer
+from covey.rollout.experts import Dictation, ExpertPlayer
 from covey.training import agents, setup
 from covey.training.tables import transcript
 from covey.training.trainer import GRPOTrainer

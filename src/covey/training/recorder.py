@@ -40,12 +40,15 @@ from covey.training.checkpoint import (
     source_hashes,
 )
 from covey.training.evaluate import NOTHING_JUDGED, Evaluation, no_answer_ratio, overlong, rollout_metrics, with_logged
+from covey.training.ledger import Ledger
 from covey.training.prefetch import Sampled, Source
 from covey.training.questions import QuestionHistory
+from covey.training.refusals import require_measured
 from covey.training.schedule import ACCURACY_STEPS, Callbacks, PhasePlan, ResolvedPhase
-from covey.training.setup import Data, RunLength, require_measured
+from covey.training.setup import Data, RunLength
 from covey.training.step import episode_credit
-from covey.training.tables import Ledger, StepFacts, completion_rows, pack_step
+from covey.training.stored_steps import StepFacts, pack_step
+from covey.training.tables import completion_rows
 from covey.training.update import Update
 from covey.types import Prompt
 

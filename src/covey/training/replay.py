@@ -41,7 +41,7 @@ from covey.training.checkpoint import (
 )
 from covey.training.schedule import Elapsed, TrainerState
 from covey.training.step import scorer, step_update
-from covey.training.tables import StoredStep, read_step
+from covey.training.stored_steps import StoredStep, read_step
 from covey.training.teaching import make_teacher
 from covey.training.update import Update
 from covey.types import Taught, Teacher

@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +26,10 @@ from covey.config.effects import correction_mode, uses_reference
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError, DataError, naming
 from covey.functions import load_function
-from covey.metric_names import says_which_is_best
-from covey.processes import total_memory
 from covey.rollout.scoring import PROVIDED, HasAnswer, IsCorrect, Scorer, has_text, right_by
-from covey.tasks.dataset import DataOrder, WeightedOrder, build_prompts, load_rows, split_rows
+from covey.tasks.dataset import build_prompts, load_rows, split_rows
+from covey.tasks.order import DataOrder, WeightedOrder
+from covey.training.refusals import require_one_process
 from covey.training.schedule import PhasePlan, ResolvedPhase, learning_rate_schedule, resolve_warmup_steps
 from covey.types import Episode, Prompt, SamplingSettings
 
@@ -397,14 +396,6 @@ def decoder(policy: TrainedPolicy) -> Callable[[Sequence[int]], str]:
     return lambda ids: str(policy.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
-ACCURACY, REWARD = "eval/accuracy", "eval/reward"
-# At the least: of a sampled token its id, log-probability and advantage; of a completion text, request and table row;
-# of an environment's process what it does not share with the others.
-_TOKEN_BYTES, _COMPLETION_BYTES, _ENVIRONMENT_BYTES = 16, 2000, 2_000_000
-_MOST_COMPLETIONS = 250_000
-"""Of a step: several times what the largest published runs have."""
-
-
 def correctness(config: GRPOConfig, scorer: Scorer, by_task: IsCorrect | None) -> IsCorrect | None:
     """Who says which completions are right: the task, a reward by its name, or the scorer's judge; None = nobody."""
     judge = scorer.judge
@@ -457,72 +448,6 @@ def _try_correctness(scorer: Scorer, by: Any, rows: Sequence[Mapping[str, Any]],
     right_by(name, given)
 
 
-def best_metric(config: GRPOConfig, rewards: Sequence[str], *, knows_correct: bool, evaluates: bool) -> str:
-    """The metric that chooses the best evaluation; the reward in place of accuracy if nothing says what is right."""
-    wanted, settings = config.evaluation.metric_for_best_model, config.evaluation
-    if not evaluates:
-        for name in ("load_best_model_at_end", "early_stopping_patience"):
-            if getattr(settings, name):
-                raise ConfigError(
-                    f"evaluation.{name}={getattr(settings, name)}: it compares evaluations, and there are no held-out "
-                    "prompts; set data.eval_dataset or data.eval_fraction (in Python: pass eval_dataset), or remove it"
-                )
-    if wanted.startswith(ACCURACY) and not knows_correct:
-        return REWARD
-    parts = [f"eval/rewards/{name}/mean" for name in rewards]
-    if wanted.startswith("eval/rewards/") and wanted not in parts:
-        raise ConfigError(
-            f"evaluation.metric_for_best_model={wanted!r}: there is no such reward function; use {', '.join(parts)}, "
-            f"or {REWARD}"
-        )
-    return wanted
-
-
-def require_measured(wanted: str, metrics: Sequence[str]) -> None:
-    """Stop at the first evaluation that lacks the metric for the best model, since none would ever be the best."""
-    if wanted in metrics:
-        return
-    usable = sorted(name for name in metrics if says_which_is_best(name))
-    near = "".join(f"did you mean {name!r}? " for name in get_close_matches(wanted, usable, n=1))
-    raise ConfigError(
-        f"evaluation.metric_for_best_model={wanted!r}: the evaluation did not measure it; {near}Of what it measured, "
-        f"use {', '.join(usable)}"
-    )
-
-
-def require_memory(config: GRPOConfig) -> None:
-    """Refuse sizes for which the machine's memory is too small: a run that the system kills says nothing."""
-    sampling, evaluation = config.sampling, config.evaluation
-    group = config.largest_group
-    grown = "max_generations" if group == sampling.max_generations else "num_generations"
-    length = sampling.max_completion_length
-    prompts, each = config.data.prompts_per_step, evaluation.num_generations_eval
-    for name, count in (
-        (f"data.prompts_per_step={prompts} x sampling.{grown}={group}", prompts * group),
-        (f"evaluation.num_generations_eval={each}", each),
-    ):
-        require_room_for(f"{name} x sampling.max_completion_length={length}", count, length)
-    if config.environment.world is not None:
-        parallel = config.environment.parallel_episodes
-        _require(f"environment.parallel_episodes={parallel}", parallel * _ENVIRONMENT_BYTES)
-
-
-def require_room_for(name: str, completions: int, length: int) -> None:
-    """The same for so many completions of up to `length` tokens, that `name` asks for."""
-    _require(name, completions * (_COMPLETION_BYTES + _TOKEN_BYTES * length))
-    if completions > _MOST_COMPLETIONS:
-        raise ConfigError(f"{name}: {completions:,} completions at once; use up to {_MOST_COMPLETIONS:,}")
-
-
-def _require(name: str, size: int) -> None:
-    there = total_memory()
-    if size > there:
-        raise ConfigError(
-            f"{name}: needs at least {size / 1e9:,.0f} GB of memory, and this machine has {there / 1e9:,.0f} GB; "
-            "use smaller numbers"
-        )
-
-
 def default_backend() -> Backend:
     """PyTorch's, which is loaded when a run is made: the name `GRPOTrainer` alone needs no torch."""
     from covey.pytorch.backend import BACKEND
@@ -538,14 +463,3 @@ def may_wait(config: GRPOConfig) -> bool:
     usual = (sampling.engine, sampling.sampler_dtype, config.model.quantization) == ("covey", "model", "none")
     usual = usual and not config.environment.tools
     return not elsewhere and chosen.learners == 1 and usual and config.optim.optimizer == "adamw"
-
-
-def require_one_process() -> None:
-    """Refuse to be one of several processes of a script. Raises ConfigError."""
-    world = os.environ.get("WORLD_SIZE", "")
-    if "RANK" in os.environ and world.isdecimal() and int(world) > 1:
-        raise ConfigError(
-            f"WORLD_SIZE={world}: torchrun or accelerate has started {world} processes, but a trainer made in Python "
-            "runs in one: each would train by itself, all into the same folder. Start the program with python, or "
-            f"write its settings into a recipe: torchrun --nproc-per-node {world} -m covey train RECIPE"
-        )

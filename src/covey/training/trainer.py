@@ -38,8 +38,8 @@ from covey.tasks.dataset import load_rows
 from covey.training import setup
 from covey.training.asking import COMPLETION_STREAM, answers, described
 from covey.training.questions import QuestionHistory
+from covey.training.refusals import best_metric, require_memory
 from covey.training.schedule import Callbacks, Elapsed, ResolvedPhase, TrainerState, check_callbacks
-from covey.training.setup import best_metric, require_memory
 from covey.types import Batch, Group, Progress, Prompt
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from covey.rollout.collect import Collector, Rollout
     from covey.rollout.learning import Learner, Sampler
     from covey.tasks.base import Task
-    from covey.training import agents, prefetch, step, tables, teaching, tools
+    from covey.training import agents, ledger, prefetch, step, teaching, tools
     from covey.training import evaluate as judging
     from covey.training import recorder as recording
     from covey.training.evaluate import Evaluation
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from covey.training.update import Update
 else:  # worlds, which most runs do not have, and the parts of a step: many trainers are never trained
     batching, collecting = later("covey.rollout", "batching collect")
-    agents, judging, prefetch, recording, step, tables, teaching, tools = later(
-        "covey.training", "agents evaluate prefetch recorder step tables teaching tools"
+    agents, judging, ledger, prefetch, recording, step, teaching, tools = later(
+        "covey.training", "agents evaluate ledger prefetch recorder step teaching tools"
     )
 
 TRAINING_STREAM = 0
@@ -213,7 +213,7 @@ class GRPOTrainer:
         self._callbacks = Callbacks(callbacks or (), args, self.state)
         self._recorder: Recorder | None = None
         self._samples: Samples | None = None
-        self._ledger: tables.Ledger | None = None
+        self._ledger: ledger.Ledger | None = None
 
     def __repr__(self) -> str:
         return described(self)
@@ -369,7 +369,7 @@ class GRPOTrainer:
     def learn(self, batch: Batch, phase: ResolvedPhase) -> Update:
         """Update the policy on a batch, in all optimiser steps of one step, at the scheduled learning rates."""
         args, state = self.args, self.state
-        self._ledger = tables.make_ledger(
+        self._ledger = ledger.make_ledger(
             args.run, state.global_step + 1, batch, args.algorithm.objective(), self.policy.tokenizer.decode
         )
         return step.step_update(self.learner, batch, args, phase, self.length, state, self._ledger)

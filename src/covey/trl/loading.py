@@ -14,7 +14,8 @@ from torch import nn
 from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerBase, TorchAoConfig
 
 from covey.errors import ConfigError, RewardError
-from covey.pytorch.models.loading import PACKAGE_PREFIX, auto_class, locate, require_tokenizer
+from covey.model_files import PACKAGE_PREFIX
+from covey.pytorch.models.loading import auto_class, locate, require_tokenizer
 from covey.trl.arguments import GRPOConfig
 from covey.trl.translate import as_mapping
 

