@@ -252,6 +252,8 @@ def test_a_server_that_dies_costs_its_episode(acting: Settings, monkeypatch: Any
         ({"world": "house"}, "a world brings its own actions"),
         ({"history_length": 2}, "answers with tools are one conversation"),
         ({"action_format": "tags"}, "action_format='tags': calls are read as"),
+        ({"show_actions": False}, "show_actions=False: it acts in worlds alone; remove"),
+        ({"invalid_action_penalty": 0.1}, "invalid_action_penalty=0.1: it acts in worlds alone"),
         ({"tools": ["mcp:"]}, "names no tool"),
         ({"tools": ["tools.py:nothing"]}, "tools.py"),
         ({"tools": [f"{__file__}:ROWS"]}, "not a function"),

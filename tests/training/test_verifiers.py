@@ -4,6 +4,7 @@ A script that speaks the driver's lines stands in for verifiers; COVEY_VERIFIERS
 """
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,13 +83,23 @@ def test_a_failure_costs_its_own_episodes(settings: Settings, python: Path, does
     assert words in group.trajectories[3].error
 
 
-def test_a_reward_that_is_no_number_costs_its_episode_alone(settings: Settings, python: Path) -> None:
-    run = build(playing(settings, python, "no number"), prompts_per_step=2)
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [
+        ("no number", ["its reward is inf; it must be a finite number", "its reward is nan"]),
+        ("huge ids", ["branches.0.0.4\n  Input should be gr.* to 0", "branches.0.0.4\n  Input should be less than"]),
+        ("broken lines", ["cannot be read: .*Invalid JSON: expected ident", "cannot be read: .*hex escape"]),
+    ],
+)
+def test_what_is_no_trace_costs_its_episode_alone(
+    settings: Settings, python: Path, does: str, words: list[str]
+) -> None:
+    run = build(playing(settings, python, does), prompts_per_step=2)
     groups = run.rollout().groups
     run.close()
-    errors = [trajectory.error for group in groups for trajectory in group.trajectories]
-    told = "its reward is {}; it must be a finite number, of 1e30 at most"
-    assert sorted(filter(None, errors)) == [told.format("inf"), told.format("nan")]  # of episodes 3 to 7: 4 and 5
+    errors = filter(None, [trajectory.error for group in groups for trajectory in group.trajectories])
+    for error, each in zip(sorted(errors), words, strict=True):  # of episodes 3 to 7: 4 and 5
+        assert re.search(f"(?s){each}", error)
     assert [int(np.isnan(group.rewards).sum()) for group in groups] == [0, 2]
 
 

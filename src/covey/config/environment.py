@@ -57,6 +57,7 @@ class EnvironmentConfig(Section, frozen=True):
         for name, why in {
             "world": "a world brings its own actions",
             "history_length": "answers with tools are one conversation",
+            **dict.fromkeys(("show_actions", "invalid_action_penalty"), "it acts in worlds alone"),
             "action_format": "calls are read as the model's chat template writes them",
         }.items():
             if self.tools and getattr(self, name) != type(self).model_fields[name].default:
