@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from covey.errors import CoveyError
 from covey.serving.generate import GenerateRequest
 from covey.serving.requests import CompletionRequest, RequestError, read_request
 
@@ -86,8 +85,6 @@ class _Handler(BaseHTTPRequestHandler):
                 status, self.close_connection = 401, True
         except RequestError as error:
             status, body = 400, {"error": {"message": str(error), "type": "RequestError", "code": 400}}
-        except CoveyError as error:  # another try may find it better
-            status, body = 503, {"error": {"message": str(error), "type": type(error).__name__, "code": 503}}
         content = json.dumps(body or {"error": {"message": f"{self.path:.100}", "code": status}}).encode()
         with suppress(OSError):  # the client is gone
             self.send_response(status)
