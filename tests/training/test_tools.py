@@ -271,7 +271,7 @@ def test_names_of_tools_have_whole_paths(acting: Settings, tmp_path: Path) -> No
     )
     tools = GRPOConfig.from_toml(tmp_path / "recipe.toml").environment.tools
     assert tools == (f"{tmp_path}/tools.py:add", f"mcp:python {tmp_path}/tools.py --fast", "mcp:http://a/b")
-    raises(ConfigError, "call has its place", GRPOConfig, action_format="tool")
+    raises(ConfigError, "action_format='tool': must be tags . text . turn . call", GRPOConfig, action_format="tool")
 
 
 def sampled(run: GRPOTrainer) -> Any:

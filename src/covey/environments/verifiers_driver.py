@@ -89,7 +89,8 @@ class Played:
         context = vf.ModelContext(model="policy", client=client, sampling=vf.SamplingConfig(**asked["sampling"]))
         episode = await self.env.run_episode(task, context)
         if len(episode.traces) != 1:
-            return failure([*map(text_of, episode.errors), f"{len(episode.traces)} agents have played, not one"])
+            played = f"{len(episode.traces)} agents have played, not one"
+            return {"ok": False, "errors": [*map(text_of, episode.errors), played]}
         (trace,) = episode.traces
         return {
             "ok": bool(episode.ok and trace.ok),
@@ -121,23 +122,19 @@ def told_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS] + place
 
 
-def failure(errors: list[str]) -> dict[str, Any]:
-    return {"ok": False, "errors": errors}
-
-
 async def main(out: TextIO) -> None:
     loop, lines = asyncio.get_running_loop(), asyncio.Queue[Any]()
     threading.Thread(target=read, args=(loop, lines), daemon=True).start()
 
     def say(what: dict[str, Any]) -> None:
-        print(json.dumps(what), file=out, flush=True)
+        out.write(json.dumps(what) + "\n")
 
     async def answer(asked: dict[str, Any]) -> None:
         own = {"id": asked["id"]}  # stands first, see Driver
         try:
             say(own | await sets[asked["set"]].play(asked))
         except Exception as error:
-            say(own | failure([told_of(error)]))
+            say(own | {"ok": False, "errors": [told_of(error)]})
 
     asked = await lines.get()
     if asked is None:
@@ -169,6 +166,6 @@ __all__ = ["Chat"]
 
 if __name__ == "__main__":
     sys.modules["covey_chat"] = sys.modules["__main__"]  # the harness's name
-    told = os.fdopen(os.dup(1), "w")
+    told = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     asyncio.run(main(told))
