@@ -26,12 +26,12 @@ class SumTask(vf.Task[SumData]):
 
 
 class SumTaskset(vf.Taskset[SumTask, vf.TasksetConfig]):
-    """All sums below 20 and all differences that are not negative, of numbers from 0 to 9."""
+    """All sums, and all differences that are not negative, of two numbers from 0 to 19."""
 
     def load(self):
         """Yield the tasks, always in this order."""
-        for a in range(10):
-            for b in range(10):
+        for a in range(20):
+            for b in range(20):
                 for sign, answer in (("+", a + b), ("-", a - b)):
                     if answer >= 0:
                         prompt = f"What is {a} {sign} {b}? Answer with one number."

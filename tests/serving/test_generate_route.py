@@ -59,8 +59,14 @@ def test_tokens_and_logprobs_are_the_engine_s(server: RunningServer, cut: dict[s
         ({"token_ids": IDS, "sampling_params": {"prompt": [1]}}, "prompt: this server knows no such field"),
         ({"token_ids": IDS, "sampling_params": {"presence_penalty": 1.0}}, "presence_penalty"),
         ({"token_ids": IDS, "sampling_params": {"logprobs": 5}}, "logprobs: Input should be less than or equal to 1"),
-        ({"token_ids": IDS, "sampling_params": {"skip_special_tokens": "x"}}, "skip_special_tokens='x': send bool"),
-        ({"token_ids": IDS, "sampling_params": {"routed_experts_prompt_start": True}}, "start=True: send int"),
+        (
+            {"token_ids": IDS, "sampling_params": {"skip_special_tokens": "x"}},
+            "skip_special_tokens: Input should be a valid bool",
+        ),
+        (
+            {"token_ids": IDS, "sampling_params": {"routed_experts_prompt_start": True}},
+            "start: Input should be a valid integer",
+        ),
         ({"token_ids": IDS, "sampling_params": {"max_tokens": 10**4}}, "completions of up to 200 tokens"),
         ({"token_ids": IDS, "sampling_params": {"temperature": "1"}}, "temperature"),
     ],

@@ -63,6 +63,11 @@ def play(asked: dict[str, Any], does: str) -> dict[str, Any]:
         told |= {"ok": False, "reward": 0.0, "errors": ["TaskError: setup: ValueError: no dice"]}
     if does == "no number":
         told["reward"] = [float("nan"), float("inf"), 1.0, 1.0][asked["id"] % 4]
+    if does == "huge ids" and asked["id"] in (4, 5):
+        ids[4] = 1 << 63 if asked["id"] == 4 else -1
+    if does == "broken lines" and asked["id"] in (4, 5):
+        out.write(f'{{"id": {asked["id"]}, "ok": tru\n' if asked["id"] == 4 else "a line of somebody else\n")
+        told["stop"] = "\ud800"
     if does == "untrainable":
         told["trainable"] = False
     if does == "tells its variables":

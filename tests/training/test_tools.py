@@ -252,6 +252,8 @@ def test_a_server_that_dies_costs_its_episode(acting: Settings, monkeypatch: Any
         ({"world": "house"}, "a world brings its own actions"),
         ({"history_length": 2}, "answers with tools are one conversation"),
         ({"action_format": "tags"}, "action_format='tags': calls are read as"),
+        ({"show_actions": False}, "show_actions=False: it acts in worlds alone; remove"),
+        ({"invalid_action_penalty": 0.1}, "invalid_action_penalty=0.1: it acts in worlds alone"),
         ({"tools": ["mcp:"]}, "names no tool"),
         ({"tools": ["tools.py:nothing"]}, "tools.py"),
         ({"tools": [f"{__file__}:ROWS"]}, "not a function"),
@@ -269,7 +271,7 @@ def test_names_of_tools_have_whole_paths(acting: Settings, tmp_path: Path) -> No
     )
     tools = GRPOConfig.from_toml(tmp_path / "recipe.toml").environment.tools
     assert tools == (f"{tmp_path}/tools.py:add", f"mcp:python {tmp_path}/tools.py --fast", "mcp:http://a/b")
-    raises(ConfigError, "call has its place", GRPOConfig, action_format="tool")
+    raises(ConfigError, "action_format='tool': must be tags . text . turn . call", GRPOConfig, action_format="tool")
 
 
 def sampled(run: GRPOTrainer) -> Any:

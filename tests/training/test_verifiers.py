@@ -4,6 +4,7 @@ A script that speaks the driver's lines stands in for verifiers; COVEY_VERIFIERS
 """
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,13 +83,23 @@ def test_a_failure_costs_its_own_episodes(settings: Settings, python: Path, does
     assert words in group.trajectories[3].error
 
 
-def test_a_reward_that_is_no_number_costs_its_episode_alone(settings: Settings, python: Path) -> None:
-    run = build(playing(settings, python, "no number"), prompts_per_step=2)
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [
+        ("no number", ["its reward is inf; it must be a finite number", "its reward is nan"]),
+        ("huge ids", ["branches.0.0.4\n  Input should be gr.* to 0", "branches.0.0.4\n  Input should be less than"]),
+        ("broken lines", ["cannot be read: .*Invalid JSON: expected ident", "cannot be read: .*hex escape"]),
+    ],
+)
+def test_what_is_no_trace_costs_its_episode_alone(
+    settings: Settings, python: Path, does: str, words: list[str]
+) -> None:
+    run = build(playing(settings, python, does), prompts_per_step=2)
     groups = run.rollout().groups
     run.close()
-    errors = [trajectory.error for group in groups for trajectory in group.trajectories]
-    told = "its reward is {}; it must be a finite number, of 1e30 at most"
-    assert sorted(filter(None, errors)) == [told.format("inf"), told.format("nan")]  # of episodes 3 to 7: 4 and 5
+    errors = filter(None, [trajectory.error for group in groups for trajectory in group.trajectories])
+    for error, each in zip(sorted(errors), words, strict=True):  # of episodes 3 to 7: 4 and 5
+        assert re.search(f"(?s){each}", error)
     assert [int(np.isnan(group.rewards).sum()) for group in groups] == [0, 2]
 
 
@@ -114,10 +125,12 @@ def test_variables_with_keys_do_not_reach_it(settings: Settings, python: Path, m
     assert len(told) < 20
 
 
-def test_branches_are_trained_on_once(settings: Settings, python: Path) -> None:
+def test_branches_are_trained_on_once_and_told_of_once(settings: Settings, python: Path, caplog: Any) -> None:
     run = build(playing(settings, python, "two branches"), prompts_per_step=1)
     (group,) = run.rollout().groups
+    run.rollout()
     run.close()
+    assert caplog.text.count("an episode has several sequences") == 1
     first, second = group.trajectories[3].episodes
     shared = first.token_ids[3:][first.sampled[3:]][: int(np.argmin(first.sampled[3:]))]
     assert second.token_ids[3 : 3 + len(shared)].tolist() == shared.tolist()
@@ -192,9 +205,57 @@ def test_an_error_while_loading_names_its_line(tmp_path: Path) -> None:
     raises(DataError, f"JSONDecodeError: .* at {tmp_path / 'broken_v1.py'}:3$", world.train_tasks, 0)
 
 
+WRONG = """
+import verifiers.v1 as vf
+
+
+class Data(vf.TaskData):
+    does: str
+
+
+class Wrong(vf.Task[Data]):
+    async def setup(self, trace, runtime):
+        if self.data.does == "setup":
+            raise ValueError("no dice")
+
+    @vf.reward
+    async def one(self, trace: vf.Trace) -> float:
+        if self.data.does == "score":
+            raise ValueError("half a \\ud800 pair")
+        if self.data.does == "other tokens":
+            trace.nodes[-1].token_ids[0] += 1
+        return 1.0
+
+
+class Tasks(vf.Taskset[Wrong, vf.TasksetConfig]):
+    def load(self):
+        for does in ("nothing", "setup", "score", "other tokens"):
+            yield Wrong(Data(prompt="Do " + does, does=does), self.config.task)
+
+
+__all__ = ["Tasks"]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PYTHON is None, reason="COVEY_VERIFIERS_PYTHON names no Python with verifiers")
+def test_what_a_taskset_does_wrong_costs_its_own_episodes(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "wrong_v1.py").write_text(WRONG)
+    (tmp_path / "sums_v1.py").write_text((EXAMPLES / "addsub_v1.py").read_text())
+    world = f"verifiers:taskset=wrong_v1,eval_taskset=sums_v1,python={PYTHON},path={tmp_path}"
+    run = build(settings | {"world": world, "max_conversation_tokens": 200, "beta": 0.0}, prompts_per_step=4)
+    groups = run.rollout().groups
+    run.close()
+    found = {str(trajectory.error)[:60] for group in groups for trajectory in group.trajectories}
+    assert len(found) == 4, found
+    for words in ("^$", "TaskError: task setup: ValueError: no dice", "cannot be read", "are not what was sampled"):
+        assert any(re.search(words, error) for error in found), words
+
+
 def test_settings_of_other_worlds_are_refused(settings: Settings, python: Path) -> None:
     for change in ({"max_turns": 3}, {"failed_episodes": "score"}, {"system_prompt": "Be good."}):
         raises(ConfigError, next(iter(change)), build, playing(settings, python, "plays"), **change)
+    build(playing(settings, python, "plays"), action_format="text", step_seconds=20.0).close()  # as a run writes them
 
 
 @pytest.mark.skipif(PYTHON is None, reason="COVEY_VERIFIERS_PYTHON names no Python with verifiers")

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from covey.config.section import Section, Texts
 from covey.types import ActionFormat
-
-
-def _replaced(value: Any) -> Any:
-    if value == "tool":
-        raise ValueError("call has its place, whose action is a name with arguments as JSON; set it to call")
-    return value
 
 
 class EnvironmentConfig(Section, frozen=True):
@@ -31,7 +25,7 @@ class EnvironmentConfig(Section, frozen=True):
     history_length: int | None = Field(default=None, ge=0)
     """Give each turn its own prompt, with this many earlier turns; 2 is usual. none = one growing conversation, whose
     KV cache is kept between turns."""
-    action_format: Annotated[ActionFormat, BeforeValidator(_replaced)] = "text"
+    action_format: ActionFormat = "text"
     """How the action is read from a turn: text (its first line), turn (all of it), tags (<action>...</action>), call (a
     function call: its name and arguments as JSON), choice (only an admissible action can be sampled)."""
     show_actions: bool = True
@@ -57,6 +51,7 @@ class EnvironmentConfig(Section, frozen=True):
         for name, why in {
             "world": "a world brings its own actions",
             "history_length": "answers with tools are one conversation",
+            **dict.fromkeys(("show_actions", "invalid_action_penalty"), "it acts in worlds alone"),
             "action_format": "calls are read as the model's chat template writes them",
         }.items():
             if self.tools and getattr(self, name) != type(self).model_fields[name].default:

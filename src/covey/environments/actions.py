@@ -5,7 +5,7 @@
 | `tags` | what stands between the last `<action>` and `</action>` |
 | `text` | the first line that is not empty |
 | `turn` | the whole completion |
-| `call` | a call in JSON, `{"name": "go", "arguments": {"to": "north"}}`; of a call of `act`, its argument `action` |
+| `call` | a call in JSON, `{"name": "go", "arguments": {"to": "north"}}` |
 | `choice` | the whole completion: the sampler lets the model say nothing but an admissible action |
 
 Where the admissible actions are known, case, white space, quotes and a full stop at the end make no difference, and a
@@ -18,13 +18,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from covey.rewards.extract import read_json
 from covey.types import ActionFormat
 
-ACT = "act"
-"""The tool of worlds that name none: its argument `action` is the action in words."""
 _LONGEST = 1000  # such an action of more characters is none: worlds need not cope with a whole essay
 
 
@@ -36,13 +33,12 @@ def parse_action(text: str, format: ActionFormat = "text", actions: Sequence[str
     said = _READERS[format](text)
     if said is None or not said.strip() or (format in ("tags", "text") and len(said) > _LONGEST):
         return None
-    of_a_tool = format == "call" and said.startswith('{"name": ')  # the world says whether it may be called
-    return said.strip() if actions is None or of_a_tool else match_action(said, actions)
+    return said.strip() if actions is None or format == "call" else match_action(said, actions)
 
 
 def write_action(action: str, format: ActionFormat = "text") -> str:
     """A completion that stands for an action: what `parse_action` reads it back from."""
-    return _WRITERS[format](action)
+    return f"<action>{action}</action>" if format == "tags" else action
 
 
 def match_action(said: str, actions: Sequence[str]) -> str | None:
@@ -76,7 +72,7 @@ def _first_line(text: str) -> str | None:
     return next((line for line in text.splitlines() if line.strip()), None)
 
 
-def _read_call(text: str) -> dict[str, Any] | None:
+def _call(text: str) -> str | None:
     """The call in a text, the last one of several, as `{"name": ..., "arguments": {...}}`; None = there is none."""
     tagged = _between_tags(text, "tool_call")
     try:
@@ -86,31 +82,11 @@ def _read_call(text: str) -> dict[str, Any] | None:
         name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
         if isinstance(arguments, str):  # some models quote them
             arguments = read_json(arguments)
-        return {"name": name, "arguments": arguments} if isinstance(name, str) and isinstance(arguments, dict) else None
     except (ValueError, AttributeError, TypeError, KeyError):
         return None
-
-
-def _call(text: str) -> str | None:
-    call = _read_call(text)
-    if call is None:
-        return None
-    if call["name"] == ACT and isinstance(call["arguments"].get("action"), str):
-        return str(call["arguments"]["action"])
-    return json.dumps(call)
-
-
-def _write_call(action: str) -> str:
-    call = _read_call(action) or {"name": ACT, "arguments": {"action": action}}
-    return json.dumps(call)
+    good = isinstance(name, str) and isinstance(arguments, dict)
+    return json.dumps({"name": name, "arguments": arguments}) if good else None
 
 
 _READERS: dict[str, Callable[[str], str | None]]
 _READERS = {"tags": _between_tags, "text": _first_line, "turn": str, "call": _call, "choice": str}
-_WRITERS: dict[str, Callable[[str], str]] = {
-    "tags": lambda action: f"<action>{action}</action>",
-    "text": str,
-    "turn": str,
-    "call": _write_call,
-    "choice": str,
-}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import secrets
 import shutil
 import signal
@@ -24,9 +25,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from covey.environments.base import Environment, TaskInstance, World
 from covey.errors import ConfigError, DataError
@@ -35,6 +36,7 @@ from covey.processes import kill_marked
 _INHERITED = "PATH HOME USER LANG LC_ALL TZ TMPDIR XDG_CACHE_HOME UV_CACHE_DIR SSL_CERT_FILE HF_HOME HF_HUB_OFFLINE"
 _PAID = ("prime", "modal", "e2b")
 _LONGEST_LINE = 1 << 26  # bytes
+_Ids = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
 _LOAD_SECONDS, _GRACE_SECONDS = 60.0, 6.0
 
 
@@ -49,7 +51,7 @@ class Told(BaseModel):
     reward: float = 0.0
     stop: str | None = None
     errors: list[str] = Field(default_factory=list)
-    branches: list[tuple[list[int], list[int]]] = Field(default_factory=list)
+    branches: list[tuple[_Ids, _Ids]] = Field(default_factory=list)
 
 
 class Verifiers(World):
@@ -119,6 +121,7 @@ class Verifiers(World):
         self._most, self._num_eval = num_train, num_eval
         self._inherited = [*_INHERITED.split(), *filter(None, variables.split("|"))]
         limits = dict.fromkeys(("setup", "rollout", "finalize", "scoring"), self.seconds)
+        harness = "covey_chat" if (harness, runtime) == ("null", "subprocess") else harness  # see the driver
         agent = {"harness": {"id": harness}, "runtime": {"type": runtime}, "max_turns": max_turns, "timeout": limits}
         more = dict(option.split("=", 1) for option in options.split("|") if "=" in option)
         self._sets: dict[str, dict[str, Any]] = {
@@ -250,8 +253,9 @@ class Driver:
             with self._process.stdout as lines:
                 self.first.put(json.loads(lines.readline(_LONGEST_LINE) or b"null"))
                 while line := lines.readline(_LONGEST_LINE):
-                    self.tell((self, Told.model_validate_json(line)))
-        except (OSError, ValueError) as error:  # ValidationError is one
+                    if began := re.match(rb'{"id": ([0-9]{1,18}),', line):
+                        self.tell((self, _told(line, int(began[1]))))
+        except (OSError, ValueError) as error:
             if self.runs:
                 self._words.append(f"it said what is no answer: {error!s:.300}")
             self._process.kill()
@@ -263,6 +267,13 @@ class Driver:
         with suppress(OSError, ValueError), self._process.stderr as lines:
             while line := lines.readline(1 << 16):
                 self._words.append(line.decode("utf-8", "replace").strip())
+
+
+def _told(line: bytes, number: int) -> Told:
+    try:
+        return Told.model_validate_json(line)
+    except ValidationError as error:
+        return Told(id=number, ok=False, errors=[f"what was said of it cannot be read: {error!s:.300}"])
 
 
 def _end(process: subprocess.Popen[bytes], mark: str, folder: str) -> None:

@@ -27,11 +27,39 @@ from typing import Any, TextIO
 
 try:
     import verifiers.v1 as vf
+    from openai import APIStatusError, AsyncOpenAI
+    from verifiers.v1.dialects.chat import message_to_wire
+    from verifiers.v1.harnesses.null import NullHarness
+    from verifiers.v1.harnesses.utils.compaction import is_context_overflow
+    from verifiers.v1.runtimes import ProgramResult
 except ModuleNotFoundError as error:
     sys.exit(f"{error}; {sys.executable} -m pip install verifiers==0.4.0 uv")
 
 _GRACE_SECONDS, _TOKEN = 4.0, "COVEY_ENDPOINT_API_KEY"
 _MOST_CHARACTERS = 500  # of an error
+
+
+class Chat(NullHarness):  # type: ignore[misc]
+    """Verifiers' null harness. A segment without tools is one request, which needs no process of its own."""
+
+    async def setup(self, runtime: Any) -> None:
+        """Nothing: `launch` prepares a process if it needs one."""
+
+    async def launch(
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any, **more: Any
+    ) -> ProgramResult:
+        if mcp_urls:
+            return await super().launch(ctx, trace, runtime, endpoint, secret, mcp_urls, data, **more)
+        system, prompt = self.resolve_prompt(data)
+        messages = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or ())
+        messages = [vf.SystemMessage(content=system), *messages] if system else messages
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret, timeout=None) as client:
+            try:
+                await client.chat.completions.create(model=ctx.model, messages=list(map(message_to_wire, messages)))
+            except APIStatusError as error:
+                if not is_context_overflow(error):
+                    return ProgramResult(exit_code=1, stdout="", stderr=str(error))
+        return ProgramResult(exit_code=0, stdout="", stderr="")
 
 
 class Played:
@@ -61,7 +89,8 @@ class Played:
         context = vf.ModelContext(model="policy", client=client, sampling=vf.SamplingConfig(**asked["sampling"]))
         episode = await self.env.run_episode(task, context)
         if len(episode.traces) != 1:
-            return failure([*map(text_of, episode.errors), f"{len(episode.traces)} agents have played, not one"])
+            played = f"{len(episode.traces)} agents have played, not one"
+            return {"ok": False, "errors": [*map(text_of, episode.errors), played]}
         (trace,) = episode.traces
         return {
             "ok": bool(episode.ok and trace.ok),
@@ -93,24 +122,19 @@ def told_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS] + place
 
 
-def failure(errors: list[str]) -> dict[str, Any]:
-    return {"ok": False, "errors": errors}
-
-
 async def main(out: TextIO) -> None:
     loop, lines = asyncio.get_running_loop(), asyncio.Queue[Any]()
     threading.Thread(target=read, args=(loop, lines), daemon=True).start()
 
     def say(what: dict[str, Any]) -> None:
         out.write(json.dumps(what) + "\n")
-        out.flush()
 
     async def answer(asked: dict[str, Any]) -> None:
+        own = {"id": asked["id"]}  # stands first, see Driver
         try:
-            found = await sets[asked["set"]].play(asked)
+            say(own | await sets[asked["set"]].play(asked))
         except Exception as error:
-            found = failure([told_of(error)])
-        say({"id": asked["id"]} | found)
+            say(own | {"ok": False, "errors": [told_of(error)]})
 
     asked = await lines.get()
     if asked is None:
@@ -138,7 +162,10 @@ def read(loop: asyncio.AbstractEventLoop, lines: asyncio.Queue[Any]) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
+__all__ = ["Chat"]
+
 if __name__ == "__main__":
-    told = os.fdopen(os.dup(1), "w")
+    sys.modules["covey_chat"] = sys.modules["__main__"]  # the harness's name
+    told = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     asyncio.run(main(told))

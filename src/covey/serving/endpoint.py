@@ -14,11 +14,11 @@ import secrets
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from covey.errors import CoveyError
 from covey.serving.generate import GenerateRequest
 from covey.serving.requests import CompletionRequest, RequestError, read_request
 
@@ -85,14 +85,13 @@ class _Handler(BaseHTTPRequestHandler):
                 status, self.close_connection = 401, True
         except RequestError as error:
             status, body = 400, {"error": {"message": str(error), "type": "RequestError", "code": 400}}
-        except CoveyError as error:  # another try may find it better
-            status, body = 503, {"error": {"message": str(error), "type": type(error).__name__, "code": 503}}
         content = json.dumps(body or {"error": {"message": f"{self.path:.100}", "code": status}}).encode()
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        with suppress(OSError):  # the client is gone
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing."""

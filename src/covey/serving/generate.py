@@ -17,15 +17,20 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from covey.serving.requests import CompletionRequest, RequestError, TokenId, checked
+from covey.serving.requests import CompletionRequest, TokenId, checked
 from covey.types import Completion
 
-_NO_EFFECT: dict[str, type] = {
-    **{"detokenize": bool, "include_stop_str_in_output": bool, "skip_special_tokens": bool},
-    **{"spaces_between_special_tokens": bool, "routed_experts_prompt_start": int},
-}
-"""Of texts, and of what this server does not return; with their types."""
 _GIVEN_BESIDE = {"model", "prompt", "stream", "stream_options"}
+
+
+class TokenSampling(CompletionRequest):
+    """`sampling_params` of a request. Its own fields are of texts, and of what this server does not return."""
+
+    detokenize: bool = True
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    routed_experts_prompt_start: int = 0
 
 
 class GenerateRequest(BaseModel):
@@ -46,15 +51,9 @@ class GenerateRequest(BaseModel):
 
         Raises `RequestError`: a sampling parameter is not served, or has the wrong type.
         """
+        served = TokenSampling.model_fields.keys() - _GIVEN_BESIDE
         given = {name: value for name, value in self.sampling_params.items() if value is not None}
-        for name in _NO_EFFECT.keys() & given.keys():
-            if type(value := given.pop(name)) is not _NO_EFFECT[name]:
-                raise RequestError(
-                    f"sampling_params.{name}={value!r:.80}: send {_NO_EFFECT[name].__name__}, or nothing"
-                )
-        served = CompletionRequest.model_fields.keys() - _GIVEN_BESIDE
-        given.setdefault("max_tokens", longest)
-        return checked(CompletionRequest, given, served, prompt=self.token_ids)
+        return checked(TokenSampling, {"max_tokens": longest} | given, served, prompt=self.token_ids)
 
 
 def generated(completions: Sequence[Completion], prompt_tokens: int) -> dict[str, Any]:

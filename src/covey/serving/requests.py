@@ -46,7 +46,7 @@ _NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "documents": ([],), "chat_template": (), "add_generation_prompt": (True,),
         "continue_final_message": (False,), "add_special_tokens": (False,),
     },
-    "ScoreRequest": {}, "GenerateRequest": {},
+    "ScoreRequest": {}, "GenerateRequest": {}, "TokenSampling": _SAMPLING,
 }
 # fmt: on
 

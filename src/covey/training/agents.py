@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from covey.config.whole import GRPOConfig
-from covey.environments.actions import ACT
 from covey.environments.base import World
 from covey.environments.verifiers import Verifiers
 from covey.errors import ConfigError, DataError, naming
@@ -24,15 +23,7 @@ from covey.types import Prompt
 
 (driven,) = later("covey.training", "driven")
 (pictures,) = later("covey.tasks", "pictures")
-_ACTION = {"action": {"type": "string", "description": "what to do, in words"}}
-_ACT: dict[str, Any] = {
-    "name": ACT,
-    "description": "Do something in the world.",
-    "parameters": {"type": "object", "properties": _ACTION, "required": ["action"]},
-}
-"""The tool of `action_format = "call"` where the world names none."""
 _TAGS = "Write your action between <action> and </action>."
-_ACT_IN_WORDS = 'Act with a call such as {"name": "act", "arguments": {"action": "..."}}.'
 
 
 def world_data(config: GRPOConfig, world: World, others: Sequence[Any] = ()) -> setup.Data:
@@ -99,12 +90,13 @@ def make_collector(
     chosen, words = config.environment, data.system_prompt
     template_kwargs: dict[str, Any] = dict(config.data.chat_template_kwargs or {})
     if chosen.action_format == "call":
-        schemas = [{"type": "function", "function": dict(tool)} for tool in world.tools or (_ACT,)]
+        if not world.tools:
+            raise ConfigError("environment.action_format='call': this world has no functions; set it to text or tags")
+        schemas = [{"type": "function", "function": dict(tool)} for tool in world.tools]
         if "tools" in str(getattr(policy.tokenizer, "chat_template", None)):
             template_kwargs.setdefault("tools", schemas)  # the template shows them in the model's own way
         else:
-            told = tools_in_words(schemas) if world.tools else _ACT_IN_WORDS
-            words = "\n\n".join(filter(None, (words, told)))
+            words = "\n\n".join(filter(None, (words, tools_in_words(schemas))))
     elif chosen.action_format == "tags":
         words = " ".join(filter(None, (words, _TAGS)))
     album, blind = setup.picture_reader(config, policy)

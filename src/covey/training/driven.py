@@ -49,7 +49,7 @@ def make_collector(
 ) -> AgentCollector:
     """What lets the programs of a world play. Raises `ConfigError`: a setting is for worlds that wait for actions."""
     for name in _FOR_WORLDS:
-        if name in config.environment.model_fields_set:
+        if getattr(config.environment, name) != type(config.environment).model_fields[name].default:
             raise ConfigError(f"environment.{name}: a taskset of verifiers decides that itself; remove it")
     if config.data.system_prompt is not None:
         raise ConfigError("data.system_prompt: each task of verifiers has its own; remove it")
