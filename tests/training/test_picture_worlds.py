@@ -15,9 +15,7 @@ from covey.environments.base import Observation, checked_reset
 from covey.errors import ConfigError, DataError, EpisodeError
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.models.loading import load_model
-from covey.rollout.calls import AsyncRunner
 from covey.rollout.conversation import ConversationTemplate
-from covey.rollout.tools import Call, Calls, Order
 from covey.tasks.pictures import read_picture
 from covey.training.replay import replay
 from fakes import raises
@@ -129,9 +127,3 @@ def test_where_no_pictures_are_read(model: str, world: str, tmp_path: Path) -> N
     trainer.close()
     with pytest.raises(DataError, match=r"a task's messages have no pictures .*; show them in observations"):
         GRPOTrainer(model, args=settings(tmp_path / "row", f"{world}:kind=row"))
-
-
-def test_tools_return_texts() -> None:
-    for found in (Image.new("RGB", (3, 2)), [{"type": "text", "text": "x"}, {"type": "image", "image": b""}]):
-        orders = [Order(0, Call("look"), {"look": lambda found=found: found})]
-        raises(ConfigError, "the tool look returned a picture", Calls(AsyncRunner()).run, orders)

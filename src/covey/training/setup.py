@@ -302,12 +302,13 @@ def picture_reader(config: GRPOConfig, policy: TrainedPolicy) -> tuple[Any, str]
     """What reads a vision model's pictures, made ready; or None, and why none are read."""
     if (album := getattr(policy, "album", None)) is None:
         return None, "the model reads none"
+    if not album.reads:
+        return None, "those of its family are not read yet"
     album.options = dict(config.data.processor_kwargs)
     sampled, shared = config.sampling.engine != "covey", config.distributed
     elsewhere = {"sampling.engine": sampled, "server": bool(config.server.upload_adapters_to_server)}
     elsewhere |= {"distributed": shared.samplers is not None or shared.learners > 1}
     elsewhere |= {"algorithm.teacher": config.algorithm.teacher is not None}
-    elsewhere |= {"environment.tools": bool(config.environment.tools)}
     if names := [name for name, used in elsewhere.items() if used]:
         return None, f"{names[0]}: pictures are read by Covey's own engine and learner in one process"
     return album, ""
