@@ -1,5 +1,6 @@
 """Worlds that show pictures: their tokens are the template's own, and records and replays know them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from covey.pytorch.models.loading import load_model
 from covey.rollout.conversation import ConversationTemplate
 from covey.tasks.pictures import read_picture
 from covey.training.replay import replay
+from covey.watch.export import export_runs
+from covey.watch.run import WatchedRun
 from fakes import raises
 
 WORLD = """
@@ -103,8 +106,20 @@ def test_a_run_is_recorded_and_replayed(model: str, world: str, tmp_path: Path, 
     for row in run.read_completions(1):
         assert row["completion"].startswith("[picture ")
         assert row["completion"].count("[picture ") == 4
+        assert [len(turn["pictures"]) for turn in json.loads(row["play"])] == [1, 2, 1]
     for step in (1, 2):
         assert replay(run.path, step).exact
+    export_runs([WatchedRun(run.path)], tmp_path / "page.html")
+    archive = (tmp_path / "page.html").read_text().partition('id="archive">')[2].partition("</script>")[0]
+    answers = json.loads(archive)["answers"]
+    seen = {
+        each
+        for row in answers["0/episodes kind=step step=1"]["rows"]
+        for turn in row["play"]
+        for each in turn["pictures"]
+    }
+    assert len(seen) == 4
+    assert all(answers[f"0/picture/{each}"].startswith("data:image/jpeg;base64,") for each in seen)
     trainer.close()
 
 
