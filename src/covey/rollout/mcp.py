@@ -135,7 +135,6 @@ class _Clients:
             async with asyncio.timeout(seconds):
                 for name, arguments in calls:
                     found = await self._of[name][1].call_tool(name, arguments)
-                    # in a thread: while pictures are decoded, other places go on
                     results.append(await asyncio.to_thread(_result, found, _LONGEST // len(calls), sees))
         except Exception as error:
             name = calls[len(results)][0]
@@ -187,7 +186,7 @@ class _Clients:
 
 
 def _result(found: Any, most: int, sees: bool) -> Result:
-    """What a server answered, of its text `most` characters."""
+    """What a server answered, of its text `most` characters; in a thread, since pictures take their time."""
     parts = [(sees and part.type == "image", part) for part in found.content]
     text = "\n".join(getattr(part, "text", f"[{part.type}]") for seen, part in parts if not seen)
     try:

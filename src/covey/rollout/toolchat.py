@@ -199,17 +199,16 @@ def _worded(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | No
     told: list[Message] = []
     for before, message in zip([{}, *messages], messages, strict=False):
         text = message["content"] if message["role"] == "user" else str(message["content"])
-        shown = (*message.get("pictures", ()),)
         if message["role"] == "tool":
             text = f"<tool_response>\n{text}\n</tool_response>"
             if before.get("role") == "tool":
                 told[-1]["content"] += f"\n{text}"
-                told[-1]["pictures"] += shown
+                told[-1]["pictures"] += message.get("pictures", ())
                 continue
         for call in message.get("tool_calls") or ():
             text += f"<tool_call>{json.dumps(call['function'])}</tool_call>"
         role = "user" if message["role"] == "tool" else message["role"]
-        told.append({"role": role, "content": text, "pictures": shown})
+        told.append({"role": role, "content": text, "pictures": message.get("pictures", ())})
     if tools:
         system = told.pop(0)["content"] + "\n\n" if told[0]["role"] == "system" else ""
         told.insert(0, {"role": "system", "content": system + tools_in_words(tools)})

@@ -74,9 +74,7 @@ def takes_index(tool: Tool) -> bool:
 
 
 class Calls:
-    """Carries calls of functions out; `seconds` is the time limit of each call, None = none. `blind` says why no
-    pictures are read; "" where they are.
-    """
+    """Carries calls of functions out, each for `seconds` at most. `blind` says why no pictures are read, or ""."""
 
     def __init__(self, runner: AsyncRunner, seconds: float | None = None, blind: str = "the model reads none") -> None:
         self._runner, self._seconds, self._blind, self._told = runner, seconds, blind, set[str]()

@@ -97,7 +97,7 @@ def _hold(held: _Held, number: int, run: WatchedRun) -> None:
                 first = held.take(f"{number}/episodes kind={kind} step={step}", run.ask, "episodes", kind, step, None)
                 for group in [each["group"] for each in first["groups"][:20]] if first else ():
                     key = f"{number}/episodes group={group} kind={kind} step={step}"
-                    _show(held, number, run, held.take(key, run.ask, "episodes", kind, step, group))
+                    _show(held, number, run, held.take(key, run.ask, "episodes", kind, step, group) or {"groups": ()})
     for before, after in itertools.product(kept["eval"], repeat=2):
         held.take(f"{number}/compare after={after} before={before}", run.compare, before, after, "all")
     for step in spread([step for step in tables["ledger"] if step in kept["step"]] or tables["ledger"], LEDGERS):
@@ -109,9 +109,8 @@ def _hold(held: _Held, number: int, run: WatchedRun) -> None:
         held.left_out.append(f"{run.folder.path.name}: {here} of {whole} tables of completions and tokens are included")
 
 
-def _show(held: _Held, number: int, run: WatchedRun, found: Record | None) -> None:
+def _show(held: _Held, number: int, run: WatchedRun, found: Record) -> None:
     """Hold the pictures of prompts, or of what was seen in turns."""
-    found = found or {"groups": ()}
     shown = [message for group in found["groups"] for message in group.get("prompt", ())]
     shown += [turn for row in found.get("rows", ()) for turn in row["play"]]
     for sha256 in dict.fromkeys(one for each in shown for one in each.get("pictures", ())):

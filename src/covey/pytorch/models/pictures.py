@@ -37,6 +37,7 @@ from transformers.utils.hub import cached_file
 
 from covey.adapters import PEFT_PREFIX, Adapter, read_adapter_folder
 from covey.errors import ConfigError, DataError, ModelError
+from covey.functions import nearest
 from covey.pytorch.models.narrow import computing_dtype
 from covey.pytorch.rounding import truth_and_own, unexplained
 from covey.rollout.places import MOST_ROWS, PLACE_BITS, is_turned, place_ids, place_of, sequence_turns
@@ -243,6 +244,11 @@ class Album:
         name, source = whole.config.model_type, whole.config._name_or_path
         if not self.reads:
             raise ModelError(f"{source}: of a {name} model text is read here; pictures are read by {', '.join(SEEING)}")
+        usual = self.processor.valid_processor_kwargs.__annotations__["images_kwargs"]
+        own = getattr(self.processor.image_processor, "valid_kwargs", usual)
+        taken = sorted({*usual.__annotations__, *own.__annotations__, "images_kwargs"})
+        for wrong in sorted(self.options.keys() - {*taken}):
+            raise ConfigError(f"data.processor_kwargs: the processor takes no {wrong!r}; {nearest(wrong, taken)}")
         rng = np.random.default_rng(0)
         picture = read_picture(rng.integers(0, 256, (24, 40, 3), np.uint8), "a picture of noise")
         words = rng.integers(3, self.placeholder_id, (2, 5))
