@@ -75,7 +75,12 @@ def says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = vision_folder("smolvlm", tmp_path_factory.mktemp("vision") / "model")
+    return long_folder("smolvlm", tmp_path_factory.mktemp("vision") / "model")
+
+
+def long_folder(name: str, folder: Path) -> str:
+    """A model that reads long prompts, since tools are told in them."""
+    vision_folder(name, folder)
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["max_position_embeddings"] = 4096
     (folder / "config.json").write_text(json.dumps(config))
@@ -142,7 +147,18 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits(acting: Settings, say
     assert same_weights(whole, again)
 
 
-def test_pictures_that_cannot_be_taken_are_told(acting: Settings) -> None:
+def test_pictures_that_the_model_cannot_take_are_told(acting: Settings, says: None, tmp_path: Path) -> None:
+    pixels = "np.random.default_rng(n).integers(0, 256, (14, 20, 3), np.uint8)"
+    (tmp_path / "tools.py").write_text(TOOLS.replace(pixels, "np.zeros((700, 1, 3), np.uint8)"))
+    run = trainer(acting, model=long_folder("qwen2_5_vl", tmp_path / "qwen"))
+    (one, other), _ = (group.with_tools for group in sampled(run))
+    for turn in (one.turns[1], *other.turns[1:]):
+        assert "a picture of 1 x 700 pixels: absolute aspect ratio" in turn.observation
+        assert turn.pictures == ()
+    run.close()
+
+
+def test_pictures_that_cannot_be_read_are_told(acting: Settings) -> None:
     def made(**more: Any) -> list[Any]:
         return [{"type": "image", "image": picture(0), **more}]
 

@@ -307,7 +307,7 @@ def picture_reader(config: GRPOConfig, policy: TrainedPolicy) -> tuple[Any, str]
     album.options = dict(config.data.processor_kwargs)
     sampled, shared = config.sampling.engine != "covey", config.distributed
     elsewhere = {"sampling.engine": sampled, "server": bool(config.server.upload_adapters_to_server)}
-    elsewhere |= {"distributed": shared.samplers is not None or shared.learners > 1}
+    elsewhere |= {"distributed.samplers": bool(shared.samplers), "distributed.learners": shared.learners > 1}
     elsewhere |= {"algorithm.teacher": config.algorithm.teacher is not None}
     if names := [name for name, used in elsewhere.items() if used]:
         return None, f"{names[0]}: pictures are read by Covey's own engine and learner in one process"
