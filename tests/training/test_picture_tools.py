@@ -163,6 +163,7 @@ def test_pictures_that_cannot_be_read_are_told(acting: Settings) -> None:
         return [{"type": "image", "image": picture(0), **more}]
 
     tools: Any = {"many": lambda: made() * 17, "none": lambda: made(image=None), "bytes": lambda: made(image=b"x")}
+    tools |= {"wide": lambda: [Image.new("RGB", (8000, 5000))] * 2}
     tools |= {"large": lambda: [Image.fromarray(np.random.default_rng(0).integers(0, 256, (2000, 2000, 3), np.uint8))]}
 
     async def soon() -> Any:
@@ -170,8 +171,14 @@ def test_pictures_that_cannot_be_read_are_told(acting: Settings) -> None:
 
     tools["soon"] = soon
     *told, good = Calls(AsyncRunner(), 20, blind="").run([Order(0, Call(name), tools) for name in tools])
-    assert [each.failed for each in told] == [True] * 4
-    words = ("a list of up to 16", "is a NoneType; give a PIL image", "cannot be read", "of more than 8 MiB")
+    assert [each.failed for each in told] == [True] * 5
+    words = (
+        "a list of up to 16",
+        "is a NoneType; give a PIL image",
+        "cannot be read",
+        "64,000,000 pixels",
+        "of more than 8 MiB",
+    )
     for each, said in zip(told, words, strict=True):
         assert said in each.text
     assert (good.text, good.failed, [each.size for each in good.pictures]) == ("so", False, [(20, 14)])

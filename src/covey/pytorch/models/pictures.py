@@ -148,6 +148,7 @@ class Album:
                 raise DataError("a picture of {:,} x {:,} pixels: {}".format(*picture.size, error)) from error
             grid = made.get("image_grid_thw")  # in patches, of which a place is a square
             columns = None if grid is None else int(grid[0][2]) // self.whole.config.vision_config.spatial_merge_size
+            self._frames = self._frames if len(self._frames) < 1_000 else {}  # sizes may be a stranger's
             self._frames[picture.size] = np.asarray(made["input_ids"][0], np.int64), columns
         ids, columns = self._frames[picture.size]
         ids, places = ids.copy(), ids == self.placeholder_id
