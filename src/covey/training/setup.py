@@ -300,10 +300,8 @@ def tokenize(
 
 def picture_reader(config: GRPOConfig, policy: TrainedPolicy) -> tuple[Any, str]:
     """What reads a vision model's pictures, made ready; or None, and why none are read."""
-    if (album := getattr(policy, "album", None)) is None:
+    if (album := getattr(policy, "album", None)) is None or not album.reads:
         return None, "the model reads none"
-    if not album.reads:
-        return None, "those of its family are not read yet"
     album.options = dict(config.data.processor_kwargs)
     sampled, shared = config.sampling.engine != "covey", config.distributed
     elsewhere = {"sampling.engine": sampled, "server": bool(config.server.upload_adapters_to_server)}

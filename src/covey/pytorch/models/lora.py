@@ -191,13 +191,14 @@ def attach_lora(
     config: LoraConfig | None = None,
     seed: int = 0,
 ) -> PeftModel:
-    """Put a fresh LoRA adapter on a model, whose weights are frozen; a PEFT model keeps its own. `ConfigError` where no
-    module has the names given, or PEFT refuses the config.
+    """Put a fresh LoRA adapter on a model, whose weights are frozen; a PEFT model keeps its own. Where no module
+    has the names given, or PEFT refuses the config: `ConfigError`, of a `config` that is given `ModelError`.
     """
     if isinstance(model, PeftModel):
         return _lean(model)
     if config is not None and not isinstance(config, LoraConfig):
         raise ModelError(f"peft_config={config!r:.200}: a {type(config).__name__}; pass a peft.LoraConfig")
+    named = config is None
     require_rank(model, config.r if config is not None else r)
     if config is None:
         targets = target_modules if isinstance(target_modules, str) else list(target_modules)
@@ -221,7 +222,7 @@ def attach_lora(
                     raise ValueError(f"the language half, which alone is trained, has no {', '.join(wrong)}")
             return _lean(get_peft_model(model, config))
         except (ValueError, TypeError, KeyError, re.error) as error:
-            raise ConfigError(
+            raise (ConfigError if named else ModelError)(
                 f"model.lora_target_modules={config.target_modules!r}: PEFT cannot attach it ({error}); "
                 "use all-linear or names of linear layers of this model"
             ) from error
