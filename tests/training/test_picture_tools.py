@@ -198,6 +198,14 @@ def test_a_template_that_writes_results_itself() -> None:
     assert (ids >= PICTURES).sum() == 2 * 16
     assert IMAGE_ID not in ids
     words = loaded.tokenizer.decode(ids[ids < PICTURES])
+    loaded.tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant:",
+        "fields": {"content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"}},
+    }
+    said = loaded.tokenizer("well<|im_end|>", add_special_tokens=False).input_ids
+    message, calls = chat.read(said, ids.tolist(), [], ended=True)
+    assert (message["content"], calls) == ("well", [])
     assert words == "\n<|im_start|>tool:<image>\n<|im_end|>\n<|im_start|>tool: b<|im_end|>\n<|im_start|>assistant:"
 
 
