@@ -231,6 +231,15 @@ def test_trl_shows_pictures_of_tools(acting: Settings, says: None, model: str, t
     made.train()
 
 
+def test_samples_ahead_are_compared_before_the_run(acting: Settings) -> None:
+    """A thread that samples during an update may meet the first picture, when the weights cannot be compared."""
+    wrong = acting | {"processor_kwargs": {"size": "large"}, "max_staleness": 1}
+    args, rows = GRPOConfig(**wrong), [{"prompt": ASKED}] * 2
+    raises(
+        ConfigError, "data.processor_kwargs=.*: the processor cannot read", GRPOTrainer, args=args, train_dataset=rows
+    )
+
+
 def test_a_model_of_text_reads_none(acting: Settings, says: None, tmp_path: Path) -> None:
     text = tmp_path / "text"
     tiny_model("llama", max_position_embeddings=4096).save_pretrained(text)

@@ -309,6 +309,8 @@ def picture_reader(config: GRPOConfig, policy: TrainedPolicy) -> tuple[Any, str]
     elsewhere |= {"algorithm.teacher": config.algorithm.teacher is not None}
     if names := [name for name, used in elsewhere.items() if used]:
         return None, f"{names[0]}: pictures are read by Covey's own engine and learner in one process"
+    if config.schedule.max_staleness > 0 and (config.environment.tools or config.environment.world):
+        album.check()  # and not in a thread that samples while weights change
     return album, ""
 
 

@@ -229,8 +229,7 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
 
     def _collector(self, run: covey.GRPOTrainer) -> Collector:
         acting, toolset = self._acting.collector(run, self), self._acting.toolset
-        tools_alone = bool(toolset.tools) and not toolset.has_environments
-        if acting is not None and not tools_alone and any(prompt.has_pictures for prompt in run.prompts):
+        if acting and (toolset.has_environments or not toolset.tools) and any(p.has_pictures for p in run.prompts):
             raise ConfigError("environment_factory or rollout_func: with them no prompt may have pictures yet")
         return acting or AnswerCollector(run.engine, run.data.scorer, run.decode)
 

@@ -131,7 +131,7 @@ class Album:
             more = f"a text holds {token!r}, which stands for a picture; leave it out"
             why = more if len(at) > len(pictures) else "the chat template leaves pictures out; use the processor's own"
             raise DataError(f"{len(at)} times {token!r} for {len(pictures)} pictures: {why}")
-        self._check()
+        self.check()
         parts = np.split(ids, np.sort(np.concatenate([at, at + 1])))
         parts[1::2] = map(self.open, pictures)
         return np.concatenate(parts)
@@ -237,7 +237,7 @@ class Album:
         token = self.processor.tokenizer.convert_ids_to_tokens(self.placeholder_id)
         return self.processor(text=[token], images=[[image]], add_special_tokens=False, **self.options, **how)
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Compare a small picture's logits with those of the checkpoint's own forward pass, once."""
         if self._checked:
             return
