@@ -101,7 +101,7 @@ def test_what_is_trained_and_a_fresh_adapter_changes_nothing_and_depends_on_its_
     own = attach_lora(tiny_model("llama"), config=LoraConfig(r=2, target_modules=["v_proj"]))
     assert all(".v_proj.lora_" in name for name in trained(own))
     assert attach_lora(own) is own
-    raises(ModelError, "lora_target_modules", attach_lora, tiny_model("llama"), target_modules=["no_such_layer"])
+    raises(ConfigError, "lora_target_modules", attach_lora, tiny_model("llama"), target_modules=["no_such_layer"])
 
 
 def test_adapters_off_is_the_base_model_and_leaves_no_trace_and_copies_are_independent() -> None:

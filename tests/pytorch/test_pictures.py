@@ -258,6 +258,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
                    album.expand, WORDS, pictures(0, 1))  # fmt: skip
     album = Policy.load(vision_folder("llava", tmp_path / "model")).album
     raises(DataError, "2 times '<image>' for 1 pictures", album.expand, WORDS, pictures(0))
+    for wrong, fix in (("pixels_max", "use one of crop_size"), ("do_resizing", "did you mean 'do_resize'")):
+        album.options = {wrong: 1}
+        words = f"data.processor_kwargs: the processor takes no '{wrong}'; {fix}"
+        raises(ConfigError, words, album.expand, WORDS, pictures(0, 1))
     album.options = {"size": "large"}
     raises(
         ConfigError, r"data.processor_kwargs=\{'size': 'large'\}: the processor", album.expand, WORDS, pictures(0, 1)

@@ -11,11 +11,13 @@ from tiny_vision import FAMILIES, tiny_vision, vision_folder
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
+from covey.errors import ConfigError
 from covey.pytorch.engine import Engine
 from covey.pytorch.footprint import Shape, empty_model
 from covey.pytorch.models.saving import load_merged, save_model
 from covey.pytorch.policy import Policy
 from covey.types import Request, SamplingSettings
+from fakes import raises
 
 WORDS = torch.tensor([[*range(5, 30), 4, 4, 90, 96]])
 
@@ -95,3 +97,11 @@ def test_a_conversation_reaches_a_template_that_knows_parts_alone(tmp_path: Path
     assert told == "<|im_start|>user:What?<|im_end|>\n<|im_start|>assistant:"
     asked[0]["content"] = [{"type": "image"}, {"type": "text", "text": "What?"}]  # type: ignore[assignment]
     assert tokenizer.apply_chat_template(asked, tokenize=False) == "<|im_start|>user:<image>What?<|im_end|>\n"
+
+
+def test_names_of_the_tower_are_no_targets(tmp_path: Path) -> None:
+    folder = vision_folder("llava", tmp_path / "model")
+    for names in (["fc1"], ["q_proj", "fc1"], "vision_tower.*", "multi_modal_projector.linear_1"):
+        raises(ConfigError, "model.lora_target_modules=", Policy.load, folder, lora_target_modules=names)
+    words = "the language half, which alone is trained, has no fc1, fc2"
+    raises(ConfigError, words, Policy.load, folder, lora_target_modules=["fc2", "q_proj", "fc1"])

@@ -3,9 +3,10 @@
 import os
 import sys
 import time
-from typing import Literal
+from typing import Any, Literal
 
 from mcp.server.mcpserver import MCPServer
+from mcp.types import ImageContent
 from pydantic import BaseModel
 
 server = MCPServer("shop")
@@ -46,6 +47,12 @@ def trouble(kind: str) -> str:
         os._exit(3)
     print("this is no message", flush=True)  # on the channel of the messages
     return ",".join(sorted(os.environ)) if kind == "environment" else "x" * int(kind)
+
+
+@server.tool()
+def look(data: str) -> list[Any]:
+    """Look."""
+    return ["this", ImageContent(data=data, mime_type="image/png")]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Tools of a real MCP server over stdio: what comes back, what is new for an episode, and what is killed."""
 
+import base64
+import io
 import json
 import shlex
 import subprocess
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from covey.errors import ConfigError, EpisodeError
 from covey.rollout.mcp import McpTools
@@ -60,18 +63,24 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> Iterator[McpTools]:
 
 
 def call(tools: McpTools, name: str, **arguments: Any) -> Any:
-    return tools.call({0: [(name, arguments)]})[0]
+    return texts(tools.call({0: [(name, arguments)]})[0])
+
+
+def texts(found: Any) -> Any:
+    """Text and failure of each result."""
+    return [(each.text, each.failed) for each in found] if isinstance(found, list) else found
 
 
 def test_calls_results_and_episodes(tools: McpTools) -> None:
     parameters = {schema["function"]["name"]: schema["function"]["parameters"] for schema in tools.schemas}
-    assert list(parameters) == ["price", "pay", "trouble"]
+    assert list(parameters) == ["price", "pay", "trouble", "look"]
     assert parameters["price"]["properties"]["item"]["enum"] == ["apple", "pear"]
     assert parameters["pay"]["$defs"]["Slip"]["properties"]["kind"]["enum"] == ["cash", "card"]
     for place in (0, 1):
         tools.begin(place)
     both = tools.call({0: [("price", {"item": "apple"}), ("pay", {"slip": SLIP})], 1: [("pay", {"slip": SLIP})]})
-    assert both == {0: [("3", False), ("paid [3]", False)], 1: [("paid [3]", False)]}  # each has a till of its own
+    shown = {place: texts(found) for place, found in both.items()}
+    assert shown == {0: [("3", False), ("paid [3]", False)], 1: [("paid [3]", False)]}  # each has a till of its own
     ((told, failed),) = call(tools, "price", item="plum")
     assert failed
     assert "Input should be 'apple' or 'pear'" in told
@@ -85,6 +94,19 @@ def test_calls_results_and_episodes(tools: McpTools) -> None:
     ((long, _),) = call(tools, "trouble", kind="2000000")
     assert long == "x" * 100_000
     assert call(tools, "trouble", kind="fork") == [("forked", False)]  # its child ends, as the fixture sees
+
+
+def test_pictures_are_read_where_the_model_takes_them() -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (3, 2)).save(file, "PNG")
+    for sees, text, sizes in ((True, "this", [(3, 2)]), (False, "this\n[image]", [])):
+        tools = McpTools([f"python {SHOP}"], 30, sees=sees)
+        data = base64.b64encode(file.getvalue()).decode()
+        good, *wrong = tools.call({0: [("look", {"data": each}) for each in (data, "?", "eA==")]})[0]
+        assert (good.text, good.failed, [each.size for each in good.pictures]) == (text, False, sizes)
+        assert [each.failed for each in wrong] == [sees, sees]
+        assert not sees or all("it returned a picture that" in each.text for each in wrong)
+        tools.close()
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from covey.rollout.scoring import Scorer
 from covey.tasks.pictures import read_picture
 from covey.training.export import export_run, kept_weights
 from covey.training.replay import replay
+from covey.training.setup import picture_reader
 from covey.types import PICTURES, Episode
 from covey.watch.app import create_app
 from covey.watch.export import export_runs
@@ -203,10 +204,24 @@ def test_questions_and_cards_of_a_vision_run(whole: GRPOTrainer, model: str, tmp
         assert "pipeline_tag: image-text-to-text" in card
 
 
-def test_where_pictures_are_not_read_yet(model: str, tmp_path: Path) -> None:
+def test_units_of_one_process_have_pictures(model: str, tmp_path: Path) -> None:
+    trainer = GRPOTrainer(model, variety, settings(tmp_path, samplers=0, max_steps=1), rows())
+    trainer.train()
+    assert trainer.state.log_history[0]["sampling/sampling_logp_difference/max"] < 1e-5
+
+
+def test_where_pictures_are_not_read_yet(whole: GRPOTrainer, model: str, tmp_path: Path) -> None:
     taught = {"teacher": {"context": "none", "weights": "ema"}}
     with pytest.raises(ConfigError, match=r"^algorithm\.teacher: pictures are read by Covey's own engine"):
         GRPOTrainer(model, variety, settings(tmp_path / "taught", **taught), rows())
+    for name, more in (
+        ("distributed.samplers", {"samplers": 2}),
+        ("distributed.learners", {"learners": 2}),
+        ("server", {"upload_adapters_to_server": True}),
+        ("sampling.engine", {"engine": "vllm"}),
+    ):
+        told = "pictures are read by Covey's own engine and learner in one process"
+        assert picture_reader(settings(tmp_path / "away", **more), whole.policy) == (None, f"{name}: {told}")
     words = r"row 0 has pictures \(column 'images'\), and the model reads none"
     with pytest.raises(DataError, match=words):
         GRPOTrainer(

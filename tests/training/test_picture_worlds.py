@@ -1,5 +1,6 @@
 """Worlds that show pictures: their tokens are the template's own, and records and replays know them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from covey.environments.base import Observation, checked_reset
 from covey.errors import ConfigError, DataError, EpisodeError
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.models.loading import load_model
-from covey.rollout.calls import AsyncRunner
 from covey.rollout.conversation import ConversationTemplate
-from covey.rollout.tools import Call, Calls, Order
 from covey.tasks.pictures import read_picture
 from covey.training.replay import replay
+from covey.watch.export import export_runs
+from covey.watch.run import WatchedRun
 from fakes import raises
 
 WORLD = """
@@ -105,8 +106,20 @@ def test_a_run_is_recorded_and_replayed(model: str, world: str, tmp_path: Path, 
     for row in run.read_completions(1):
         assert row["completion"].startswith("[picture ")
         assert row["completion"].count("[picture ") == 4
+        assert [len(turn["pictures"]) for turn in json.loads(row["play"])] == [1, 2, 1]
     for step in (1, 2):
         assert replay(run.path, step).exact
+    export_runs([WatchedRun(run.path)], tmp_path / "page.html")
+    archive = (tmp_path / "page.html").read_text().partition('id="archive">')[2].partition("</script>")[0]
+    answers = json.loads(archive)["answers"]
+    seen = {
+        each
+        for row in answers["0/episodes kind=step step=1"]["rows"]
+        for turn in row["play"]
+        for each in turn["pictures"]
+    }
+    assert len(seen) == 4
+    assert all(answers[f"0/picture/{each}"].startswith("data:image/jpeg;base64,") for each in seen)
     trainer.close()
 
 
@@ -129,9 +142,3 @@ def test_where_no_pictures_are_read(model: str, world: str, tmp_path: Path) -> N
     trainer.close()
     with pytest.raises(DataError, match=r"a task's messages have no pictures .*; show them in observations"):
         GRPOTrainer(model, args=settings(tmp_path / "row", f"{world}:kind=row"))
-
-
-def test_tools_return_texts() -> None:
-    for found in (Image.new("RGB", (3, 2)), [{"type": "text", "text": "x"}, {"type": "image", "image": b""}]):
-        orders = [Order(0, Call("look"), {"look": lambda found=found: found})]
-        raises(ConfigError, "the tool look returned a picture", Calls(AsyncRunner()).run, orders)

@@ -176,19 +176,11 @@ def checked_observation(value: Any, method: str) -> Observation:
             text.encode()
         except UnicodeEncodeError as error:
             raise EpisodeError(f"{method} returned {text!r:.80}: half a surrogate pair is not text") from error
-    shown = value.pictures
-    if not isinstance(shown, list | tuple) or len(shown) > _MOST_PICTURES:
-        raise EpisodeError(
-            f"{method} returned the pictures {shown!r:.80}; they must be a list of up to {_MOST_PICTURES}"
-        )
     try:
-        pictures = tuple(_pictures.read_picture(each, f"{method} returned a picture that") for each in shown)
+        pictures = _pictures.read_shown(value.pictures, method)
     except DataError as error:
         raise EpisodeError(str(error)) from error
     return Observation(value.text, None if actions is None else tuple(actions), pictures)
-
-
-_MOST_PICTURES = 16
 
 
 _EVAL_SEEDS = 1_000_000  # held-out instances have seeds from here on, training instances below

@@ -6,7 +6,6 @@ memory is limited.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, TypeGuard
 
 from covey.errors import RunFolderError
 from covey.files import explained, open_regular
-from covey.observe.records import Record, plain, read_json
+from covey.observe.records import Record, hashes, plain, read_json
 from covey.types import equal_rewards
 
 MOST_BYTES, MOST_ROWS, MOST_COLUMNS = 512 << 20, 200_000, 500
@@ -23,7 +22,6 @@ MOST_BYTES, MOST_ROWS, MOST_COLUMNS = 512 << 20, 200_000, 500
 WHOLE = 1_000_000
 """Characters of a prompt that are searched."""
 _MESSAGES = 100
-_PICTURE = re.compile("[0-9a-f]{64}")
 _KEYS = (
     *("group", "sample", "uid", "kind", "type", "reward", "advantage", "correct", "masked_by", "length", "turns"),
     *("finish_reason", "ended", "policy_version", "group_mean", "group_std", "group_tied"),
@@ -174,9 +172,9 @@ def messages(prompt: Any, most: int = 4_000) -> list[Record]:
 def _content(content: Any, most: int) -> Record:
     if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
         return {"content": _text(content)[:most]}
-    pictures = [part["image"] for part in content if _PICTURE.fullmatch(str(part.get("image")))]
+    pictures = hashes([part.get("image") for part in content])
     texts = [_text(p.get("text")) if p.get("type") == "text" else f"[picture {p.get('image')!s:.8}]" for p in content]
-    return {"content": "".join(texts)[:most], **({"pictures": pictures[:_MESSAGES]} if pictures else {})}
+    return {"content": "".join(texts)[:most], **({"pictures": pictures} if pictures else {})}
 
 
 def _text(value: Any) -> str:

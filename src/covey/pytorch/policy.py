@@ -120,7 +120,7 @@ class Policy:
             narrows                 bfloat16 on a CPU is that of frozen matrices alone (`covey.pytorch.models.narrow`)
             how                     of `PackedModel`: prefix_sharing, fused_layers, gradient_checkpointing, autocast
 
-        Raises `ModelError`: see `load_model`, `attach_lora`, `attach_adapter` and `PackedModel`.
+        Raises `ModelError` or `ConfigError`: see `load_model`, `attach_lora`, `attach_adapter` and `PackedModel`.
         """
         trains_all = not use_peft and adapter is None and not isinstance(model, PeftModel)
         if trains_all and (quantization != "none" or (isinstance(model, nn.Module) and says_quantised(model))):

@@ -19,9 +19,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TextIO
 
-from covey.errors import ConfigError, EpisodeError
+from covey.errors import ConfigError, DataError, EpisodeError
+from covey.functions import later
 from covey.processes import kill_marked
 from covey.rollout.calls import AsyncRunner, Failure
+from covey.rollout.tools import Result
+
+(pictures,) = later("covey.tasks", "pictures")
 
 Asked = Mapping[int, Sequence[tuple[str, Mapping[str, Any]]]]
 """Place -> name and arguments of its calls."""
@@ -38,6 +42,7 @@ class McpTools:
     Args:
         servers: commands or URLs; `python` is the interpreter of this process.
         seconds: time limit of the calls of a turn; starting the servers may take three times as long.
+        sees: pictures are read; else each is the text `[image]`.
 
     Attributes:
         schemas: the tools as chat templates show them; the parameters are the servers' own JSON schemas,
@@ -46,12 +51,12 @@ class McpTools:
     Raises `ConfigError`: mcp is not installed, or a server does not start, or has tools that cannot be shown.
     """
 
-    def __init__(self, servers: Sequence[str], seconds: float) -> None:
+    def __init__(self, servers: Sequence[str], seconds: float, *, sees: bool = False) -> None:
         try:
             import mcp  # noqa: F401
         except ImportError:
             raise ConfigError(f"environment.tools='mcp:{servers[0]}' needs mcp; pip install 'covey[mcp]'") from None
-        self._servers, self.seconds = tuple(servers), seconds
+        self._servers, self.seconds, self._sees = tuple(servers), seconds, sees
         self._runner = AsyncRunner()
         self._forget()
         self.begin(0)
@@ -66,7 +71,7 @@ class McpTools:
         self._runner.run([self._begun(place)], None)
 
     def call(self, asked: Asked) -> dict[int, Any]:
-        """Place -> (text, failed) of each of its calls, or an `EpisodeError`. Places do not wait for one another."""
+        """Place -> the `Result` of each of its calls, or an `EpisodeError`. Places do not wait for one another."""
         found = self._runner.run([self._called(place, calls) for place, calls in asked.items()], None)
         return dict(zip(asked, found, strict=True))
 
@@ -94,7 +99,7 @@ class McpTools:
 
     async def _called(self, place: int, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Any:
         try:
-            return await self._at(place).call(calls, self.seconds)
+            return await self._at(place).call(calls, self.seconds, self._sees)
         except (EpisodeError, OSError) as error:  # no file can be opened
             return EpisodeError(str(error))
 
@@ -121,7 +126,7 @@ class _Clients:
         """An episode that begins needs others: they have been called, or have ended."""
         return self._used or self.life.done()
 
-    async def call(self, calls: Sequence[tuple[str, Mapping[str, Any]]], seconds: float) -> list[tuple[str, bool]]:
+    async def call(self, calls: Sequence[tuple[str, Mapping[str, Any]]], seconds: float, sees: bool) -> list[Result]:
         """The results, in order. Raises `EpisodeError`: there are none in time; the servers are killed."""
         self._used = True
         await self.opened
@@ -130,8 +135,7 @@ class _Clients:
             async with asyncio.timeout(seconds):
                 for name, arguments in calls:
                     found = await self._of[name][1].call_tool(name, arguments)
-                    text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in found.content)
-                    results.append((text[: _LONGEST // len(calls)], bool(found.is_error)))
+                    results.append(await asyncio.to_thread(_result, found, _LONGEST // len(calls), sees))
         except Exception as error:
             name = calls[len(results)][0]
             self._ended.set()
@@ -179,6 +183,17 @@ class _Clients:
         file.seek(max(file.seek(0, 2) - 300, 0))
         said = " ".join(file.read(300).split()) or f"{type(error).__name__} {error}".strip()
         return EpisodeError(f"the MCP server {server!r:.100} {what}{late}: {said}")
+
+
+def _result(found: Any, most: int, sees: bool) -> Result:
+    """What a server answered, of its text `most` characters; in a thread, since pictures take their time."""
+    parts = [(sees and part.type == "image", part) for part in found.content]
+    text = "\n".join(getattr(part, "text", f"[{part.type}]") for seen, part in parts if not seen)
+    try:
+        shown = pictures.read_shown([f"data:image/png;base64,{part.data}" for seen, part in parts if seen], "it")
+    except DataError as error:
+        return Result(str({"error": str(error)}), True)
+    return Result(text[:most], bool(found.is_error), shown)
 
 
 async def _listed(client: Any) -> list[Any]:

@@ -430,14 +430,15 @@ def _describe(function: RewardLike, name: str, weight: float) -> RewardSpec:
 def _arguments(spec: RewardSpec, asked: Asked, shared: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """What this function is called with. Fresh lists: no function changes what the next one sees."""
     opened = cache(lambda picture: picture.open())
-    seen = any(prompt.has_pictures for prompt in asked.prompts)
+    told = (message.get("content") for each in asked.completions or () for message in each)
+    seen = any(prompt.has_pictures for prompt in asked.prompts) or any(isinstance(each, list) for each in told)
     contents = [pictures.with_pictures(p.content, opened) if seen else _copied(p.content) for p in asked.prompts]
     completions: list[str | list[Message]] = [
         episode.text if isinstance(prompt.content, str) else [{"role": "assistant", "content": episode.text}]
         for prompt, episode in zip(asked.prompts, asked.episodes, strict=True)
     ]
     if asked.completions is not None:
-        completions = [_copied(list(each)) for each in asked.completions]
+        completions = [pictures.with_pictures(e, opened) if seen else _copied(list(e)) for e in asked.completions]
     named = {name: list(value) if isinstance(value, list) else value for name, value in shared.items()}
     if seen:
         named |= {name: pictures.with_pictures(shared[name], opened) for name in PICTURE_COLUMNS if name in shared}

@@ -24,11 +24,13 @@ from typing import Any
 import numpy as np
 
 from covey.errors import ConfigError
+from covey.functions import later
 from covey.rewards.extract import MAX_JSON, read_json
 from covey.rollout.tools import EMPTY, Call
 from covey.tasks.dataset import prompt_ending
 from covey.types import IntArray, Message
 
+(pictures,) = later("covey.tasks", "pictures")
 log = logging.getLogger(__name__)
 
 OPEN = "<tool_call>"
@@ -44,7 +46,8 @@ class ToolChat:
     """Writes and reads conversations with tools.
 
     Raises `ConfigError`: the template does not show tools, or their results. With `in_words` such a template is given
-    them as text, in the messages that it shows, and a turn that is nothing but the JSON of a call is one.
+    them as text, in the messages that it shows, and a turn that is nothing but the JSON of a call is one. `album` reads
+    pictures; a tool's message has its own as `pictures`.
     """
 
     def __init__(
@@ -54,8 +57,9 @@ class ToolChat:
         chat_template_kwargs: Mapping[str, Any],
         *,
         in_words: bool = False,
+        album: Any = None,
     ) -> None:
-        self.tokenizer, self._kwargs = tokenizer, dict(chat_template_kwargs)
+        self.tokenizer, self._kwargs, self._album = tokenizer, dict(chat_template_kwargs), album
         self._endings = [text for text in (str(tokenizer.decode([token])) for token in eos_token_ids) if text]
         self._in_words = False
         result: Message = {"role": "tool", "name": "f", "content": "1"}
@@ -90,11 +94,20 @@ class ToolChat:
     def opening(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> IntArray:
         """`[P]` token ids of a prompt that shows the tools."""
         text = self._render(list(messages), tools=list(schemas) or None)
-        return np.array(self._encode(text, special=True), dtype=np.int64)
+        return self._expanded(self._encode(text, special=True), pictures.pictures_in(messages))
+
+    def places(self, shown: Sequence[Any]) -> IntArray:
+        """The ids of pictures alone. Raises `DataError`: the model cannot take one."""
+        return self._expanded([self._album.placeholder_id for _ in shown], shown)
+
+    def _expanded(self, ids: Sequence[int], shown: Sequence[Any]) -> IntArray:
+        found = np.array(ids, dtype=np.int64)
+        return self._album.expand(found, shown) if shown else found
 
     def results(self, messages: Sequence[Message], *, ended: bool) -> IntArray:
         """Token ids between a turn of the policy that called tools and its next one; an error if they are not shown."""
         contents = [str(message["content"]) for message in messages]
+        shown = [picture for message in messages for picture in message.get("pictures", ())]
         marks = [f"\u2402{place}\u2402" for place in range(len(messages))]
         marked = self._answered([{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)])
         head, found = marked.partition(marks[0])[0], _MARK.findall(marked)
@@ -109,12 +122,14 @@ class ToolChat:
         text = self._answered(messages)[cut:]
         pieces = _MARK.split(marked[cut:]) if found == marks else []
         between = [*contents, ""]
-        if len(pieces) != len(between) or "".join(a + b for a, b in zip(pieces, between, strict=True)) != text:
+        told = "".join(a + b for a, b in zip(pieces, between, strict=False))
+        # beside pictures no text is special, since it may hold what stands for a picture
+        if len(pieces) != len(between) or (told != text and not shown):
             pieces, between = [text], [""]  # the template changes what it is given, so what belongs to whom is lost
         ids: list[int] = []
         for piece, content in zip(pieces, between, strict=True):
             ids += self._encode(piece, special=True) + self._encode(content, special=False)
-        return np.array(ids, dtype=np.int64)
+        return self._expanded(ids, shown)
 
     def read(
         self, token_ids: Sequence[int], prefix: Sequence[int], schemas: Sequence[Mapping[str, Any]], *, ended: bool
@@ -128,6 +143,7 @@ class ToolChat:
             try:
                 if len(text) > MAX_JSON:  # the patterns of a response_template may take the square of the length
                     raise ValueError(f"{len(text)} characters, more than the {MAX_JSON} that are read")
+                prefix = prefix if self._album is None else self._album.placeholders(np.array(prefix)).tolist()
                 parsed = self.tokenizer.parse_response(list(token_ids), prefix=list(prefix), tools=list(schemas))
                 if not isinstance(parsed, dict):
                     return message, []
@@ -161,6 +177,7 @@ class ToolChat:
     def _render(self, messages: list[Message], tools: Any = None) -> str:
         if self._in_words:
             messages, tools = _worded(messages, tools), None
+        messages = list(map(in_parts, messages))
         try:
             how = {"tools": tools, "tokenize": False, **prompt_ending(messages), **self._kwargs}
             return str(self.tokenizer.apply_chat_template(messages, **how))
@@ -181,18 +198,29 @@ def _worded(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | No
     """The same for a template without tools: the system message tells them, and the user the results."""
     told: list[Message] = []
     for before, message in zip([{}, *messages], messages, strict=False):
-        text = str(message["content"])
+        text = message["content"] if message["role"] == "user" else str(message["content"])
         if message["role"] == "tool":
             text = f"<tool_response>\n{text}\n</tool_response>"
             if before.get("role") == "tool":
                 told[-1]["content"] += f"\n{text}"
+                told[-1]["pictures"] += message.get("pictures", ())
                 continue
         for call in message.get("tool_calls") or ():
             text += f"<tool_call>{json.dumps(call['function'])}</tool_call>"
-        told.append({"role": "user" if message["role"] == "tool" else message["role"], "content": text})
+        role = "user" if message["role"] == "tool" else message["role"]
+        told.append({"role": role, "content": text, "pictures": message.get("pictures", ())})
     if tools:
         system = told.pop(0)["content"] + "\n\n" if told[0]["role"] == "system" else ""
         told.insert(0, {"role": "system", "content": system + tools_in_words(tools)})
+    return told
+
+
+def in_parts(message: Message) -> Message:
+    """A message whose pictures are parts before its text."""
+    told = {name: value for name, value in message.items() if name != "pictures"}
+    if shown := message.get("pictures"):
+        parts = [{"type": "image", "image": picture} for picture in shown]
+        told["content"] = [*parts, {"type": "text", "text": message["content"]}]
     return told
 
 

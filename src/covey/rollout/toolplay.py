@@ -19,12 +19,12 @@ import numpy as np
 
 from covey.config.environment import EnvironmentConfig
 from covey.environments.base import Observation, Outcome
-from covey.errors import EpisodeError, GenerationError
+from covey.errors import DataError, EpisodeError, GenerationError
 from covey.rewards.extract import completion_text
 from covey.rollout.agents import LiveEpisode, Player, PlayStats
 from covey.rollout.collect import Decode, Rollout, Scoring, together
 from covey.rollout.scoring import Scorer
-from covey.rollout.toolchat import UNREADABLE, ToolChat
+from covey.rollout.toolchat import UNREADABLE, ToolChat, in_parts
 from covey.rollout.tools import Call, Calls, Order, Result, Scene
 from covey.rollout.turns import TurnGenerator
 from covey.types import Completion, IntArray, Message, Progress, Prompt, SamplingSettings
@@ -89,8 +89,8 @@ class _ToolPlayer(Player):
         for place, own in orders.items():
             lost = answers[place] if isinstance(answers.get(place), EpisodeError) else None
             theirs = iter(() if lost else answers.get(place, ()))
-            results = [Result(*next(theirs, ("", True))) if order.elsewhere else next(here) for order in own]
-            found.append((place, lost or self._outcome(own, results)))
+            results = [next(theirs, Result("", True)) if order.elsewhere else next(here) for order in own]
+            found.append((place, lost or self._outcome(own, list(map(self._readable, results)))))
         return found
 
     def cancel(self, place: int) -> None:
@@ -99,11 +99,21 @@ class _ToolPlayer(Player):
     def _outcome(self, orders: Sequence[Order], results: Sequence[Result]) -> Outcome:
         self.counts.calls += len(results)
         self.counts.failed_calls += sum(result.failed for result in results)
-        texts = [self._cut(result.text) for result in results]
+        results = [replace(result, text=self._cut(result.text)) for result in results]
         # a name that is no tool's is text of the model's, and may hold anything
         names = [order.call.name if order.call.name in order.tools else UNREADABLE for order in orders]
-        told = [{"role": "tool", "name": name, "content": text} for name, text in zip(names, texts, strict=True)]
-        return Outcome(_Told("\n".join(texts), messages=tuple(told)), done=not orders)
+        told: list[Message] = [{"role": "tool", "name": name} for name in names]
+        told = [{**each, "content": r.text, "pictures": r.pictures} for each, r in zip(told, results, strict=True)]
+        shown = (*chain.from_iterable(result.pictures for result in results),)
+        return Outcome(_Told("\n".join(r.text for r in results), pictures=shown, messages=(*told,)), done=not orders)
+
+    def _readable(self, result: Result) -> Result:
+        """The result; an error in place of pictures that the model cannot take."""
+        try:
+            self._chat.places(result.pictures)
+        except DataError as error:
+            return Result(str({"error": str(error)}), True)
+        return result
 
     def _cut(self, text: str) -> str:
         # hardly any token has a hundred characters: longer texts are not worth reading whole
@@ -130,7 +140,7 @@ class _ToolPlayer(Player):
 
     def reply(self, live: LiveEpisode) -> IntArray:
         told = cast(_Told, live.seen).messages
-        self.messages[live.number] += told
+        self.messages[live.number] += map(in_parts, told)
         return self._chat.results(told, ended=live.ids[-1] in self._ends)
 
     def shortened(self, text: str) -> str:

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from covey.errors import ConfigError, GenerationError
+from covey.functions import later
 from covey.rollout.calls import AsyncRunner, Failure, call_with_timeout, message_of, shorten
 from covey.types import Message, Prompt
 
+(pictures,) = later("covey.tasks", "pictures")
 log = logging.getLogger(__name__)
 
 Tool = Callable[..., Any]  # with type hints and a docstring in Google's style, sync or async
@@ -52,10 +54,11 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the model is told; `failed` where no tool came to its end."""
+    """What the model is told, pictures before text; `failed` where no tool came to its end."""
 
     text: str
     failed: bool
+    pictures: tuple[Any, ...] = ()
 
 
 class _RefusedError(Exception):
@@ -71,10 +74,10 @@ def takes_index(tool: Tool) -> bool:
 
 
 class Calls:
-    """Carries calls of functions out; `seconds` is the time limit of each call, None = none."""
+    """Carries calls of functions out, each for `seconds` at most. `blind` says why no pictures are read, or ""."""
 
-    def __init__(self, runner: AsyncRunner, seconds: float | None = None) -> None:
-        self._runner, self._seconds, self._told = runner, seconds, set[str]()
+    def __init__(self, runner: AsyncRunner, seconds: float | None = None, blind: str = "the model reads none") -> None:
+        self._runner, self._seconds, self._blind, self._told = runner, seconds, blind, set[str]()
 
     def run(self, orders: Sequence[Order]) -> list[Result]:
         """A result for each call, in order. The model is told what went wrong; the console of a tool's first error.
@@ -104,7 +107,7 @@ class Calls:
         if sum(thread.name == name for thread in threading.enumerate()) >= _MOST_HANGING:
             said = f"{name}: {_MOST_HANGING} calls that took longer than environment.step_seconds still run"
             raise GenerationError(f"{said}, in threads that cannot be ended; bound what it does and resume the run")
-        return call_with_timeout(lambda: _text(tool(**arguments)), self._seconds, name)
+        return call_with_timeout(lambda: self._read(tool(**arguments)), self._seconds, name)
 
     def _result(self, order: Order, outcome: Any) -> Result:
         failed = isinstance(outcome, Failure)
@@ -114,8 +117,27 @@ class Calls:
                 raise ConfigError(f"the tool {order.call.name} {error}")
             if not isinstance(error, _RefusedError):
                 self._tell(order.call.name, error)
-            outcome = {"error": message_of(error, 100_000)}
-        return Result(str(outcome).encode("utf-8", "replace").decode(), failed)  # lone surrogates are no text
+            outcome = Result(str({"error": message_of(error, 100_000)}), failed)
+        text = outcome.text.encode("utf-8", "replace").decode()  # lone surrogates are no text
+        return Result(text, failed, outcome.pictures)
+
+    def _read(self, value: Any) -> Any:
+        """The `Result`, or what awaits it. It is made where the tool runs, because it is the tool's code too."""
+        if inspect.isgenerator(value) or inspect.isasyncgen(value):
+            raise TypeError("it returned a generator; return a value")
+        if inspect.isawaitable(value):
+            return self._awaited(value)
+        parts = [_part(each) for each in (value if isinstance(value, list | tuple) else (value,))]
+        shown = [part for kind, part in parts if kind == "image"]
+        if not shown:
+            return Result(str(value), False)
+        if self._blind:
+            raise ConfigError(f"returned a picture: {self._blind}; use a vision model (docs/pictures.md), or texts")
+        text = "\n".join(str(part) for kind, part in parts if kind == "text")
+        return Result(text, False, pictures.read_shown(shown, "it"))
+
+    async def _awaited(self, value: Awaitable[Any]) -> Any:
+        return self._read(await value)
 
     def _tell(self, name: str, error: BaseException) -> None:
         if name in self._told:
@@ -128,18 +150,11 @@ class Calls:
         log.warning("%s\n%s", said, shorten("".join(traceback.format_exception(error)).rstrip(), 10_000))
 
 
-def _text(value: Any) -> Any:
-    """What the model reads. It is made where the tool runs, because it is the tool's code too."""
-    if inspect.isgenerator(value) or inspect.isasyncgen(value):
-        raise TypeError("it returned a generator; return a value")
-    for part in value if isinstance(value, list | tuple) else (value,):
-        if type(part).__module__.startswith("PIL.") or (isinstance(part, Mapping) and part.get("type") == "image"):
-            raise ConfigError("returned a picture; results of tools are texts")
-    return _awaited(value) if inspect.isawaitable(value) else str(value)
-
-
-async def _awaited(value: Awaitable[Any]) -> Any:
-    return _text(await value)
+def _part(value: Any) -> tuple[str, Any]:
+    """The type and the content of a part `{"type": "image", "image": ...}`, `{"type": "text", ...}`, or of a value."""
+    if isinstance(value, Mapping) and (kind := value.get("type")) in ("image", "text"):
+        return kind, value.get(kind)
+    return "image" if type(value).__module__.startswith("PIL.") else "text", value
 
 
 @dataclass(slots=True, eq=False)

@@ -128,6 +128,16 @@ def _bytes(value: Any, where: str, folder: Path | None) -> bytes:
     return path.read_bytes()
 
 
+def read_shown(values: Any, who: str) -> tuple[Picture, ...]:
+    """Pictures of an observation or a tool's answer. Raises `DataError`: they are too many or large, or unreadable."""
+    if not isinstance(values, list | tuple) or len(values) > 16:
+        raise DataError(f"{who} returned the pictures {values!r:.80}; they must be a list of up to 16")
+    shown = tuple(read_picture(each, f"{who} returned a picture that") for each in values)
+    if sum(len(p.data) for p in shown) > 8 << 20 or sum(p.size[0] * p.size[1] for p in shown) > MOST_PIXELS:
+        raise DataError(f"{who} returned pictures of more than 8 MiB or {MOST_PIXELS:,} pixels; make them smaller")
+    return shown
+
+
 def read_pictures(row: Mapping[str, Any], where: str, folder: Path | None = None) -> dict[str, Any]:
     """A row with a `Picture` in place of each picture in its columns and in parts of its messages."""
     found, count = dict(row), 0

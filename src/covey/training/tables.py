@@ -159,6 +159,7 @@ def _play(
         row, own = first + turn.row, np.flatnonzero(segments[turn.row] == turn.segment)
         told: dict[str, Any] = {
             "seen": f"{_marks(turn)}{turn.observation}"[:_LONGEST_TEXT],
+            "pictures": [picture.sha256 for picture in turn.pictures],
             "said": turn.said[:_LONGEST_TEXT],
             "action": None if turn.action is None else turn.action[:_LONGEST_TEXT],
             "reward": float(turn.reward),

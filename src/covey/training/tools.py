@@ -18,6 +18,7 @@ from covey.rollout.toolchat import ToolChat
 from covey.rollout.toolplay import ToolCollector
 from covey.rollout.tools import INDEX, Calls, Scene, Tool, takes_index, tool_name
 from covey.rollout.turns import TurnGenerator
+from covey.training import setup
 from covey.types import Prompt
 
 MCP = "mcp:"
@@ -37,11 +38,13 @@ def make_collector(
     name, or the chat template cannot write conversations with tools.
     """
     chosen = config.environment
-    chat = ToolChat(policy.tokenizer, policy.eos_token_ids, config.data.chat_template_kwargs or {}, in_words=True)
+    album, blind = setup.picture_reader(config, policy)
+    how: dict[str, Any] = {"in_words": True, "album": album}
+    chat = ToolChat(policy.tokenizer, policy.eos_token_ids, config.data.chat_template_kwargs or {}, **how)
     functions = [load_function(name) for name in chosen.tools if not name.startswith(MCP)]
     schemas = list(map(tool_schema, functions))
     servers = [name.removeprefix(MCP).strip() for name in chosen.tools if name.startswith(MCP)]
-    served = McpTools(servers, chosen.step_seconds) if servers else None
+    served = McpTools(servers, chosen.step_seconds, sees=album is not None) if servers else None
     tools: dict[str, Tool | None] = {tool_name(function): function for function in functions}
     schemas += served.schemas if served else []
     names = [schema["function"]["name"] for schema in schemas]
@@ -54,7 +57,7 @@ def make_collector(
 
     most = min(chosen.max_conversation_tokens, engine.context_length)
     limits = chosen.model_copy(update={"max_conversation_tokens": most})
-    calls, turns = Calls(scorer.runner, chosen.step_seconds), cast(TurnGenerator, engine)
+    calls, turns = Calls(scorer.runner, chosen.step_seconds, blind), cast(TurnGenerator, engine)
     return ToolCollector(turns, scorer, decode, chat, scenes, calls, limits, served=served)
 
 

@@ -20,6 +20,7 @@ from covey.rollout.toolplay import UNCUT, ToolCollector
 from covey.rollout.tools import EMPTY, Calls
 from covey.rollout.turns import TurnGenerator
 from covey.tasks.dataset import load_rows
+from covey.training.setup import picture_reader
 from covey.trl.arguments import GRPOConfig
 from covey.trl.generating import RolloutCollector
 from covey.trl.tools import Toolset
@@ -103,7 +104,9 @@ class Acting:
         if not self.toolset.tools and not self._data_optional:
             return None
         kwargs = as_mapping("chat_template_kwargs", self._args.chat_template_kwargs)
-        chat, scorer = ToolChat(run.policy.tokenizer, run.policy.eos_token_ids, kwargs), run.data.scorer
+        album, blind = picture_reader(run.args, run.policy)
+        chat = ToolChat(run.policy.tokenizer, run.policy.eos_token_ids, kwargs, album=album)
+        scorer = run.data.scorer
         engine, at_once = cast(TurnGenerator, run.engine), prompts_per_generation(self._args)
         # As in TRL, `max_completion_length` is the limit of a whole completion, results of tools included.
         length, rounds = run.args.sampling.max_completion_length, self._args.max_tool_calling_iterations
@@ -113,6 +116,5 @@ class Acting:
             max_observation_tokens=UNCUT,
             parallel_episodes=UNCUT,
         )
-        return ToolCollector(
-            engine, scorer, run.decode, chat, self.toolset.scenes, Calls(scorer.runner), limits, at_once
-        )
+        calls = Calls(scorer.runner, blind=blind)
+        return ToolCollector(engine, scorer, run.decode, chat, self.toolset.scenes, calls, limits, at_once)

@@ -228,9 +228,9 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         return Generating(run, engine, self.args, self._generate_options)
 
     def _collector(self, run: covey.GRPOTrainer) -> Collector:
-        acting = self._acting.collector(run, self)
-        if acting is not None and any(prompt.has_pictures for prompt in run.prompts):
-            raise ConfigError("tools, environment_factory or rollout_func: with them no prompt may have pictures yet")
+        acting, toolset = self._acting.collector(run, self), self._acting.toolset
+        if acting and (toolset.has_environments or not toolset.tools) and any(p.has_pictures for p in run.prompts):
+            raise ConfigError("environment_factory or rollout_func: with them no prompt may have pictures yet")
         return acting or AnswerCollector(run.engine, run.data.scorer, run.decode)
 
     def _trackers(self) -> list[Any]:

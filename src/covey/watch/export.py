@@ -93,12 +93,11 @@ def _hold(held: _Held, number: int, run: WatchedRun) -> None:
             key = f"{number}/completions kind={kind} step={step}"
             if held.take(key, run.ask, "completions", kind, step, {}, 0):
                 kept[kind].append(step)
-                for sha256 in _pictures(held.answers[key]):
-                    held.take(f"{number}/picture/{sha256}", _thumbnail, run, sha256)
+                _show(held, number, run, held.answers[key])
                 first = held.take(f"{number}/episodes kind={kind} step={step}", run.ask, "episodes", kind, step, None)
                 for group in [each["group"] for each in first["groups"][:20]] if first else ():
                     key = f"{number}/episodes group={group} kind={kind} step={step}"
-                    held.take(key, run.ask, "episodes", kind, step, group)
+                    _show(held, number, run, held.take(key, run.ask, "episodes", kind, step, group) or {"groups": ()})
     for before, after in itertools.product(kept["eval"], repeat=2):
         held.take(f"{number}/compare after={after} before={before}", run.compare, before, after, "all")
     for step in spread([step for step in tables["ledger"] if step in kept["step"]] or tables["ledger"], LEDGERS):
@@ -110,8 +109,13 @@ def _hold(held: _Held, number: int, run: WatchedRun) -> None:
         held.left_out.append(f"{run.folder.path.name}: {here} of {whole} tables of completions and tokens are included")
 
 
-def _pictures(found: Record) -> list[str]:
-    return [one for group in found["groups"] for message in group["prompt"] for one in message.get("pictures", ())]
+def _show(held: _Held, number: int, run: WatchedRun, found: Record) -> None:
+    """Hold the pictures of prompts, or of what was seen in turns."""
+    shown = [message for group in found["groups"] for message in group.get("prompt", ())]
+    shown += [turn for row in found.get("rows", ()) for turn in row["play"]]
+    for sha256 in dict.fromkeys(one for each in shown for one in each.get("pictures", ())):
+        if (key := f"{number}/picture/{sha256}") not in held.answers:
+            held.take(key, _thumbnail, run, sha256)
 
 
 def _thumbnail(run: WatchedRun, sha256: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from covey.errors import RunFolderError
 from covey.observe.comparison import answers_of
 from covey.observe.completions import KEYS_AND_TEXTS, Wanted, grouped, listed, messages, parts_and_others, read_table
-from covey.observe.records import Record, differing, plain
+from covey.observe.records import Record, differing, hashes, plain
 from covey.rewards.parallel import ItemTimeout, WorkerPool
 
 LISTED, WHOLE = 4_000, 500_000
@@ -134,6 +134,7 @@ def _turn(turn: Record, most: int) -> Record:
         **{name: _text(turn.get(name), min(most, LISTED)) for name in ("seen", "said")},
         **{name: _text(turn.get(name), 200) for name in ("action", "masked_by")},
         **{name: _number(turn.get(name)) for name in ("reward", "advantage", "of_episode", "tokens", "row")},
+        "pictures": hashes(turn.get("pictures")),
         "valid": turn.get("valid") is True,
     }
 

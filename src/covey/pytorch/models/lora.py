@@ -35,7 +35,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from covey.adapters import PEFT_PREFIX, Adapter, Array, check_fits, read_adapter_folder
-from covey.errors import AdapterError, ModelError
+from covey.errors import AdapterError, ConfigError, ModelError
 from covey.processes import total_memory
 from covey.pytorch.models.narrow import NarrowLinear
 from covey.pytorch.products import add_product, linear, product
@@ -191,13 +191,14 @@ def attach_lora(
     config: LoraConfig | None = None,
     seed: int = 0,
 ) -> PeftModel:
-    """Put a fresh LoRA adapter on a model, whose weights are frozen; a PEFT model keeps its own. `ModelError` where no
-    module has the names given, or PEFT refuses the config.
+    """Put a fresh LoRA adapter on a model, whose weights are frozen; a PEFT model keeps its own. Where no module
+    has the names given, or PEFT refuses the config: `ConfigError`, of a `config` that is given `ModelError`.
     """
     if isinstance(model, PeftModel):
         return _lean(model)
     if config is not None and not isinstance(config, LoraConfig):
         raise ModelError(f"peft_config={config!r:.200}: a {type(config).__name__}; pass a peft.LoraConfig")
+    named = config is None
     require_rank(model, config.r if config is not None else r)
     if config is None:
         targets = target_modules if isinstance(target_modules, str) else list(target_modules)
@@ -215,9 +216,13 @@ def attach_lora(
         warnings.simplefilter("ignore")  # e.g. that Conv1D layers need fan_in_fan_out, which PEFT then sets
         torch.manual_seed(seed)
         try:
+            if album_of(model) is not None and not isinstance(config.target_modules, str | None):
+                own = [f".{name}" for name, _ in model.named_modules()]
+                if wrong := sorted(n for n in config.target_modules if not any(o.endswith(f".{n}") for o in own)):
+                    raise ValueError(f"the language half, which alone is trained, has no {', '.join(wrong)}")
             return _lean(get_peft_model(model, config))
         except (ValueError, TypeError, KeyError, re.error) as error:
-            raise ModelError(
+            raise (ConfigError if named else ModelError)(
                 f"model.lora_target_modules={config.target_modules!r}: PEFT cannot attach it ({error}); "
                 "use all-linear or names of linear layers of this model"
             ) from error

@@ -37,6 +37,7 @@ from transformers.utils.hub import cached_file
 
 from covey.adapters import PEFT_PREFIX, Adapter, read_adapter_folder
 from covey.errors import ConfigError, DataError, ModelError
+from covey.functions import nearest
 from covey.pytorch.models.narrow import computing_dtype
 from covey.pytorch.rounding import truth_and_own, unexplained
 from covey.rollout.places import MOST_ROWS, PLACE_BITS, is_turned, place_ids, place_of, sequence_turns
@@ -130,7 +131,7 @@ class Album:
             more = f"a text holds {token!r}, which stands for a picture; leave it out"
             why = more if len(at) > len(pictures) else "the chat template leaves pictures out; use the processor's own"
             raise DataError(f"{len(at)} times {token!r} for {len(pictures)} pictures: {why}")
-        self._check()
+        self.check()
         parts = np.split(ids, np.sort(np.concatenate([at, at + 1])))
         parts[1::2] = map(self.open, pictures)
         return np.concatenate(parts)
@@ -147,6 +148,7 @@ class Album:
                 raise DataError("a picture of {:,} x {:,} pixels: {}".format(*picture.size, error)) from error
             grid = made.get("image_grid_thw")  # in patches, of which a place is a square
             columns = None if grid is None else int(grid[0][2]) // self.whole.config.vision_config.spatial_merge_size
+            self._frames = self._frames if len(self._frames) < 1_000 else {}  # sizes may be a stranger's
             self._frames[picture.size] = np.asarray(made["input_ids"][0], np.int64), columns
         ids, columns = self._frames[picture.size]
         ids, places = ids.copy(), ids == self.placeholder_id
@@ -235,7 +237,7 @@ class Album:
         token = self.processor.tokenizer.convert_ids_to_tokens(self.placeholder_id)
         return self.processor(text=[token], images=[[image]], add_special_tokens=False, **self.options, **how)
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Compare a small picture's logits with those of the checkpoint's own forward pass, once."""
         if self._checked:
             return
@@ -243,6 +245,11 @@ class Album:
         name, source = whole.config.model_type, whole.config._name_or_path
         if not self.reads:
             raise ModelError(f"{source}: of a {name} model text is read here; pictures are read by {', '.join(SEEING)}")
+        usual = self.processor.valid_processor_kwargs.__annotations__["images_kwargs"]
+        own = getattr(self.processor.image_processor, "valid_kwargs", usual)
+        taken = sorted({*usual.__annotations__, *own.__annotations__, "images_kwargs"})
+        for wrong in sorted(self.options.keys() - {*taken}):
+            raise ConfigError(f"data.processor_kwargs: the processor takes no {wrong!r}; {nearest(wrong, taken)}")
         rng = np.random.default_rng(0)
         picture = read_picture(rng.integers(0, 256, (24, 40, 3), np.uint8), "a picture of noise")
         words = rng.integers(3, self.placeholder_id, (2, 5))

@@ -1,7 +1,7 @@
 // Agents' episodes as conversations: those of a group beside each other, turn by turn.
 
 import { ask, pick, runChoice, runs } from "./data.js";
-import { CUT, ENDS } from "./completions.js";
+import { CUT, ENDS, pictures } from "./completions.js";
 import { choice, h, number } from "./dom.js";
 
 const state = { run: 0, kind: "step", step: null, group: null, only: "all" };
@@ -87,7 +87,7 @@ function turn(each, at, rows, ledger) {
   const others = rows.map(({ play }) => play[at]?.said.trim()).filter((said) => said !== undefined);
   const differs = new Set(others).size > 1;
   return h("div", {},
-    h("div", { class: "text soft seen" }, each.seen),
+    pictures(state.run, [each]), h("div", { class: "text soft seen" }, each.seen),
     h("div", { class: "text said" }, h("span", { class: "soft", "aria-hidden": "true" }, differs ? "≠ " : "> "), each.said.trim() || "(nothing)"),
     each.action !== null && each.action !== "" && each.action !== each.said.trim() ? h("div", { class: "note text" }, `taken as: ${each.action}`) : null,
     h("div", { class: "facts" }, each.valid ? null : h("span", { class: "tag warn" }, "no valid action"),

@@ -142,18 +142,18 @@ function counted({ gained, lost, both, neither, unjudged }) {
     unjudged ? h("span", { class: "tag warn" }, `${unjudged} not judged`) : "");
 }
 
-/** The pictures of messages; each has its place until it is loaded. */
-function pictures(messages) {
+/** The pictures of messages or turns; each has its place until it is loaded. */
+export function pictures(run, messages) {
   return messages.flatMap((message) => message.pictures ?? []).map((sha256) => {
     const image = h("img", { class: "picture", alt: `picture ${sha256.slice(0, 8)}` });
-    pictureAddress(state.run, sha256).then((address) => { image.src = address; }, (error) => image.replaceWith(error.message));
+    pictureAddress(run, sha256).then((address) => { image.src = address; }, (error) => image.replaceWith(error.message));
     return image;
   });
 }
 
 function question(messages, label) {
   const [asked, before] = [messages.at(-1), messages.slice(0, -1)];
-  return h("div", {}, label, pictures(messages),
+  return h("div", {}, label, pictures(state.run, messages),
     h("div", { class: "question text" }, asked.content),
     before.length ? h("details", {}, h("summary", { class: "note" }, before.length === 1 ? `${before[0].role} message` : `${before.length} messages before it`),
       before.map((message) => h("div", { class: "text soft" }, `${message.role}: ${message.content}`))) : null);
