@@ -110,6 +110,8 @@ def read_back(config: AlgorithmConfig) -> AlgorithmConfig:
 def test_parameters_without_a_setting_are_in_a_table_of_their_own() -> None:
     config = GRPOConfig(loss_type="vespo", loss_parameters={"k_pos": 2.5}).algorithm
     assert (dict(config.objective().parameters), read_back(config)) == ({"k_pos": 2.5}, config)
+    for entry in ("processor_kwargs.size={longest_edge=9}", "data.processor_kwargs={size={longest_edge=9}}"):
+        assert GRPOConfig.from_overrides([entry]).processor_kwargs == {"size": {"longest_edge": 9}}
     assert GRPOConfig.from_overrides(["loss_type=vespo", "loss_parameters={k_neg = 1}"]).loss_parameters == {"k_neg": 1}
     own = GRPOConfig(loss_type="losses/mine.py:mine").algorithm  # read when the run begins, with its own defaults
     assert (own.epsilon, own.loss_parameters, read_back(own)) == (None, {}, own)

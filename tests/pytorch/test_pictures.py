@@ -1,6 +1,7 @@
 """Pictures in prompts: logits, scores, gradients and samples are those of the whole model on pixels."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -243,6 +244,21 @@ def test_the_processor_of_smolvlm_needs_no_packages_for_video(tmp_path: Path) ->
     assert json.loads((tmp_path / file.name).read_text())["processor_class"] == "SmolVLMProcessor"
 
 
+@pytest.mark.parametrize("built", [True, False])
+def test_a_saved_processor_has_the_options(built: bool, tmp_path: Path) -> None:
+    """So a model that is served from its folder sees pictures as in training."""
+    folder = vision_folder("smolvlm", tmp_path / "model")
+    if built:
+        album: Any = Policy.load(tiny_vision("smolvlm"), tiny_processor("smolvlm")).album  # type: ignore[arg-type]
+    else:
+        album = Policy.load(folder).album
+    assert len(album.expand(WORDS, pictures(1, 0))) == 61
+    album.options = {"do_image_splitting": False, "size": {"longest_edge": 32}}
+    album.save_processor(other := Path(shutil.copytree(folder, tmp_path / "other")))
+    again: Any = Policy.load(other).album
+    assert len(again.expand(WORDS, pictures(1, 0))) < 30
+
+
 def test_a_built_model_comes_with_its_processor() -> None:
     policy = Policy.load(tiny_vision("llava"), tiny_processor("llava"))  # type: ignore[arg-type]
     album: Any = policy.album
@@ -266,6 +282,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
     raises(
         ConfigError, r"data.processor_kwargs=\{'size': 'large'\}: the processor", album.expand, WORDS, pictures(0, 1)
     )
+    for options, words in (({"sise": 1}, "ValueError: it has no 'sise'"), ({"return_tensors": "np"}, "return_tensors")):
+        album.options = options
+        raises(ConfigError, f"data.processor_kwargs=.*{words}", album.expand, WORDS, pictures(0, 1))
+    adapted = Policy.load(tmp_path / "model", lora_r=2, lora_target_modules=["q_proj", "embed_tokens"]).album
+    words = "model.lora_target_modules: an adapter of the embedding knows words alone"
+    raises(ConfigError, words, adapted.expand, WORDS, pictures(0, 1))
     for file in ("preprocessor_config.json", "processor_config.json"):
         (tmp_path / "model" / file).unlink(missing_ok=True)
     album = Policy.load(tmp_path / "model").album

@@ -13,7 +13,7 @@ from PIL import Image
 
 from covey.errors import DataError
 from covey.tasks.dataset import build_prompts, load_rows, split_rows
-from covey.tasks.pictures import Picture, pictures_in, placed, read_picture
+from covey.tasks.pictures import Picture, pictures_in, placed, read_picture, rgb
 from covey.types import PICTURES, IntArray
 from fakes import raises
 
@@ -25,6 +25,12 @@ ASKED = [{"role": "system", "content": "Look."}, {"role": "user", "content": "Wh
 def file(kind: str = "PNG", **how: Any) -> bytes:
     content = io.BytesIO()
     IMAGE.save(content, kind, **how)
+    return content.getvalue()
+
+
+def grey16() -> bytes:
+    content = io.BytesIO()
+    Image.fromarray(np.zeros((2, 2), np.uint16)).save(content, "PNG")
     return content.getvalue()
 
 
@@ -86,6 +92,21 @@ def test_every_form_is_the_same_picture(tmp_path: Path) -> None:
     assert len(repr(kept)) < 150  # neither a log nor an error has the file in it
 
 
+def test_what_is_transparent_is_white() -> None:
+    """As transformers' processors have it; its colour below is often black."""
+    clear: NDArray[Any] = np.dstack([PIXELS, np.zeros((4, 6), np.uint8)])
+    clear[0, 0, 3] = 255
+    pen = io.BytesIO()
+    Image.fromarray(clear).save(pen, "PNG")
+    wanted = np.full((4, 6, 3), 255, np.uint8)
+    wanted[0, 0] = PIXELS[0, 0]
+    for form in (clear, Image.fromarray(clear), pen.getvalue()):
+        assert (np.asarray(rgb(read_picture(form, "here").open())) == wanted).all()
+    palette = Image.fromarray(np.array([[0, 1]], np.uint8), "L").convert("P")
+    palette.save(pen := io.BytesIO(), "PNG", transparency=0)
+    assert np.asarray(rgb(read_picture(pen.getvalue(), "here").open())).tolist() == [[[255] * 3, [1] * 3]]
+
+
 def test_a_photo_is_turned_as_the_camera_was_held() -> None:
     tag = Image.Exif()
     tag[0x0112] = 6
@@ -103,6 +124,10 @@ def test_a_photo_is_turned_as_the_camera_was_held() -> None:
         ("data:image/png;base64,%%%", "its data: URL is not base64"),
         ([[0, 255]], "is a list; give a PIL image"),
         (np.zeros((2, 2, 7), np.uint8), "cannot be read"),
+        (np.zeros(9, np.uint8), "is a ndarray; give a PIL image"),
+        (np.zeros((2, 2), np.uint16), "mode I;16 has more than 8 bits; scale it to 8"),
+        (Image.new("F", (2, 2)), "mode F has more than 8 bits"),
+        (grey16(), "mode I;16 has more than 8 bits"),
     ],
 )
 def test_what_cannot_be_read(value: Any, words: str) -> None:
@@ -138,6 +163,8 @@ def test_pictures_go_where_trl_puts_them() -> None:
 
 
 def test_prompts_with_pictures() -> None:
+    for nothing in ("", [], [None], {"bytes": None, "path": None}):
+        assert not prompts({"prompt": ASKED, "image": nothing})[0].has_pictures
     with_one = {"prompt": ASKED, "images": [IMAGE], "answer": "x"}
     shown, plain = prompts(with_one, {"prompt": ASKED, "images": None, "answer": "y"})
     (seen,) = pictures_in(shown.content)
@@ -164,6 +191,12 @@ def test_a_row_whose_pictures_do_not_fit() -> None:
         ({"prompt": "What?", "images": [IMAGE]}, "a prompt with pictures must be a conversation"),
         ({"prompt": [{"role": "user", "content": "\x07?"}]}, "1 times '<image>' for 0 pictures"),
         ({"prompt": [{"role": "user", "content": "\x07?"}], "image": IMAGE}, "2 times '<image>' for 1 pictures"),
+        (
+            {"prompt": ASKED, "image": "charts/17"},
+            "'image' holds 'charts/17', which is no picture; give the path",
+        ),
+        ({"prompt": ASKED, "images": [None, "charts"]}, "column 'images' holds .*, which is no picture"),
+        ({"prompt": ASKED, "image": 17}, "column 'image' holds 17, which is no picture"),
         ({"prompt": [{"role": "user", "content": "?", "images": [IMAGE]}]}, "a key of pictures; give them in the row"),
     ):
         raises(DataError, f"row 1.*{words}", prompts, good, row)
@@ -179,6 +212,8 @@ def test_a_prompt_that_is_too_long_is_dropped_and_never_cut() -> None:
     assert len(prompts(long, short, max_prompt_length=20, long_prompts="drop")) == 1
     cut = {"max_prompt_length": 20, "long_prompts": "truncate"}
     raises(DataError, "'truncate': it would cut pictures", lambda: prompts(long, **cut))
+    text = {"prompt": [{"role": "user", "content": "a" * 30}]}
+    assert [len(prompt.token_ids) for prompt in prompts(short, text, **cut)] == [12, 20]
 
 
 def test_held_out_rows_are_told_apart_by_their_pictures() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from covey.config.section import Options, PathText, Section, Texts
+from covey.config.section import Options, PathText, Section, Tables, Texts
 
 
 class DataConfig(Section, frozen=True):
@@ -42,8 +42,8 @@ class DataConfig(Section, frozen=True):
     """Dataset column that holds the prompt, a string or a list of messages."""
     chat_template_kwargs: Options = Field(default_factory=dict)
     """More arguments for the chat template, such as enable_thinking."""
-    processor_kwargs: Options = Field(default_factory=dict)
-    """More arguments for a vision model's processor, such as do_image_splitting."""
+    processor_kwargs: Tables = Field(default_factory=dict)
+    """More arguments for a vision model's processor, such as do_image_splitting or the table size."""
 
 
 NO_TIMEOUT = 1e9

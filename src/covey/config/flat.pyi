@@ -100,7 +100,7 @@ class Settings(TypedDict, total=False):
     system_prompt: str | None
     prompt_column: str
     chat_template_kwargs: Mapping[str, bool | int | float | str] | None
-    processor_kwargs: Mapping[str, bool | int | float | str] | None
+    processor_kwargs: Mapping[str, bool | int | float | str | Mapping[str, int]] | None
     functions: list[str] | tuple[str, ...] | str
     reward_weights: list[float] | tuple[float, ...] | None
     correctness: str | None
@@ -418,8 +418,8 @@ class Flat:
     """Dataset column that holds the prompt, a string or a list of messages."""
     chat_template_kwargs: Final[dict[str, bool | int | float | str]]
     """More arguments for the chat template, such as enable_thinking."""
-    processor_kwargs: Final[dict[str, bool | int | float | str]]
-    """More arguments for a vision model's processor, such as do_image_splitting."""
+    processor_kwargs: Final[dict[str, bool | int | float | str | dict[str, int]]]
+    """More arguments for a vision model's processor, such as do_image_splitting or the table size."""
     functions: Final[tuple[str, ...]]
     """Reward functions: FILE.py:FUNCTION or MODULE:FUNCTION. An empty list = the task's own."""
     reward_weights: Final[tuple[float, ...] | None]

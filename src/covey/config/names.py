@@ -182,8 +182,9 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
         path = f"{prefix}{key}"
         if path in SECTIONS and isinstance(value, SECTIONS[path]):
             value = {name: getattr(value, name) for name in value.model_fields_set}
-        name = path.rpartition(".")[2]
-        if isinstance(value, Mapping) and (path in SECTIONS or (value and name not in FIELDS and name not in MEANS)):
+        table, _, name = path.rpartition(".")
+        held = name in FIELDS or name in MEANS or table.rpartition(".")[2] in TABLES
+        if isinstance(value, Mapping) and (path in SECTIONS or (value and not held)):
             yield from _leaves(value, f"{path}.")
         else:
             value = value.value if isinstance(value, Enum) else value

@@ -14,7 +14,9 @@ PathText = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance
 Texts = Annotated[
     tuple[str, ...], Field(strict=False), BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 ]
-Options = Annotated[dict[str, bool | int | float | str], BeforeValidator(lambda value: {} if value is None else value)]
+_OR_EMPTY = BeforeValidator(lambda value: {} if value is None else value)
+Options = Annotated[dict[str, bool | int | float | str], _OR_EMPTY]
+Tables = Annotated[dict[str, bool | int | float | str | dict[str, int]], _OR_EMPTY]
 
 
 def shown(value: Any) -> str:

@@ -361,7 +361,9 @@ def _url(place: int, part: Mapping[str, Any]) -> str:
     named = part.get("image_url")
     url = named.get("url") if isinstance(named, dict) and named.get("detail", "auto") == "auto" else None
     if part.keys() != {"type", "image_url"} or not isinstance(url, str):
-        raise RequestError(f"messages.{place}.content: a part of type image_url has image_url, an object with a url")
+        raise RequestError(
+            f"messages.{place}.content: a part of type image_url has image_url, an object with a url (detail: auto)"
+        )
     if not url.startswith("data:image/"):
         told = "is not fetched; send the picture itself, as data:image/png;base64,..."
         raise RequestError(f"messages.{place}.content: the address {url!r:.80} {told}")

@@ -165,6 +165,11 @@ def build_prompts(
                 f"row {index} has pictures ({kind} {name!r}), and the model reads none: they would be ignored; use a "
                 "vision model (docs/pictures.md), or remove them, or rename a column that only a reward function reads"
             )
+        if album is not None and not seen and (column := pictures.unread(row)):
+            raise DataError(
+                f"row {index}: the column {column!r} holds {shown(row[column])}, which is no picture; give the path of "
+                "a file with its ending, or another form (docs/pictures.md), or rename the column"
+            )
         token_ids = _tokenize(content, index, tokenizer, kwargs)
         end = str(tokenizer.decode(token_ids[-16:]))
         if album is not None and (seen or album.placeholder_id in token_ids):
@@ -192,7 +197,7 @@ def _shorten(prompts: list[Prompt], limit: int | None, long_prompts: str) -> lis
         return prompts
     what = "only their last tokens are kept" if long_prompts == "truncate" else "they are left out"
     log.warning("%d of %d prompts have more than %d tokens: %s", long, len(prompts), limit, what)
-    if long_prompts == "truncate" and any((prompt.token_ids >= PICTURES).any() for prompt in prompts):
+    if long_prompts == "truncate" and any(len(p.token_ids) > limit and p.has_pictures for p in prompts):
         raise DataError("data.long_prompts='truncate': it would cut pictures in a prompt that is too long; set drop")
     if long_prompts == "truncate":
         return [replace(prompt, token_ids=prompt.token_ids[-limit:]) for prompt in prompts]

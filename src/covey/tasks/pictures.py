@@ -21,6 +21,8 @@ from covey.types import PICTURE_COLUMNS, Message
 MOST_PIXELS, _MOST_BYTES = 64_000_000, 256 << 20
 _KEPT: dict[str, Literal["png", "jpg", "webp"]] = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp"}
 _READ = (*_KEPT, "GIF", "BMP")
+_DEEP = "IF"
+"""How PIL's modes of 16 and 32 bits begin: as RGB they would be cut off at 255."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -79,7 +81,7 @@ def read_picture(value: Any, where: str, folder: Path | None = None) -> Picture:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # PIL only warns of files that decode to gigabytes
         try:
-            if isinstance(value, np.ndarray):
+            if isinstance(value, np.ndarray) and value.ndim > 1:
                 value = Image.fromarray(value)
             data = _png(value) if isinstance(value, Image.Image) else _bytes(value, where, folder)
             with Image.open(io.BytesIO(data), formats=_READ) as image:
@@ -89,7 +91,7 @@ def read_picture(value: Any, where: str, folder: Path | None = None) -> Picture:
                 image.load()
                 size = image.size[::-1] if image.getexif().get(0x0112, 1) >= 5 else image.size  # as a camera was held
                 kind = image.format or ""
-                data = data if kind in _KEPT else _png(image)
+                data = data if kind in _KEPT and image.mode[0] not in _DEEP else _png(image)
         except DataError:
             raise
         except Exception as error:  # decoders raise what they like
@@ -99,9 +101,20 @@ def read_picture(value: Any, where: str, folder: Path | None = None) -> Picture:
     return _HELD.setdefault(picture.sha256, picture)
 
 
+def rgb(image: Any) -> Any:
+    """A PIL image as RGB, what is transparent on white as processors have it; `ValueError` for more than 8 bits."""
+    from PIL import Image
+
+    if image.mode[0] in _DEEP:
+        raise ValueError(f"mode {image.mode} has more than 8 bits; scale it to 8")
+    if image.has_transparency_data:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    return image.convert("RGB")
+
+
 def _png(image: Any) -> bytes:
     file = io.BytesIO()
-    image.convert("RGB").save(file, "PNG", compress_level=1)
+    rgb(image).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 
@@ -185,6 +198,16 @@ def _lacks_one(part: Any) -> bool:
 def of_row(row: Mapping[str, Any]) -> list[Picture]:
     """The pictures of a row's column."""
     return pictures_in(row[column]) if (column := column_of(row)) else []
+
+
+def unread(row: Mapping[str, Any]) -> str | None:
+    """The column of pictures that holds something else in a row without pictures."""
+
+    def empty(value: Any) -> bool:
+        parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
+        return all(part is None or part == "" for part in parts)
+
+    return next((name for name in PICTURE_COLUMNS if not empty(row.get(name))), None)
 
 
 def column_of(row: Mapping[str, Any]) -> str | None:

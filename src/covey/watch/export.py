@@ -21,7 +21,7 @@ from typing import Any
 from covey.errors import DataError, RunFolderError
 from covey.files import write_atomically
 from covey.observe.records import Record
-from covey.tasks.pictures import read_picture
+from covey.tasks.pictures import read_picture, rgb
 from covey.watch.run import WatchedRun, describe, labels
 
 MOST_BYTES = 20 << 20
@@ -121,7 +121,7 @@ def _show(held: _Held, number: int, run: WatchedRun, found: Record) -> None:
 def _thumbnail(run: WatchedRun, sha256: str) -> str:
     """A picture of the run as a `data:` URL, at most 256 pixels wide and high."""
     picture = read_picture(run.folder.read_picture(sha256)[0], sha256)
-    image, file = picture.open().convert("RGB"), io.BytesIO()
+    image, file = rgb(picture.open()), io.BytesIO()
     image.thumbnail((256, 256))
     image.save(file, "JPEG")
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"

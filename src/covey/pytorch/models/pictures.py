@@ -28,6 +28,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 import transformers as hf
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, Qwen2Model, Qwen3Model
 from transformers.initialization import no_init_weights
@@ -41,7 +42,7 @@ from covey.functions import nearest
 from covey.pytorch.models.narrow import computing_dtype
 from covey.pytorch.rounding import truth_and_own, unexplained
 from covey.rollout.places import MOST_ROWS, PLACE_BITS, is_turned, place_ids, place_of, sequence_turns
-from covey.tasks.pictures import Picture, read_picture
+from covey.tasks.pictures import Picture, read_picture, rgb
 from covey.types import PICTURES, IntArray
 
 SEEING = ("smolvlm", "idefics3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -103,9 +104,10 @@ class Album:
         """The model's processor; `ModelError` where it cannot be loaded."""
         if isinstance(self._given, ProcessorMixin):
             return self._given
-        # SmolVLM's own processor does the same to pictures, and needs packages for video.
+        # SmolVLM's own processor does the same to pictures as Idefics3's, and needs packages for video.
         kind = self.whole.config.model_type
-        by: Any = hf.Idefics3Processor if kind == "smolvlm" else QwenProcessor if "qwen" in kind else hf.AutoProcessor
+        tiles = kind in ("smolvlm", "idefics3")
+        by: Any = hf.Idefics3Processor if tiles else QwenProcessor if "qwen" in kind else hf.AutoProcessor
         try:
             return by.from_pretrained(self._given)
         except Exception as error:  # transformers raises OSError, ValueError, ImportError, ...
@@ -227,7 +229,7 @@ class Album:
         return vectors
 
     def _pixels(self, picture: Picture) -> dict[str, Tensor]:
-        made = self._process(picture.open().convert("RGB"), return_tensors="pt")
+        made = self._process(rgb(picture.open()), return_tensors="pt")
         device, dtype = self._half.device, next(self.tower[0].parameters()).dtype
         of_text = ("input_ids", "attention_mask", "mm_token_type_ids")
         inputs = {name: value for name, value in made.items() if name not in of_text}
@@ -250,11 +252,15 @@ class Album:
         taken = sorted({*usual.__annotations__, *own.__annotations__, "images_kwargs"})
         for wrong in sorted(self.options.keys() - {*taken}):
             raise ConfigError(f"data.processor_kwargs: the processor takes no {wrong!r}; {nearest(wrong, taken)}")
+        if any(isinstance(part, BaseTunerLayer) for part in self._half.get_input_embeddings().modules()):
+            told = "an adapter of the embedding knows words alone; with pictures, leave the embedding out"
+            raise ConfigError(f"model.lora_target_modules: {told}")
         rng = np.random.default_rng(0)
         picture = read_picture(rng.integers(0, 256, (24, 40, 3), np.uint8), "a picture of noise")
         words = rng.integers(3, self.placeholder_id, (2, 5))
         try:
             ids = np.concatenate([words[0], self.open(picture), words[1]])
+            self._pixels(picture)
         except ModelError:
             raise
         except Exception as error:  # processors raise what they like
@@ -276,14 +282,19 @@ class Album:
         self._checked, self.passes = True, 0
 
     def save_processor(self, folder: str | Path) -> None:
-        """Write what the processor is made of, as it is, beside a tokenizer."""
-        if isinstance(self._given, ProcessorMixin):
+        """Write what the processor is made of, and `options`, beside a tokenizer."""
+        given = isinstance(self._given, ProcessorMixin)
+        if given:
             self._given.save_pretrained(str(folder))
-            return
         for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
             missing = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-            if (file := cached_file(self._given, name, **missing)) is not None:
-                shutil.copy(file, folder)
+            file = Path(folder) / name
+            if not given and (own := cached_file(self._given, name, **missing)) is not None:
+                shutil.copyfile(own, file)
+            told = json.loads(file.read_bytes()) if file.is_file() else {}
+            if self.options and "image_processor_type" in (pixels := told.get("image_processor", told)):
+                pixels |= self.options
+                file.write_text(json.dumps(told, indent=2), encoding="utf-8")
 
     def rename_saved(self, folder: str | Path) -> None:
         """Give a saved adapter of the half the whole model's names, so that it fits on that."""
