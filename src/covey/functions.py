@@ -275,8 +275,8 @@ def _checked(kind: str, base: str, made: Any, wanted: Sequence[str], needs: type
     missing = [public for public in wanted if not hasattr(made, public)]
     if missing:
         raise ConfigError(
-            f"{kind}={base!r}: a {type(made).__name__} lacks {', '.join(missing)}; derive it from "
-            f"{needs.__module__}.{needs.__name__}"
+            f"{kind}={base!r}: a {type(made).__name__} lacks {', '.join(missing)}; name a class derived "
+            f"from {needs.__module__}.{needs.__name__}"
         )
     return made
 

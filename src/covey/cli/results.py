@@ -85,7 +85,7 @@ def print_left_out(out: Console, name: str, result: Evaluation) -> None:
     failed, total = int((~result.judged).sum()), len(result.judged)
     left_out = f"{name}: the environment failed in {failed} of {total} episodes, which accuracy leaves out"
     if failed:
-        say(out, left_out if failed < total else f"no accuracy: {NOTHING_JUDGED}")
+        say(out, left_out if failed < total else f"no accuracy: {NOTHING_JUDGED}; --show 1 shows why")
 
 
 def print_difference(out: Console, name: str, before: Evaluation, after: Evaluation) -> None:

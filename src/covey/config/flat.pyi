@@ -222,7 +222,7 @@ class Flat:
 
     dtype: Final[Literal["auto", "float32", "bfloat16", "float16"]]
     """Number format of weights and arithmetic. auto = bfloat16 on a GPU, else float32; float32 if use_peft is false.
-    On a CPU bfloat16 is that of frozen matrices and their products alone: half the memory, and half the time on a
+    On a CPU bfloat16 is that of frozen matrices and their products alone: half the memory, and less time on a
     processor with AVX512-BF16 or AMX."""
     quantization: Final[Literal["none", "nf4", "int8", "torchao_int8"]]
     """Number format of the frozen linear layers under the adapter (QLoRA): nf4 (4 bits) or int8 of bitsandbytes, or

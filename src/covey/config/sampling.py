@@ -27,7 +27,7 @@ class ModelConfig(Section, frozen=True):
     file."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and arithmetic. auto = bfloat16 on a GPU, else float32; float32 if use_peft is false.
-    On a CPU bfloat16 is that of frozen matrices and their products alone: half the memory, and half the time on a
+    On a CPU bfloat16 is that of frozen matrices and their products alone: half the memory, and less time on a
     processor with AVX512-BF16 or AMX.
     """
     quantization: Literal["none", "nf4", "int8", "torchao_int8"] = "none"
