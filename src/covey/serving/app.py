@@ -41,6 +41,7 @@ from covey.serving.scoring import Scorer
 from covey.serving.uploads import TrainerLease, TwoTrainersError, read_parts, try_adapter
 
 _PARTS = ("adapter_weights", "adapter_config", "policy_version", "trainer", "takeover", "restart")
+_MOST_PARTS = 8  # of a form; one more than are known is still refused by its name
 
 
 def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, model: Any) -> FastAPI:
@@ -93,7 +94,7 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
 
     @app.post("/upload_adapter")
     async def upload_adapter(request: Request) -> dict[str, Any]:
-        received = request.form(max_files=len(_PARTS), max_fields=len(_PARTS))  # files arrive on the disk
+        received = request.form(max_files=_MOST_PARTS, max_fields=_MOST_PARTS)  # files arrive on the disk
         async with received as parts, uploading:  # one at a time is in memory
             adapter, form = await asyncio.to_thread(_read_upload, parts, layers, lease)
             lease.check(form.trainer, takeover=form.takeover)
@@ -108,7 +109,7 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
 
     @app.post("/release_trainer")
     async def release_trainer(request: Request) -> dict[str, Any]:
-        async with request.form(max_files=1, max_fields=1) as parts:
+        async with request.form(max_files=_MOST_PARTS, max_fields=_MOST_PARTS) as parts:
             lease.release(_Form.of(read_parts(parts, ("trainer",))).trainer)
         return {"policy_version": engine.version}
 
