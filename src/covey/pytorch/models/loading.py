@@ -170,7 +170,7 @@ def _finish(model: nn.Module, tokenizer: PreTrainedTokenizerBase, source: str) -
     if is_vision(config):
         from covey.pytorch.models.pictures import language_half, told_in_parts
 
-        processor = tokenizer if isinstance(tokenizer, ProcessorMixin) else source
+        processor = tokenizer if isinstance(tokenizer, ProcessorMixin) else getattr(model, "name_or_path", "")
         model, tokenizer = language_half(model, processor), told_in_parts(tokenizer, source)
     require_tokenizer(tokenizer, "processing_class")
     if getattr(config, "is_encoder_decoder", False):

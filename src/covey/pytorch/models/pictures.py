@@ -75,7 +75,7 @@ class Album:
     """
 
     def __init__(self, whole: PreTrainedModel, half: PreTrainedModel, inside: str, processor: Any) -> None:
-        """`inside` names the text part, `processor` is one, or where to load it from."""
+        """`inside` names the text part, `processor` is one, or where to load it from ("" = nowhere)."""
         config: Any = whole.config
         self.whole, self.prefix = whole, f"model.{inside}."
         self.placeholder_id = int(getattr(config, "image_token_id", None) or config.image_token_index)
@@ -109,11 +109,13 @@ class Album:
         tiles = kind in ("smolvlm", "idefics3")
         by: Any = hf.Idefics3Processor if tiles else QwenProcessor if "qwen" in kind else hf.AutoProcessor
         try:
+            if not self._given:
+                raise OSError("a built model names no folder")
             return by.from_pretrained(self._given)
         except Exception as error:  # transformers raises OSError, ValueError, ImportError, ...
             raise ModelError(
-                f"{self._given}: its processor cannot be loaded ({type(error).__name__}: {error!s:.300}); save it "
-                "beside the model, or pass it as processing_class"
+                f"{self._given or type(self.whole).__name__}: its processor cannot be loaded ({type(error).__name__}: "
+                f"{error!s:.300}); save it beside the model, or pass it as processing_class"
             ) from error
 
     @cached_property
@@ -289,7 +291,7 @@ class Album:
         for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
             missing = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
             file = Path(folder) / name
-            if not given and (own := cached_file(self._given, name, **missing)) is not None:
+            if not given and self._given and (own := cached_file(self._given, name, **missing)) is not None:
                 shutil.copyfile(own, file)
             told = json.loads(file.read_bytes()) if file.is_file() else {}
             if self.options and "image_processor_type" in (pixels := told.get("image_processor", told)):
