@@ -10,7 +10,6 @@ import argparse
 from pathlib import Path
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from covey.pytorch.models.loading import load_model
 
@@ -25,6 +24,8 @@ def export(source: str, out: Path, random_qwen2: str | None = None) -> None:
     loaded = load_model(source, dtype="float32", device="cpu")
     model = loaded.model
     if random_qwen2:
+        from transformers import Qwen2Config, Qwen2ForCausalLM  # covey first: it quiets what transformers imports
+
         torch.manual_seed(0)
         config = Qwen2Config(
             vocab_size=151936,

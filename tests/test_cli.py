@@ -25,6 +25,7 @@ from covey.cli.weights import config_for
 from covey.config import GRPOConfig
 from covey.config.text import explain
 from covey.errors import ConfigError
+from covey.files import publishing
 from covey.observe.console import accept_any_text, print_table
 from covey.observe.doctor import Doctor, diagnose
 from covey.observe.run_folder import RunFolder
@@ -254,7 +255,7 @@ def a_run(path: Path, *folders: str, finished: bool = False, use_peft: bool = Tr
     with RunFolder.create(path) as folder:
         folder.write_config(GRPOConfig(use_peft=use_peft, upload_adapters_to_server=use_peft).to_toml())
         for name in folders:
-            with folder.publishing(path / name) as aside:
+            with publishing(path / name) as aside:
                 (aside / "weights").write_text(name)
             folder.append_event(name, f"step {len(name)}")
         if finished:

@@ -214,8 +214,7 @@ class Arithmetic(Task):
             the text: see `read_answer`.
         system_prompt: put before each question; None = none.
 
-    Raises:
-        ConfigError: an unknown kind or a number out of range.
+    Raises `ConfigError`: an unknown kind or a number out of range.
     """
 
     name: ClassVar[str] = "arithmetic"

@@ -15,8 +15,8 @@ SCALE, WIDTH, HEIGHT, COLUMNS, PICTURES = 3, 168, 204, 5, 10
 def main(run: str, file: str) -> None:
     """Each picture three times as large; below it the first and the last evaluation's answer, and the right one."""
     folder = RunFolder.read(run)
-    steps = folder.evaluation_steps()
-    before, after = ({row["uid"]: row for row in folder.read_evaluation(step)} for step in (steps[0], steps[-1]))
+    steps = folder.completion_steps("eval")
+    before, after = ({row["uid"]: row for row in folder.read_completions(n, "eval")} for n in (steps[0], steps[-1]))
     page = Image.new("RGB", (COLUMNS * WIDTH, PICTURES // COLUMNS * HEIGHT), "white")
     pen, font = ImageDraw.Draw(page), ImageFont.load_default(size=14)
     for at, row in enumerate(Shapes().eval_rows()[:PICTURES]):

@@ -133,6 +133,6 @@ def naming(what: str, fix: str = "correct it") -> Iterator[None]:
 
 
 def shown(value: object) -> str:
-    """A value for an error message, shortened."""
+    """A value for a message, cut where it is long."""
     text = repr(value)
-    return text if len(text) <= 120 else f"{text[:120]}..."
+    return text if len(text) <= 200 else f"{text[:150]}... ({len(text):,} characters)"

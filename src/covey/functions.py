@@ -5,6 +5,7 @@ And make things of a kind that have options in their names: `gsm8k:num_eval=50`.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import importlib
@@ -37,6 +38,14 @@ def when_used(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         return found
 
     return get
+
+
+def from_stub(package: str, file: str) -> tuple[list[str], Callable[[str], Any]]:
+    """`__all__` and `__getattr__` of a package whose names are those that its stub, `__init__.pyi`, imports."""
+    stub = ast.parse(Path(file).with_suffix(".pyi").read_text("utf-8"))
+    imports = {line.module: line.names for line in stub.body if isinstance(line, ast.ImportFrom) and line.module}
+    homes = {module: " ".join(alias.name for alias in names) for module, names in imports.items()}
+    return " ".join(homes.values()).split(), when_used(package, homes)
 
 
 def later(package: str, names: str) -> list[Any]:

@@ -23,7 +23,7 @@ from browser.browsing import FLAGS, TOKEN, VIEWS, WAIT, Visit, chromium, serving
 from covey import GRPOTrainer
 from covey.config import GRPOConfig
 from covey.metric_names import METRICS
-from covey.observe.run_folder import RunFolder, table_name
+from covey.observe.run_folder import RunFolder
 from covey.rewards.text import say
 from covey.watch.export import export_runs
 from covey.watch.run import WatchedRun
@@ -366,7 +366,7 @@ def make_large_run(folder: Path, steps: int = 10_000) -> Path:
         for step in range(steps - 20, steps + 1):
             run.write_completions(step, [_completion(draw, step, row) for row in range(64)])
     for step in range(1, steps - 20):
-        (run.completions / table_name(step)).hardlink_to(run.completions / table_name(steps - 20))
+        run.table(step).hardlink_to(run.table(steps - 20))
     with run.metrics_path.open("a") as lines, run.questions_path.open("a") as answers:
         for step in range(1, steps + 1):
             share = 1 - math.exp(-step / 3000)
@@ -427,7 +427,7 @@ def hostile_run(folder: Path) -> Path:
     ]  # fmt: skip
     with RunFolder.create(folder) as run:
         run.write_completions(1, rows)
-        run.write_evaluation(1, rows)
+        run.write_completions(1, rows, "eval")
         odd = {"rewards/<img src=x>/mean": 1.0, "loss": 1e308, "step_time": 1, "agent/x": 1}
         run.append_metrics(1, {"reward": 0.5} | odd)
         run.append_answers(1, {HOSTILE[:-1]: [1, 2]})
@@ -435,7 +435,7 @@ def hostile_run(folder: Path) -> Path:
         run.append_event(HOSTILE, HOSTILE)
         token = {"row": 0, "group": 0, "pass": 0, "token": HOSTILE, "masked_by": HOSTILE, "loss": 1e300, "logp": -1.0}
         token |= {"gradient": -1e300, "sampler_logp": 0.0}
-        run.write_ledger(1, [token | {"position": n, "token_id": n} for n in range(3)])
+        run.write_completions(1, [token | {"position": n, "token_id": n} for n in range(3)], "ledger")
         run.write_config('[run]\nname = "<script>alert(3)</script>"\n')
     return folder
 

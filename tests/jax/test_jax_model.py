@@ -15,7 +15,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 from covey.errors import ConfigError, ModelError
 from covey.jax import GRPOConfig, GRPOTrainer, ModelConfig, Transformer, load_hf
-from covey.jax.linear import wide_product
+from covey.jax.model import wide_product
 from covey.jax.scoring import score
 from covey.pytorch.learner import Learner
 from covey.pytorch.policy import Policy

@@ -43,7 +43,7 @@ def written(tmp_path: Path) -> Callable[..., RunFolder]:
             for step, rows in enumerate(tables, 1):
                 run.write_completions(step, rows)
             for name, rows in evaluations.items():
-                run.write_evaluation(int(name.removeprefix("at_")), rows)
+                run.write_completions(int(name.removeprefix("at_")), rows, "eval")
         return run
 
     return write

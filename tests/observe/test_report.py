@@ -251,7 +251,7 @@ def test_other_questions_are_said(covey: Command, tmp_path: Path) -> None:
     for name, texts in (("x", ("one?", "two?")), ("y", ("one?", "three?")), ("z", ("four?",))):
         with RunFolder.create(tmp_path / name) as writer:
             writer.append_metrics(0, {"eval/accuracy": 1.0})
-            writer.write_evaluation(0, [asked(str(number), True, text) for number, text in enumerate(texts)])
+            writer.write_completions(0, [asked(str(number), True, text) for number, text in enumerate(texts)], "eval")
     status, out, err = covey("report", *(tmp_path / name for name in "xyz"))
     assert (status, err, "are equal" not in out) == (0, "", True)
     for sentence in (

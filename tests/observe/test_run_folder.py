@@ -77,7 +77,7 @@ def test_a_run_without_a_finished_step_is_replaced_and_any_other_where_asked_to(
     def fill(run, step):  # as a run does that a reward ends at its first step, and one that goes on
         run.write_config("seed = 1")
         run.append_metrics(step, {"eval/reward": 0.5})
-        run.write_evaluation(step, [{"completion": "5"}])
+        run.write_completions(step, [{"completion": "5"}], "eval")
         run.append_event("failed", "ZeroDivisionError")
         (run.checkpoints / f"step_{step:06d}").mkdir()
         for name in ("memory.json", "config_until_000002.toml"):
@@ -90,7 +90,7 @@ def test_a_run_without_a_finished_step_is_replaced_and_any_other_where_asked_to(
     for step, how in ((7, {}), (3, {"overwrite": True})):
         with begin(**how) as run:
             ids.add(run.run_id)
-            assert (run.read_metrics(), run.read_events(), run.evaluation_steps()) == ([], [], [])
+            assert (run.read_metrics(), run.read_events(), run.completion_steps("eval")) == ([], [], [])
             assert not run.config_path.exists()
             assert not any(run.checkpoints.iterdir())
             raises(RunFolderError, "already open for writing", RunFolder.check_new, tmp_path, overwrite=True)
@@ -208,7 +208,7 @@ def test_truncate_after_forgets_later_steps(tmp_path):
         for step in numbers:
             run.append_metrics(step, {"reward": 1 / (3 * step)})
             run.write_completions(step, [{"completion": str(step)}])
-            run.write_evaluation(step, [{"correct": True}])
+            run.write_completions(step, [{"correct": True}], "eval")
         run.append_metrics(step, {"eval/accuracy": step / 10})
         return run.metrics_path.read_bytes()
 
@@ -217,8 +217,8 @@ def test_truncate_after_forgets_later_steps(tmp_path):
     with RunFolder.open(tmp_path) as run:
         run.truncate_after(3)
         assert run.metrics_path.read_bytes() == short
-        assert run.completion_steps() == run.evaluation_steps() == [1, 2, 3]
-        assert (run.read_evaluation(3), run_steps(run, 4, 5)) == ([{"correct": True}], whole)
+        assert run.completion_steps() == run.completion_steps("eval") == [1, 2, 3]
+        assert (run.read_completions(3, "eval"), run_steps(run, 4, 5)) == ([{"correct": True}], whole)
         assert [record["step"] for record in run.read_metrics()] == [1, 2, 3, 3, 4, 5, 5]
 
 

@@ -445,7 +445,7 @@ def test_settings_and_files_that_differ_from_the_checkpoints_are_named(whole: An
 
 def test_what_is_lost_without_being_needed_is_said(whole: Any, run: Path) -> None:
     with RunFolder.open(run) as folder:
-        folder.write_evaluation(0, [{"prompt": "a"}])
+        folder.write_completions(0, [{"prompt": "a"}], "eval")
     lost = "metrics.jsonl lacks the evaluation at step 0: reports and learning curve go without it"
     assert checkpoints.lost_lines(RunFolder.read(run), checkpoints.load_checkpoint(run / LAST), whole[1].args) == [lost]
     (run / "config.toml").unlink()

@@ -51,7 +51,7 @@ def test_learns_and_leaves_everything_behind(settings: Settings) -> None:
     assert (trainer.state.log_history, len(folder.read_completions(3))) == (folder.read_metrics(), 16)
     for name in ("config.toml", "versions.json", "learning_curve.png", "adapter/adapter_config.json"):
         assert (folder.path / name).is_file(), name
-    assert folder.read_evaluation(15)[0]["completion"] is not None
+    assert folder.read_completions(15, "eval")[0]["completion"] is not None
     assert holds_adapter(trainer, folder.adapter)
 
 

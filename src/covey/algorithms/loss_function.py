@@ -190,9 +190,8 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
 def try_out(loss: Loss, parameters: tuple[tuple[str, Any], ...]) -> None:
     """Run a loss on a small step in NumPy, so that a mistake is found before a model is loaded.
 
-    Raises:
-        ConfigError: a parameter is out of range; or the function raises, or does not return a `Surrogate` of finite
-            `[N, T]` numbers.
+    Raises `ConfigError`: a parameter is out of range; or the function raises, or does not return a `Surrogate` of
+    finite `[N, T]` numbers.
     """
     logp = -np.resize([0.1, 0.7, 1.9, 0.4, 3.0, 1.2, 0.9], (4, 5))
     mask = np.arange(5) < np.array([[5], [3], [4], [0]])

@@ -141,9 +141,8 @@ def make_objective(loss_type: str | Loss | Callable[..., Any] = "grpo", **settin
         **settings: parameters of the loss, fields of `Objective`, or `aggregation` and `kl_aggregation` in place of
             the loss's own. None = the default.
 
-    Raises:
-        ConfigError: a name is unknown (the message suggests the nearest one), a number is out of range, or the loss
-            fails on a small trial step.
+    Raises `ConfigError`: a name is unknown (the message suggests the nearest one), a number is out of range, or the
+    loss fails on a small trial step.
     """
     loss = find_loss(loss_type)
     averages = ("aggregation", "kl_aggregation")
@@ -221,8 +220,8 @@ def policy_loss(
         teacher: `[N, T]` log-probabilities under the teacher, NaN where there is none. For its term, which has the KL's
             mask and weights, `kl` is the divergence over the vocabulary.
 
-    Raises:
-        ConfigError: `ref`, `kl`, `entropy` or `selected` is needed and missing; or the loss does not return `[N, T]`.
+    Raises `ConfigError`: `ref`, `kl`, `entropy` or `selected` is needed and missing; or the loss returns another
+    shape than `[N, T]`.
     """
     xp = array_namespace(logp)
     mask = as_mask(mask)

@@ -283,8 +283,6 @@ def sample(
     as_json: AsJson = False,
 ) -> None:
     """Sample completions and print them. Prompts become a chat or plain text, as in the run."""
-    from dataclasses import replace
-
     from covey.pytorch.backend import BACKEND
     from covey.tasks.dataset import build_prompts
     from covey.training import setup
@@ -333,7 +331,8 @@ def sample(
         collect.close()
         said = (e for group in groups for e in group.episodes)
         sampled = [Completion(e.token_ids[e.sampled], e.logprobs, e.finish_reason, e.policy_version) for e in said]
-        texts = [transcript(trajectory) for group in groups for trajectory in group.with_tools]
+        played = [transcript(trajectory) for group in groups for trajectory in group.with_tools]
+        texts = [text.removesuffix("\n(done)") for text in played]
     else:
         requests = [Request(p.token_ids, (seed, index, n)) for index, p in enumerate(prompts) for n in range(number)]
         sampled = engine(requests, settings, policy_version=1)

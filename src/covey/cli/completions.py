@@ -11,7 +11,7 @@ from rich.text import Text
 
 from covey.cli.weights import out
 from covey.observe.completions import WHOLE, messages, parts_and_others
-from covey.observe.console import format_number, visible
+from covey.observe.console import format_number, several, visible
 from covey.observe.records import Record, differing
 from covey.watch.tables import PLACE
 
@@ -39,7 +39,7 @@ def _show_group(row: Record, asked: list[Record], characters: int) -> None:
     kind = row.get("kind") or row.get("type")
     about += [in_line(kind)] if kind else []
     line = Text("  ".join(about), style="bold")
-    numbers = f"   {row['group_size']} completion{'s' if row['group_size'] != 1 else ''}"
+    numbers = f"   {several(row['group_size'], 'completion')}"
     if row["group_size"] > 1:
         numbers += f", reward {format_number(row['group_mean'])} ± {format_number(row['group_std'])}"
     line.append(numbers, style="not bold")

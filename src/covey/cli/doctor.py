@@ -14,7 +14,7 @@ from rich.table import Table
 from covey.cli.weights import AsJson, Overrides, err, out, recipe_file
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError
-from covey.observe.console import print_table, say, visible
+from covey.observe.console import print_table, say, several, visible
 from covey.observe.doctor import Diagnosis, Doctor, Finding
 from covey.observe.records import plain
 from covey.observe.run_folder import RunFolder
@@ -96,7 +96,7 @@ def _of_run(path: Path, as_json: bool) -> bool:
         out.print_json(data={"steps": len(steps), "findings": told})
         return bool(present)
     last = f", the last one {steps[-1]}" if steps else "; nothing to check yet"
-    _say(f"{path}: {len(steps)} steps{last}")
+    _say(f"{path}: {several(len(steps), 'step')}{last}")
     for one in sorted(found, key=lambda one: not one.present):
         if one.present:
             _tell(one.diagnosis, f", since step {one.since}")
@@ -199,10 +199,10 @@ def _print_plan(found: Plan, *, alone: bool) -> None:
         "unequal rewards (only these are trained on)"
     )
     if found.run_seconds is not None and alone:
-        evaluations = f" with {found.num_evaluations} evaluations" if found.num_evaluations else ""
+        evaluations = f" with {several(found.num_evaluations, 'evaluation')}" if found.num_evaluations else ""
         _say(
-            f"the run: {found.steps} steps{evaluations}, about {found.run_seconds / 60:.1f} minutes at this speed "
-            f"(this check took {found.probe_seconds:.0f} s)"
+            f"the run: {several(found.steps or 0, 'step')}{evaluations}, about {found.run_seconds / 60:.1f} minutes "
+            f"at this speed (this check took {found.probe_seconds:.0f} s)"
         )
 
 

@@ -18,7 +18,7 @@ from covey.config.whole import GRPOConfig
 from covey.environments import EnvironmentPool, Observation, TaskInstance, World, parse_action
 from covey.environments.base import get_world
 from covey.errors import ConfigError, EpisodeError
-from covey.observe.console import say, visible
+from covey.observe.console import say, several, visible
 
 
 def play(
@@ -132,7 +132,7 @@ def _imitate(recipe: Path, overrides: list[str], episodes: int, epochs: int, fol
             told=lambda doing, done, of: status.update(f"{doing}: {done} of {of}" if done else f"{doing}: {of}"),
         )
     left_out = f", {found.failed} in which it failed left out" if found.failed else ""
-    lines = [f"learnt from {found.episodes} episode{'' if found.episodes == 1 else 's'} of the expert{left_out}"]
+    lines = [f"learnt from {several(found.episodes, 'episode')} of the expert{left_out}"]
     lines += [f"left out: {ending}" for ending in found.why[:5]]
     lines += [f"-log p of a token: {found.losses[0]:.3f} nats at first, {found.losses[-1]:.3f} in the last step"]
     for name, when in (("before", found.before), ("after", found.after)):

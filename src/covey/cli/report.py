@@ -28,7 +28,7 @@ from covey.observe import comparison, curve
 from covey.observe.comparison import Answers, ComparedRun, PairedAnswers
 from covey.observe.console import format_number, print_table, say, visible
 from covey.observe.records import Record, plain
-from covey.observe.run_folder import RunFolder, table_name
+from covey.observe.run_folder import RunFolder, TableKind
 from covey.watch.run import WatchedRun, labels
 from covey.watch.tables import TableReader
 
@@ -185,7 +185,7 @@ def _print_rest(
 def _compared(folder: RunFolder, label: str, notes: list[str]) -> ComparedRun:
     if folder.needs_python:
         notes.append(f"{label} was started from Python: parts of it that no file holds may differ too")
-    tables = {step: folder.completions / table_name(step, "eval") for step in folder.evaluation_steps()}
+    tables = {step: folder.table(step, "eval") for step in folder.completion_steps("eval")}
     return ComparedRun(label, folder.read_metrics(), _settings(folder, label, notes), tables)
 
 
@@ -345,7 +345,7 @@ def _print_questions(
     shown, prompts = asked[0][: number or _RANKED], dict[str, str]()
     for step in reversed(folders[0].completion_steps()):
         if wanted := [question.uid for question in shown if question.uid not in prompts]:
-            prompts |= reader.ask("prompts", folders[0].completions / table_name(step), wanted)
+            prompts |= reader.ask("prompts", folders[0].table(step), wanted)
     table = Table("hardest", "visits", "right", "first", "last", "question")
     for question in shown:
         shares = (f"{100 * value:.0f} %" for value in (question.accuracy, question.first, question.last))
@@ -377,8 +377,8 @@ def _read(
     if step is not None and evaluation:
         raise ConfigError("--step, --eval: a completion is of one of them; give one option")
     folder = RunFolder.read(runs[0])
-    kind = "eval" if evaluation else "step"
-    there = folder.evaluation_steps() if evaluation else folder.completion_steps()
+    kind: TableKind = "eval" if evaluation else "step"
+    there = folder.completion_steps(kind)
     if not there:
         what = "evaluations" if evaluation else "completions of steps"
         raise DataError(f"{folder.path} has no {what} yet; run.log_completions must be true")
@@ -403,7 +403,14 @@ def _read(
 
 
 def _rows(
-    folder: RunFolder, kind: str, steps: list[int], question: str, most: int | None, reader: TableReader, *, worst: bool
+    folder: RunFolder,
+    kind: TableKind,
+    steps: list[int],
+    question: str,
+    most: int | None,
+    reader: TableReader,
+    *,
+    worst: bool,
 ) -> list[Record]:
     """Completions of one question or of all, step after step, or the lowest rewards of all steps first.
 
@@ -415,8 +422,7 @@ def _rows(
         start, left = 0, 1
         try:
             while left and (worst or most is None or len(rows) < most):
-                path = folder.completions / table_name(step, kind)
-                found = reader.ask("some", path, question, most, worst, start)
+                found = reader.ask("some", folder.table(step, kind), question, most, worst, start)
                 rows += [{kind: step} | row for row in found["rows"]]
                 start, left = start + len(found["rows"]), found["left"]
         except RunFolderError as error:

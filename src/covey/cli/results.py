@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from covey.observe.choices import measured
-from covey.observe.console import print_table, say, visible
+from covey.observe.console import print_table, say, several, visible
 from covey.observe.doctor import constant_answer
 from covey.observe.run_folder import RunFolder
 from covey.observe.statistics import PairedDifference, paired_difference
@@ -127,7 +127,7 @@ def print_summary(out: Console, trainer: GRPOTrainer, folder: Path) -> None:
         if told := constant_answer(evaluations[-1]):
             say(out, told)
     minutes, seconds = divmod(round(trainer.state.seconds), 60)
-    out.print(f"{trainer.state.global_step} steps in {minutes} min {seconds} s of training", highlight=False)
+    out.print(f"{several(trainer.state.global_step, 'step')} in {minutes} min {seconds} s of training", highlight=False)
     for name in ("learning_curve.png", "metrics.jsonl", "completions", "adapter"):
         if (folder / name).exists():
             say(out, f"  {folder / name}")

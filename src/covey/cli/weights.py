@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import warnings
@@ -81,6 +80,7 @@ def config_for(model: str, adapter: str | None, overrides: list[str] | None) -> 
 
 def form_of(model: str) -> tuple[bool | None, str | None]:
     """Whether a run's prompts were conversations, and the system message that all of them had; None = not known."""
+    from covey.observe.completions import WHOLE, messages
     from covey.observe.run_folder import RunFolder
 
     folder = RunFolder.read(model) if RunFolder.is_run(model) else None
@@ -88,15 +88,6 @@ def form_of(model: str) -> tuple[bool | None, str | None]:
     rows = folder.read_completions(steps[-1]) if folder and steps else []
     if not rows or "play" in rows[0]:
         return None, None
-    first = [_first_message(str(row.get("prompt"))) for row in rows]
-    system = {one.get("content") if one.get("role") == "system" else None for one in first}
-    return all(first), system.pop() if len(system) == 1 else None
-
-
-def _first_message(prompt: str) -> dict[str, Any]:
-    """Of a recorded conversation; nothing of plain text."""
-    try:
-        (first, *_) = json.loads(prompt)
-    except (ValueError, TypeError):
-        return {}
-    return first if isinstance(first, dict) and "role" in first else {}
+    first = [messages(row.get("prompt"), WHOLE)[0] for row in rows]  # plain text has no role
+    system = {one["content"] if one["role"] == "system" else None for one in first}
+    return all(one["role"] for one in first), system.pop() if len(system) == 1 else None

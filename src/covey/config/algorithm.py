@@ -235,11 +235,6 @@ class AlgorithmConfig(Section, frozen=True):
         return self.beta > 0 or self.reference_drift_threshold is not None
 
     @property
-    def masks_by_entropy(self) -> bool:
-        """True when a mask looks at the entropy of the current policy."""
-        return self.top_entropy_quantile < 1
-
-    @property
     def optimizer_steps(self) -> int:
         """Optimiser steps that each step of the run takes."""
         return self.num_iterations * self.num_minibatches

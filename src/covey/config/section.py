@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from covey.errors import ConfigError
+from covey.errors import ConfigError, shown
 
 PathText = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)]
 Texts = Annotated[
@@ -17,12 +17,6 @@ Texts = Annotated[
 _OR_EMPTY = BeforeValidator(lambda value: {} if value is None else value)
 Options = Annotated[dict[str, bool | int | float | str], _OR_EMPTY]
 Tables = Annotated[dict[str, bool | int | float | str | dict[str, int]], _OR_EMPTY]
-
-
-def shown(value: Any) -> str:
-    """A value for a message, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:150]}... ({len(text):,} characters)"
 
 
 class Section(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True):

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from covey.config.section import Section, shown
+from covey.config.section import Section
+from covey.errors import shown
 
 
 class ServerConfig(Section, frozen=True):

@@ -19,9 +19,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from covey.config.names import FIELDS, HINTS, MEANS, OPTIONS, SECTIONS, canonical_names, field_path, resolve
-from covey.config.section import shown
 from covey.config.training import PhaseConfig
-from covey.errors import ConfigError
+from covey.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -29,11 +29,11 @@ from covey.config.environment import EnvironmentConfig
 from covey.config.names import FIELDS, HINTS, MEANS, SECTIONS, canonical_names
 from covey.config.run import RunConfig
 from covey.config.sampling import ModelConfig, SamplingConfig, VLLMConfig
-from covey.config.section import Section, shown
+from covey.config.section import Section
 from covey.config.server import DistributedConfig, ServerConfig
 from covey.config.text import explain_error, is_unset, parse_overrides, unusable
 from covey.config.training import EvaluationConfig, OptimConfig, ScheduleConfig
-from covey.errors import ConfigError
+from covey.errors import ConfigError, shown
 from covey.files import no_path
 from covey.functions import whole_path
 from covey.metric_names import says_which_is_best

@@ -66,8 +66,8 @@ class GRPOConfig(BaseModel, extra="forbid", frozen=True, strict=True):
     def __init__(self, *positional: Any, **settings: Any) -> None:
         """Take options by name, or in the order of the names in the module.
 
-        Raises:
-            ConfigError: an unknown name, with the nearest one; a value out of range; options that do not fit together.
+        Raises `ConfigError`: an unknown name, with the nearest one; a value out of range; options that do not fit
+        together.
         """
         named = {_RENAMED.get(name, name): value for name, value in settings.items()}
         if len(named) < len(settings):

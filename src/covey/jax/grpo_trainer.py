@@ -199,9 +199,8 @@ class GRPOTrainer(Trainer):
             batch: a result of `rollout`, or `prompts` `[B, P]` padded on the right, `prompt_lengths` `[B]` (default:
                 all P), `key` (default: from the seed) and `columns` of arrays.
 
-        Raises:
-            RewardError: the reward function failed. In compiled code JAX raises its own error, which `train_step`
-                converts. On a mesh, compile for results of `rollout`; see `prepare_batch`.
+        Raises `RewardError`: the reward function failed. In compiled code JAX raises its own error, which `train_step`
+        converts. On a mesh, compile for results of `rollout`; see `prepare_batch`.
         """
         return self.loss_and_metrics(params, batch)[0]
 

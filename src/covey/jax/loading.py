@@ -73,9 +73,8 @@ def load_hf(
 
     Returns the config, and `{"params": ...}` for `Transformer(config).apply`.
 
-    Raises:
-        ModelError: the folder has no such files, `Transformer` does not support the architecture, or the weights do not
-            fit the config.
+    Raises `ModelError`: the folder has no such files, `Transformer` does not support the architecture, or the weights
+    do not fit the config.
     """
     folder = Path(folder)
     config = replace(_read_config(folder / "config.json"), lora_rank=lora_rank, lora_alpha=lora_alpha)

@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 
 from covey.errors import ConfigError
-from covey.jax.linear import wide_product
 
 KeysValues = tuple[jax.Array, jax.Array]
 """Keys `[N, K, D, S]` and values `[N, K, S, D]` of a layer; slot s holds position s."""
@@ -333,3 +332,33 @@ def _mix(q: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> j
     mixed = wide_product(mass.astype(q.dtype).reshape(many, heads, rows, -1), values).reshape(grouped.shape)
     mixed = (mixed / jnp.sum(mass, axis=-1, keepdims=True)).astype(q.dtype)  # fewer numbers than weights to divide
     return mixed.transpose(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+def wide_product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """`x @ y`, `[..., n, k] @ [..., k, m]` of equal leading axes and types, with its sums kept in at least float32.
+
+    For what is exponentiated afterwards, scores and logits: a sum of bfloat16 factors that is rounded to bfloat16 again
+    has lost 8 of 16 bits. The gradients are rounded to the type of the factors before they are multiplied, as those of
+    every other product are.
+    """
+    if x.dtype == jnp.promote_types(x.dtype, jnp.float32):
+        return x @ y
+    return _narrow_product(x, y)
+
+
+@jax.custom_vjp
+def _narrow_product(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.matmul(x, y, preferred_element_type=jnp.float32)
+
+
+def _narrow_forward(x: jax.Array, y: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _narrow_product(x, y), (x, y)
+
+
+def _narrow_backward(kept: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, y = kept
+    grad = grad.astype(x.dtype)
+    return grad @ y.swapaxes(-1, -2), x.swapaxes(-1, -2) @ grad
+
+
+_narrow_product.defvjp(_narrow_forward, _narrow_backward)

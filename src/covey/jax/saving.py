@@ -106,8 +106,8 @@ def load_adapter(folder: str | Path) -> LoadedAdapter:
 
     Returns `(rank, alpha, target_modules, tensors)`, see `LoadedAdapter`. Shapes are checked by `lora_from_tensors`.
 
-    Raises:
-        ModelError: files are missing or damaged, or the adapter is not plain LoRA on linear layers of a `Transformer`.
+    Raises `ModelError`: files are missing or damaged, or the adapter is not plain LoRA on linear layers of a
+    `Transformer`.
     """
     found = read_adapter_folder(folder)
     stabilised = bool(found.config.get("use_rslora"))

@@ -180,9 +180,9 @@ def _held_out(run: RunFolder | None, evaluations: Sequence[Record], settings: Ma
 
 def _interval(run: RunFolder, step: int, *, rewards: bool) -> tuple[float | None, float | None]:
     """Of a mean: 1.96 standard errors over problems, whose completions are averaged first; they are not independent."""
-    if step not in run.evaluation_steps():
+    if step not in run.completion_steps("eval"):
         return None, None
-    means = [score for score, _ in answers_of(run.read_evaluation(step), rewards=rewards)["by_uid"].values()]
+    means = [score for score, _ in answers_of(run.read_completions(step, "eval"), rewards=rewards)["by_uid"].values()]
     if len(means) < 2:
         return None, None
     half = 1.96 * stdev(means) / math.sqrt(len(means))

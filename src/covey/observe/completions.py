@@ -7,14 +7,14 @@ memory is limited.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any, TypeGuard
+from typing import Any
 
 from covey.errors import RunFolderError
 from covey.files import explained, open_regular
-from covey.observe.records import Record, hashes, plain, read_json
+from covey.observe.records import Record, hashes, is_number, plain, read_json
 from covey.types import equal_rewards
 
 MOST_BYTES, MOST_ROWS, MOST_COLUMNS = 512 << 20, 200_000, 500
@@ -33,17 +33,19 @@ _OWN = {*KEYS_AND_TEXTS, "error", "no_actions", "row", "logp", "turn_rewards", "
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which completions to show; what is left at its default lets everything through."""
+    """Which completions to show; what is left at its default lets everything through.
+
+    `shown` is all, right, wrong, truncated, masked, tied or mixed (of a group that is not tied).
+    """
 
     search: str = ""
+    shown: str = "all"
     uid: str = ""
-    tied: bool | None = None
-    masked: bool = False
-    truncated: bool = False
-    correct: bool | None = None
     ended: str = ""
-    least: Mapping[str, float] = field(default_factory=dict)
-    most: Mapping[str, float] = field(default_factory=dict)
+    reward_from: float | None = None
+    reward_to: float | None = None
+    length_from: float | None = None
+    length_to: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,35 +82,36 @@ def says(row: Record, search: str) -> bool:
 
 
 def _passes(row: Record, group: GroupFacts, wanted: Wanted) -> bool:
-    ends = row.get("finish_reason"), row.get("ended")
+    ends, correct = (row.get("finish_reason"), row.get("ended")), row.get("correct")
+    is_shown = {"right": correct is True, "wrong": correct is False, "masked": bool(row.get("masked_by"))}
+    is_shown |= {"truncated": ends[0] == "length" or ends[1] in ("turns", "context")}
+    is_shown |= {"tied": group.tied, "mixed": not group.tied}
     return (
         (not wanted.uid or row.get("uid") == wanted.uid)
-        and (wanted.tied is None or group.tied is wanted.tied)
-        and (not wanted.masked or bool(row.get("masked_by")))
-        and (not wanted.truncated or ends[0] == "length" or ends[1] in ("turns", "context"))
-        and (wanted.correct is None or row.get("correct") is wanted.correct)
+        and is_shown.get(wanted.shown, True)
         and (not wanted.ended or wanted.ended in ends)
-        and all(_is_number(value := row.get(name)) and value >= bound for name, bound in wanted.least.items())
-        and all(_is_number(value := row.get(name)) and value <= bound for name, bound in wanted.most.items())
+        and _within(row.get("reward"), wanted.reward_from, wanted.reward_to)
+        and _within(row.get("length"), wanted.length_from, wanted.length_to)
     )
 
 
+def _within(value: Any, low: float | None, high: float | None) -> bool:
+    """True for a number from `low` to `high`; for anything where there are no such ends."""
+    known = is_number(value)
+    return (low is None or (known and value >= low)) and (high is None or (known and value <= high))
+
+
 def _facts(number: Any, members: Sequence[Record]) -> GroupFacts:
-    rewards = [float(value) for row in members if (value := row.get("reward")) is not None and _is_number(value)]
+    rewards = [float(value) for row in members if (value := row.get("reward")) is not None and is_number(value)]
     least_and_most = min(rewards, default=0.0), max(rewards, default=0.0)
     mean, std, tied = (members[0].get(name) for name in ("group_mean", "group_std", "group_tied"))
     return GroupFacts(
         number,
         len(members),
-        float(mean) if _is_number(mean) else (fmean(rewards) if rewards else None),
-        float(std) if _is_number(std) else (pstdev(rewards) if rewards else None),
+        float(mean) if is_number(mean) else (fmean(rewards) if rewards else None),
+        float(std) if is_number(std) else (pstdev(rewards) if rewards else None),
         tied if isinstance(tied, bool) else len(members) > 1 and bool(equal_rewards(*least_and_most)),
     )
-
-
-def _is_number(value: Any) -> TypeGuard[int | float]:
-    """A number that means and spreads can be taken of: squares of larger ones have no float."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
 
 
 # ---------------------------------------------------------------------- reading
@@ -117,8 +120,7 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 def read_table(path: Path, columns: Sequence[str] | None = None, *, limited: bool = True) -> list[Record]:
     """All rows of a table, in those of the columns that it has; `limited` refuses one that says it is large.
 
-    Raises:
-        RunFolderError: there is no table, it is damaged, or too large to be looked at.
+    Raises `RunFolderError`: there is no table, it is damaged, or too large to be looked at.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

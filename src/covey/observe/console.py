@@ -70,6 +70,11 @@ def format_number(value: Any) -> str:
     return f"{value:d}" if isinstance(value, int) else f"{value:#.3g}".rstrip(".")
 
 
+def several(count: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def counted(settings: Mapping[str, Any], step: int) -> int:
     """A step of a run in optimiser steps, where those limit the run (as in `covey.trl`); else as it is."""
     most, algorithm = settings.get("schedule", {}).get("max_optimizer_steps"), settings.get("algorithm", {})
@@ -118,7 +123,7 @@ class ConsoleProgress(BaseObserver):
         total = self._total and self._counted(self._total)
         self._started = time.monotonic()
         name = visible(str(info.get("name") or "run"), 80)
-        length = f"{total} steps" if total else "no fixed number of steps"
+        length = several(total, "step") if total else "no fixed number of steps"
         resumed = f", from step {start}" if start else ""
         self._say(f"{name}: {length}{resumed}")
         if info.get("last_eval"):
@@ -141,7 +146,10 @@ class ConsoleProgress(BaseObserver):
             self._bar.update(self._task, completed=self._counted(step), numbers=numbers, activity="")
         elif self._console.is_jupyter or step % self._every == 0 or step == self._total:
             of_total = f"/{self._counted(self._total)}" if self._total else ""
-            self._line = f"step {self._counted(step)}{of_total}  {numbers}{self._time_left(step)}"
+            left = ""
+            if self._total and self._step_times:  # evaluations are not counted
+                left = f"  left {_duration(fmean(self._step_times) * max(0, self._total - step))}"
+            self._line = f"step {self._counted(step)}{of_total}  {numbers}{left}"
             self._show(self._line) if self._console.is_jupyter else self._say(self._line)
 
     def on_eval(self, step: int, metrics: Metrics) -> None:
@@ -194,12 +202,6 @@ class ConsoleProgress(BaseObserver):
         if self._skipped > _MOST_SKIPPED:
             self._say(f"skipped: {self._skipped} steps in all, see log.txt")
         self._say(f"{status} after {_duration(time.monotonic() - self._started)}")
-
-    def _time_left(self, step: int) -> str:
-        """By the mean time of the steps seen; evaluations are not counted."""
-        if not self._total or not self._step_times:
-            return ""
-        return f"  left {_duration(fmean(self._step_times) * max(0, self._total - step))}"
 
     def _say(self, text: str) -> None:
         if self._console.is_jupyter:

@@ -71,8 +71,7 @@ def draw_learning_curve(records: Records, path: str | Path, *, title: str = "") 
     """Draw one run's lines of `metrics.jsonl` into a PNG file: reward, held-out accuracy with 95 % intervals, length of
     completions, KL; what was not recorded is left out.
 
-    Raises:
-        RunFolderError: the file cannot be written.
+    Raises `RunFolderError`: the file cannot be written.
     """
     figure, axes = _figure(records, title)
     for axis, name in axes:
@@ -114,8 +113,7 @@ def draw_comparison(runs: Mapping[str, Sequence[Records]], path: str | Path, *, 
     A training metric of a single run is drawn thin as it was logged, and smoothed, as its label says; evaluations are
     not smoothed.
 
-    Raises:
-        RunFolderError: the file cannot be written.
+    Raises `RunFolderError`: the file cannot be written.
     """
     figure, axes = _figure([record for seeds in runs.values() for records in seeds for record in records], title)
     for position, (axis, name) in enumerate(axes):

@@ -15,6 +15,7 @@ from itertools import pairwise
 from statistics import fmean, pvariance
 from typing import Any
 
+from covey.observe.records import is_number
 from covey.observe.remedies import SAYS
 from covey.types import equal_rewards
 
@@ -91,15 +92,11 @@ _EXPLAINED_MASKS = {"mask/failed_episodes"}  # by `_worlds`
 ANSWER = "eval/most_frequent_text"
 """No metric: what an evaluation of which `constant_answer` tells has beside its numbers."""
 _MOST_FINDINGS = 500
-_MOST = 1e100
-"""Magnitude beyond which a number is as good as infinite: sums and squares of several must be finite."""
 
 
 def _number(value: Any) -> float | None:
     """A metric's value; None for text, NaN, infinities and what is as good as infinite."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -_MOST < value < _MOST:
-        return None
-    return float(value)
+    return float(value) if is_number(value) else None
 
 
 class _Window:

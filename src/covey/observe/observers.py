@@ -54,27 +54,24 @@ class Observers(BaseObserver):
     essential = True
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
-        self._active: list[Observer] = list(observers)
+        self.active: list[Observer] = list(observers)
         for name in vars(BaseObserver):
             if name.startswith("on_"):
                 setattr(self, name, partial(self._tell, name))
 
     def add(self, observer: Observer) -> None:
         """Tell this observer too from now on."""
-        self._active.append(observer)
-
-    def __iter__(self) -> Any:
-        return iter(tuple(self._active))
+        self.active.append(observer)
 
     def _tell(self, method: str, *arguments: Any) -> None:
         failures = []
-        for observer in tuple(self._active):
+        for observer in tuple(self.active):
             try:
                 getattr(observer, method)(*arguments)
             except Exception as error:
                 if getattr(observer, "essential", False):
                     raise
-                self._active = [other for other in self._active if other is not observer]
+                self.active = [other for other in self.active if other is not observer]
                 name = type(observer).__name__
                 _log.warning("observer %s failed in %s and is switched off", name, method, exc_info=error)
                 failures.append(f"{name} failed in {method} ({error!r}) and is switched off")

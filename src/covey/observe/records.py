@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from covey.errors import RunFolderError
 from covey.files import explained, write_atomically
@@ -44,6 +44,11 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # NumPy and torch, scalars and arrays
         return plain(value.tolist())
     return str(value)
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """A number that means and spreads can be taken of: squares of larger ones have no float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
 
 
 def read_json(text: str | bytes, kind: type[Kind]) -> Kind | None:
@@ -143,9 +148,8 @@ def is_answers(record: Record) -> bool:
 def read_json_lines(path: Path, is_record: Callable[[Record], bool] = lambda record: True) -> list[Record]:
     """Read the records of a file that may be growing; an unfinished last line is left out.
 
-    Raises:
-        RunFolderError: the file cannot be read, or a line before the last is no JSON object, or none for which
-            `is_record` holds.
+    Raises `RunFolderError`: the file cannot be read, or a line before the last is no JSON object, or none for which
+    `is_record` holds.
     """
     if not path.exists():
         return []
@@ -167,8 +171,7 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     A nested mapping becomes columns `outer/inner`. Values that are neither text, number nor bool (chat messages,
     lists), and columns that mix kinds, are written as JSON text. Text that is no valid Unicode is repaired with `?`.
 
-    Raises:
-        RunFolderError: the file cannot be written.
+    Raises `RunFolderError`: the file cannot be written.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -38,9 +38,8 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from covey import files
 from covey.errors import RunFolderError
@@ -49,7 +48,7 @@ from covey.observe.folder_lock import FolderLock
 from covey.observe.records import JsonLines, Record, is_answers, is_metrics, read_json, read_json_lines, write_table
 
 DEFAULT_FREE_BYTES = 200_000_000
-_TABLE = re.compile(r"^(step|eval)_(\d{6,})\.parquet$")
+TableKind = Literal["step", "eval", "ledger", "batch"]
 _PICTURES, _LARGEST_PICTURE = ("png", "jpg", "webp"), 256 << 20
 STARTED_LOG = "mcp.log"
 _IGNORED = {FolderLock.NAME, STARTED_LOG, ".DS_Store"}
@@ -119,9 +118,8 @@ class RunFolder:
             needed_bytes: refuse when less than this is free: an estimate of what the run will write.
             needs_python: the run has parts that no file holds, so that only its own program can continue it.
 
-        Raises:
-            RunFolderError: another run or other files are in it, it cannot be written, the disk is too full,
-                or another process is writing it.
+        Raises `RunFolderError`: another run or other files are in it, it cannot be written, the disk is too full, or
+        another process is writing it.
         """
         folder = Path(path).expanduser().absolute()
         if resume and cls.is_run(folder):
@@ -280,17 +278,15 @@ class RunFolder:
         with files.explained(self.log_path), self.log_path.open("a", encoding="utf-8", errors="replace") as file:
             file.write(f"{stamp} {kind}: {message}\n")
 
-    def write_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path | None:
-        """Write `completions/step_000012.parquet` (see `write_table`); without rows nothing is written."""
-        return self._write_rows(self.completions / table_name(step), rows)
-
-    def write_evaluation(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path | None:
-        """Write `completions/eval_000012.parquet`: what was answered in the evaluation at this step."""
-        return self._write_rows(self.completions / table_name(step, "eval"), rows)
-
-    def write_ledger(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path | None:
-        """Write `ledger/step_000012.parquet`: the tokens of a step's update."""
-        return self._write_rows(self.ledger / table_name(step), rows)
+    def write_completions(self, step: int, rows: Sequence[Mapping[str, Any]], kind: TableKind = "step") -> Path | None:
+        """Write the rows of a `table` (see `write_table`); without rows nothing is written."""
+        if not rows:
+            return None
+        path = self.table(step, kind)
+        with files.explained(path.parent):
+            path.parent.mkdir(exist_ok=True)
+        write_table(path, rows)
+        return path
 
     def write_samplers(self, step: int, members: Sequence[Mapping[str, Any]]) -> None:
         """Write `samplers.json`: who samples after a step; without members it goes, if there is one."""
@@ -304,7 +300,7 @@ class RunFolder:
         """Write `batches/step_000012.parquet`: what a step was trained on."""
         with files.explained(self.batches):
             self.batches.mkdir(exist_ok=True)
-        files.write_atomically(self.batches / table_name(step), content)
+        files.write_atomically(self.table(step, "batch"), content)
 
     def write_pictures(self, pictures: Iterable[Any]) -> None:
         """Write those of the pictures (`covey.tasks.pictures`) to `pictures/` that are not there."""
@@ -326,19 +322,6 @@ class RunFolder:
                     return data, ending
         raise RunFolderError(f"{self.pictures}: there is no whole file of the picture {sha256:.64}; restore it")
 
-    @staticmethod
-    def _write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path | None:
-        if not rows:
-            return None
-        with files.explained(path.parent):
-            path.parent.mkdir(exist_ok=True)
-        write_table(path, rows)
-        return path
-
-    def publishing(self, final: Path) -> AbstractContextManager[Path]:
-        """Fill a folder such as `best` or `adapter`: yields it empty, publishes it when the block ends."""
-        return files.publishing(final)
-
     def sync(self) -> None:
         """Wait until metrics and events are on the disk. Call it before a checkpoint is written."""
         for lines in (self._metrics, self._questions, self._events):
@@ -349,9 +332,9 @@ class RunFolder:
         for lines in (self._metrics, self._questions):
             lines.keep(lambda record: record["step"] <= step)
         with files.explained(self.completions, "clean up"):
-            for _, number, path in [*tables_in(self.completions), *tables_in(self.ledger), *tables_in(self.batches)]:
-                if number > step:
-                    path.unlink()
+            for kind in get_args(TableKind):
+                for later in (number for number in self.completion_steps(kind) if number > step):
+                    self.table(later, kind).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the files and give the lock back. Calling it again does nothing."""
@@ -389,25 +372,21 @@ class RunFolder:
         """All lines of `events.jsonl`, oldest first."""
         return read_json_lines(self.events_path)
 
-    def read_completions(self, step: int) -> list[Record]:
-        """The rows of one step's table."""
-        return read_table(self.completions / table_name(step), limited=False)
+    def table(self, step: int, kind: TableKind = "step") -> Path:
+        """The file of a step's completions ("step"), of the evaluation after it, of its ledger, or of its batch."""
+        folder = {"ledger": self.ledger, "batch": self.batches}.get(kind, self.completions)
+        return folder / f"{'eval' if kind == 'eval' else 'step'}_{step:06d}.parquet"
 
-    def read_evaluation(self, step: int) -> list[Record]:
-        """The rows of one evaluation's table."""
-        return read_table(self.completions / table_name(step, "eval"), limited=False)
+    def read_completions(self, step: int, kind: TableKind = "step") -> list[Record]:
+        """The rows of a `table`."""
+        return read_table(self.table(step, kind), limited=False)
 
-    def completion_steps(self) -> list[int]:
-        """Steps that have a table of completions, ascending."""
-        return self._steps("step")
-
-    def batch_steps(self) -> list[int]:
-        """Steps whose batches were kept, ascending."""
-        return sorted(number for _, number, _ in tables_in(self.batches))
-
-    def evaluation_steps(self) -> list[int]:
-        """Steps at which an evaluation left a table, ascending."""
-        return self._steps("eval")
+    def completion_steps(self, kind: TableKind = "step", most: int | None = None) -> list[int]:
+        """Steps that have such a `table`, ascending, of `most` entries of the folder."""
+        folder, stem = self.table(0, kind).parent, self.table(0, kind).name[:4]
+        with files.explained(folder, "read"):
+            names = [path.name for path in itertools.islice(folder.iterdir(), most)] if folder.is_dir() else []
+        return sorted(int(match[1]) for name in names if (match := re.fullmatch(rf"{stem}_(\d{{6,}})\.parquet", name)))
 
     def last_state(self) -> str:
         """What the events told last of the run: started, resumed at step N, finished, stopped, failed; "" = nothing."""
@@ -436,22 +415,7 @@ class RunFolder:
     def last_step(self) -> int:
         """The last step that anything in the folder tells of: metrics, answers, or tables of completions."""
         answered = max((record["step"] for record in self.read_answers()), default=0)
-        return max([self.last_logged_step(), answered, *(number for _, number, _ in tables_in(self.completions))])
-
-    def _steps(self, kind: str) -> list[int]:
-        return sorted(number for each, number, _ in tables_in(self.completions) if each == kind)
-
-
-def table_name(step: int, kind: str = "step") -> str:
-    """Of the file with what a step, or an evaluation ("eval"), left."""
-    return f"{kind}_{step:06d}.parquet"
-
-
-def tables_in(folder: Path, most: int | None = None) -> list[tuple[str, int, Path]]:
-    """Kind, step and path of the tables in a folder, which may be missing; `most` entries of it are looked at."""
-    with files.explained(folder, "read"):
-        paths = list(itertools.islice(folder.iterdir(), most)) if folder.is_dir() else []
-    return [(match[1], int(match[2]), path) for path in paths if (match := _TABLE.match(path.name))]
+        return max([self.last_logged_step(), answered, *self.completion_steps(), *self.completion_steps("eval")])
 
 
 def collect_versions() -> Record:

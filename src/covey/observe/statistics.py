@@ -28,8 +28,7 @@ def wilson_interval(correct: int, total: int, confidence: float = 0.95) -> tuple
     Returns:
         (low, high); (0, 1) when `total` is 0: nothing is known.
 
-    Raises:
-        ValueError: `correct` is not within 0..total.
+    Raises `ValueError`: `correct` is not within 0..total.
     """
     if not 0 <= correct <= total:
         raise ValueError(f"correct={correct}: must be between 0 and total={total}")
@@ -98,8 +97,7 @@ def paired_difference(
         resamples: bootstrap resamples, for other than right/wrong scores.
         seed: of the bootstrap, so that equal input gives equal output.
 
-    Raises:
-        ValueError: different lengths, or no problems.
+    Raises `ValueError`: different lengths, or no problems.
     """
     old, new = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
     if old.shape != new.shape or old.ndim != 1 or len(old) == 0:

@@ -359,8 +359,7 @@ def make_observers(
         num_completions_to_print: completions shown on the screen with each line.
         report_completions: completions that trackers are sent with each point; 0 = none.
 
-    Raises:
-        ConfigError: an unknown tracker, or one whose package is not installed.
+    Raises `ConfigError`: an unknown tracker, or one whose package is not installed.
     """
     names = [report_to] if isinstance(report_to, str) else list(report_to or ())
     observers = Observers()

@@ -218,8 +218,8 @@ def as_list(returned: Any, count: int) -> Any:
 def read_rewards(name: str, returned: Any, rows: Sequence[str]) -> NDArray[np.float64]:
     """`[N]` rewards, NaN for None.
 
-    Raises:
-        RewardError: not a list, not N entries, or an entry that is no finite number up to `MAX_REWARD` in magnitude.
+    Raises `RewardError`: not a list, not N entries, or an entry that is no finite number up to `MAX_REWARD` in
+    magnitude.
     """
     count = len(rows)
     if not isinstance(returned, list | tuple):

@@ -253,8 +253,7 @@ class Scorer:
     def score_rows(self, asked: Asked) -> Scored:
         """Score rows in place of another process: its functions but for those that need the whole batch.
 
-        Raises:
-            RewardError, ConfigError: as `score`.
+        Raises `RewardError, ConfigError`: as `score`.
         """
         self.check_columns(asked.columns)
         metrics, self._metrics = self._metrics, {}

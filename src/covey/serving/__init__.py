@@ -3,17 +3,6 @@
 Names are loaded when they are asked for: the client needs no server, and reading a config needs neither.
 """
 
-from covey.functions import when_used
+from covey.functions import from_stub
 
-_WHERE = {
-    "covey.adapters": "Adapter read_adapter",
-    "covey.pytorch.models.lora": "write_adapter",
-    "covey.serving.app": "create_app",
-    "covey.serving.batching": "BatchingEngine",
-    "covey.serving.check": "check_server",
-    "covey.serving.client": "InferenceClient upload_adapter_weights",
-    "covey.serving.gate": "ServeSettings",
-    "covey.serving.remote": "RemoteEngine",
-}
-__all__ = sorted(" ".join(_WHERE.values()).split())
-__getattr__ = when_used(__name__, _WHERE)
+__all__, __getattr__ = from_stub(__name__, __file__)

@@ -160,8 +160,8 @@ class FileTask(Task):
     def train_rows(self, seed: int) -> list[Row]:
         """The problems that are not held out, in the order of the file, or `num_train` of them.
 
-        Raises:
-            DataError: nothing is left, or a question stands in the training file and in a held-out file of its own.
+        Raises `DataError`: nothing is left, or a question stands in the training file and in a held-out file of its
+        own.
         """
         where = {"path": self.path, "eval_path": self.eval_path, "num_eval": self.num_eval}
         return some_rows(without_held_out(self._problems, self._held_out, **where), self.num_train, seed)

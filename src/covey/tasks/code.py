@@ -129,9 +129,7 @@ class Code(FileTask):
         system_prompt: str | None = "Answer with Python code in one ```python block.",
     ) -> None:
         if num_eval < 1 or seconds <= 0 or memory_mb < 64:
-            raise ConfigError(
-                f"num_eval={num_eval}, seconds={seconds}, memory_mb={memory_mb}: at least 1, above 0, at least 64"
-            )
+            raise ConfigError(f"{num_eval=}, {seconds=}, {memory_mb=}: at least 1, above 0, at least 64")
         self.path, self.eval_path, self.num_eval, self.system_prompt = path, eval_path, num_eval, system_prompt
         how: dict[str, Any] = {"partial_credit": partial_credit, "unprotected": unprotected}
         limits = Limits(seconds=float(seconds), memory_mb=memory_mb)

@@ -232,8 +232,8 @@ class USMLE(FileTask):
 def load_questions(source: Any, split: str = "train") -> list[Row]:
     """Questions as `{"question", "options", "answer", "line"}`, each checked.
 
-    Raises:
-        DataError: a line is no question, or one question stands there twice with different answers; with its number.
+    Raises `DataError`: a line is no question, or one question stands there twice with different answers; with its
+    number.
     """
     is_jsonl = isinstance(source, str | Path) and str(source).endswith(".jsonl")
     where = str(source) if isinstance(source, str | Path) else "dataset"

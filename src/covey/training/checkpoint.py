@@ -104,9 +104,8 @@ def save_checkpoint(
 def load_checkpoint(path: str | Path, *, run_id: str | None = None) -> Checkpoint:
     """Read a checkpoint.
 
-    Raises:
-        CheckpointError: missing, incomplete, corrupt, or of another run. The message names another checkpoint
-            that is good, if there is one beside it.
+    Raises `CheckpointError`: missing, incomplete, corrupt, or of another run. The message names another checkpoint that
+    is good, if there is one beside it.
     """
     folder = Path(path)
     if problem := folder_problem(folder):
@@ -312,7 +311,7 @@ def _sign_of_a_checkpoint(folder: RunFolder, config: GRPOConfig, last: int) -> s
     if config.evaluation.load_best_model_at_end:
         # An evaluation that is the best so far leaves a checkpoint before the next step begins.
         done = {record["step"] for record in folder.read_metrics() if record.get("eval/reward") is not None}
-        done |= set(folder.evaluation_steps())
+        done |= set(folder.completion_steps("eval"))
         # One in which every episode failed was compared with no other.
         done -= {record["step"] for record in folder.read_metrics() if record.get("eval/num_completions") == 0}
         if any(step < last for step in done):
@@ -435,7 +434,7 @@ def lost_lines(folder: RunFolder, checkpoint: Checkpoint, config: GRPOConfig) ->
     notes = [f"{which}: the weights go on as they were, learning curve and history begin later"] if lost else []
     return notes + [
         f"metrics.jsonl lacks the evaluation at step {step}: reports and learning curve go without it"
-        for step in folder.evaluation_steps()
+        for step in folder.completion_steps("eval")
         if step < checkpoint.step and step not in evaluated
     ]
 

@@ -68,9 +68,7 @@ def imitate(
         DataError: the expert succeeded in no episode, or there is none.
     """
     if min(episodes, epochs, episodes_per_step) < 1:
-        raise ConfigError(
-            f"episodes={episodes}, epochs={epochs}, episodes_per_step={episodes_per_step}: 1 or more each"
-        )
+        raise ConfigError(f"{episodes=}, {epochs=}, {episodes_per_step=}: 1 or more each")
     _require_expert(config)
     folder = checked_path("folder", folder)
     with explained(folder):

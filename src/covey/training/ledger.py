@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 
 class Ledger:
-    """Looks at the passes of one update; `rows` are what `RunFolder.write_ledger` writes, one for each token.
+    """Looks at the passes of one update; `rows` are those of a ledger's table, one for each token.
 
     Columns: `row` (of the batch, as in the table of completions), `group`, `pass` (optimiser step of the update),
     `position` (among the sampled tokens), `token_id`, `token`, `advantage`, `masked_by`, `sampler_logp`, `logp` (of the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -10,12 +11,11 @@ from numpy.typing import NDArray
 
 from covey.errors import ConfigError
 from covey.observe.choices import Answered
+from covey.pytorch.backend import BACKEND
 from covey.training.evaluate import EVALUATION_STREAM
 from covey.training.setup import sampling_settings
 from covey.training.trainer import GRPOTrainer
-from covey.types import Batch, Completion, Episode, IntArray, Progress, Prompt, Request
-
-_QUESTIONS_AT_ONCE = 32
+from covey.types import Progress, Request
 
 
 @runtime_checkable
@@ -46,14 +46,14 @@ def answer_choices(
     if not 0 <= rotations < fewest:
         raise ConfigError(f"rotations={rotations}: questions with {fewest} options have 0 to {fewest - 1}")
     letters = sorted({letter for row in rows for letter in row["options"]})
-    both = hasattr(trainer.engine, "sample_and_score")
-    total = len(rows) * (1 + rotations + (not both))
+    own = hasattr(trainer.engine, "sample_and_score")
+    total = len(rows) * (1 + rotations + (not own))
 
     def told(before: int) -> Progress | None:
         return None if progress is None else lambda done, _: progress(before + done, total)
 
-    if both:
-        texts, probabilities = _texts_and_probabilities(trainer, letters, lead_in, told(0))
+    if own:
+        texts, probabilities = _texts_and_probabilities(trainer, trainer.engine, letters, lead_in, told(0))
     else:
         texts = _texts(trainer, None, told(0))
     chosen = [task.chosen(text, row) for text, row in zip(texts, rows, strict=True)]
@@ -64,68 +64,39 @@ def answer_choices(
         written = [task.chosen(text, row) for text, row in zip(answers, turned, strict=True)]
         meant = [_turn_back(letter, row, shift) for letter, row in zip(written, rows, strict=True)]
         rotated.append((meant, written))
-    if not both:
-        left = told(len(rows) * (1 + rotations))
-        probabilities = letter_probabilities(trainer, trainer.eval_prompts, letters, lead_in, left)
+    if not own:
+        left, engine = told(len(rows) * (1 + rotations)), _own_engine(trainer)
+        _, probabilities = _texts_and_probabilities(trainer, engine, letters, lead_in, left, max_tokens=1)
     return Answered(name, texts, chosen, letters, rotated, probabilities)
 
 
-def letter_probabilities(
-    trainer: GRPOTrainer,
-    prompts: Sequence[Prompt],
-    letters: Sequence[str],
-    lead_in: str = "",
-    progress: Progress | None = None,
-) -> NDArray[np.float64]:
-    """`[n, L]` probability that the model begins its answer with `lead_in` and the letter, at temperature 1.
-
-    The learner computes it, whatever samples. Exact: the product of the probabilities of those tokens. NaN for letters
-    that a question's options do not have.
-    """
-    continuations = _continuations(trainer, letters, lead_in)
-    found = np.full((len(prompts), len(letters)), np.nan)
-    trainer.engine.release()
-    for start in range(0, len(prompts), _QUESTIONS_AT_ONCE):
-        part = range(start, min(start + _QUESTIONS_AT_ONCE, len(prompts)))
-        places = [(i, c) for i in part for c, letter in enumerate(letters) if letter in prompts[i].columns["options"]]
-        episodes = []
-        for i, c in places:
-            logprobs = np.zeros(len(continuations[c]), np.float32)
-            episodes.append(Episode.from_completion(prompts[i], Completion(continuations[c], logprobs, "stop", 0), ""))
-        widths = np.array([episode.num_sampled for episode in episodes])
-        mask = np.arange(widths.max())[None, :] < widths[:, None]
-        zeros = np.zeros(mask.shape, np.float32)
-        batch = Batch(tuple(episodes), np.array([i for i, _ in places]), zeros, mask, zeros)
-        logp, _ = trainer.learner.scores(batch, np.arange(len(episodes)), temperature=1.0)
-        totals = np.where(mask, logp.astype(np.float64), 0.0).sum(axis=1)
-        for (i, c), value in zip(places, np.exp(totals), strict=True):
-            found[i, c] = value
-        if progress is not None:
-            progress(part.stop, len(prompts))
-    return found
-
-
 def _texts_and_probabilities(
-    trainer: GRPOTrainer, letters: Sequence[str], lead_in: str, progress: Progress | None
+    trainer: GRPOTrainer, engine: Any, letters: Sequence[str], lead_in: str, progress: Progress | None, **limit: Any
 ) -> tuple[list[str], NDArray[np.float64]]:
-    """What `_texts` and `letter_probabilities` say, of prompts that are computed once for both."""
+    """Answers as of `_texts`, and `[n, L]` the probability that the model begins its answer with `lead_in` and the
+    letter, at temperature 1; NaN for letters that a question's options do not have. Prompts are computed once for both.
+    """
     prompts, args = trainer.eval_prompts, trainer.args
     requests = [Request(p.token_ids, (args.run.seed, EVALUATION_STREAM, n, 0)) for n, p in enumerate(prompts)]
-    engine: Any = trainer.engine
+    encode = trainer.policy.tokenizer
     completions, logp = engine.sample_and_score(
         requests,
-        sampling_settings(args, trainer.policy, args.evaluation.eval_temperature),
+        replace(sampling_settings(args, trainer.policy, args.evaluation.eval_temperature), **limit),
         policy_version=trainer.state.policy_version,
-        continuations=_continuations(trainer, letters, lead_in),
+        continuations=[np.array(encode(lead_in + x, add_special_tokens=False).input_ids, np.int64) for x in letters],
         progress=None if progress is None else lambda done, of: progress(done * len(prompts) // of, len(prompts)),
     )
     has = [[letter in prompt.columns["options"] for letter in letters] for prompt in prompts]
     return [trainer.decode(c.token_ids.tolist()) for c in completions], np.where(has, np.exp(logp), np.nan)
 
 
-def _continuations(trainer: GRPOTrainer, letters: Sequence[str], lead_in: str) -> list[IntArray]:
-    encode = trainer.policy.tokenizer
-    return [np.array(encode(lead_in + x, add_special_tokens=False).input_ids, np.int64) for x in letters]
+def _own_engine(trainer: GRPOTrainer) -> Any:
+    """Covey's engine with the policy's weights, beside another sampler, which gives its memory back."""
+    trainer.engine.release()
+    sampling = trainer.args.sampling.model_copy(update={"engine": "covey"})
+    engine = BACKEND.make_sampler(trainer.args.model_copy(update={"sampling": sampling}), trainer.policy)
+    engine.publish(trainer.policy.weights(trainer.state.policy_version))
+    return engine
 
 
 def _texts(trainer: GRPOTrainer, rows: Sequence[Mapping[str, Any]] | None, progress: Progress | None) -> list[str]:

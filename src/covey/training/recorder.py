@@ -14,6 +14,7 @@ from covey.algorithms import Estimator
 from covey.config.whole import GRPOConfig
 from covey.distributed.fleet import Fleet
 from covey.errors import CheckpointError, CoveyError, ModelError
+from covey.files import publishing
 from covey.functions import user_file_hashes
 from covey.observe.curve import draw_run
 from covey.observe.doctor import Doctor
@@ -150,7 +151,7 @@ class Recorder:
     def _finish(self, folder: RunFolder) -> None:
         self._save(folder)
         whose = self._take_best(folder)
-        with folder.publishing(folder.adapter) as aside:
+        with publishing(folder.adapter) as aside:
             self._run.policy.save_pretrained(aside)
         what = "the adapter" if self._run.args.model.use_peft else "the model"
         self.event("adapter", f"{what} of {whose}, is in {folder.adapter}")
@@ -269,7 +270,7 @@ class Recorder:
         self._tell_failures(rows)
         self._diagnose()
         if ledger is not None:
-            folder.write_ledger(number, ledger.rows)
+            folder.write_completions(number, ledger.rows, "ledger")
         if config.run.keep_batches:
             numbers = (len(run.prompts), self._longest_prompt, len(rollout.discarded))
             passes = (self._learner.tokens_per_micro_batch, type(self._learner).__name__)
@@ -295,7 +296,7 @@ class Recorder:
         rows = completion_rows(result.rollout.groups, None, logged.columns, result.correct, penalty)
         if self._settings.log_completions:
             folder.write_pictures(pictures_in([group.shown for group in result.rollout.groups]))
-            folder.write_evaluation(state.global_step, rows)
+            folder.write_completions(state.global_step, rows, "eval")
         self._tell_failures(rows)
         self._diagnose()
         draw_run(folder)
@@ -310,7 +311,7 @@ class Recorder:
             state.best_metric, state.best_step = value, state.global_step
             state.evaluations_without_improvement = 0
             if state.global_step > 0:
-                with folder.publishing(folder.best) as aside:
+                with publishing(folder.best) as aside:
                     self._run.policy.save_pretrained(aside)
                 folder.append_event("best", f"step {state.global_step} ({state.best_metric_name} {value:.4g})")
             self._best_unsaved = self._run.args.evaluation.load_best_model_at_end

@@ -25,7 +25,7 @@ from covey.distributed.ranks import Ranks
 from covey.distributed.replicated import SharedPacks
 from covey.errors import CheckpointError, ConfigError, RunFolderError
 from covey.files import folder_problem
-from covey.observe.run_folder import RunFolder, collect_versions, table_name
+from covey.observe.run_folder import RunFolder, collect_versions
 from covey.rollout.batching import make_batch
 from covey.rollout.learning import Learner, TrainedPolicy
 from covey.tasks.pictures import read_picture
@@ -144,7 +144,7 @@ def replay(
     """
     folder = RunFolder.read(run)
     if step is None:
-        step = (folder.batch_steps() or [1])[-1]
+        step = (folder.completion_steps("batch") or [1])[-1]
     report, config = Report(str(run), step), _settings(_stored_step(folder, step), moved)
     if tolerance is None:
         tolerance, why = _tolerance_of(folder, config)
@@ -175,7 +175,7 @@ def replay(
 
 
 def _stored_step(folder: RunFolder, step: int) -> StoredStep:
-    path, kept = folder.batches / table_name(step), folder.batch_steps()
+    path, kept = folder.table(step, "batch"), folder.completion_steps("batch")
     if path.exists():
         return read_step(path, step)
     why = "there is no batches/, so no step of it can be computed again; a run keeps them with run.keep_batches=true"
@@ -226,7 +226,7 @@ def _begin(report: Report, folder: RunFolder, step: int) -> tuple[int, Checkpoin
     report.checks.append(check)
     paths = {int(path.name[5:]): path for path in list_checkpoints(folder.checkpoints)}
     for number in sorted((n for n in {0, *paths} if n < step), reverse=True):
-        missing = sorted(set(range(number + 1, step)) - set(folder.batch_steps()))
+        missing = sorted(set(range(number + 1, step)) - set(folder.completion_steps("batch")))
         if missing:
             raise CheckpointError(
                 f"{folder.path}: step {step} is reached from the weights after step {number}, the newest that can be "

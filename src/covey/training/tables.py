@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from covey.rollout.batching import segment_of_token
-from covey.tasks.pictures import Picture, with_pictures
+from covey.tasks.pictures import with_pictures
 from covey.types import Batch, BoolArray, Episode, Group, Trajectory, Turn
 
 
@@ -48,8 +49,10 @@ def completion_rows(
                 episodes = (group.episodes[sample],)
                 entry |= _answer_row(group, sample)
                 if group.with_tools:
-                    entry |= _turns_row(group.with_tools[sample])
-                    entry["play"] = json.dumps(_play(group.with_tools[sample], first, batch, of_episode))
+                    said = group.with_tools[sample]
+                    entry |= {"completion": transcript(said), "turns": len(said.turns), "no_actions": 0}
+                    entry |= {"ended": said.ended, "error": said.error}
+                    entry["play"] = json.dumps(_play(said, first, batch, of_episode))
                 if correct is not None:
                     entry["correct"] = bool(correct[len(rows)])
             if batch is not None:
@@ -73,7 +76,9 @@ def completion_rows(
 def _answer_row(group: Group, sample: int) -> dict[str, Any]:
     prompt, episode = group.prompt, group.episodes[sample]
     return {
-        "prompt": said if isinstance(said := with_pictures(prompt.content, _hash), str) else json.dumps(said),
+        "prompt": said
+        if isinstance(said := with_pictures(prompt.content, attrgetter("sha256")), str)
+        else json.dumps(said),
         "completion": episode.text,
         "reward": float(group.rewards[sample]),
         "length": episode.num_sampled,
@@ -82,10 +87,6 @@ def _answer_row(group: Group, sample: int) -> dict[str, Any]:
         **{f"rewards/{name}": float(values[sample]) for name, values in group.reward_parts.items()},
         **({"kind": str(prompt.columns["kind"])} if "kind" in prompt.columns else {}),
     }
-
-
-def _hash(picture: Picture) -> str:
-    return picture.sha256
 
 
 def _trajectory_row(group: Group, sample: int, penalty: float) -> dict[str, Any]:
@@ -107,12 +108,6 @@ def _trajectory_row(group: Group, sample: int, penalty: float) -> dict[str, Any]
         "rewards/world": trajectory.reward + penalty * invalid,
         "rewards/invalid_actions": -penalty * invalid,
     }
-
-
-def _turns_row(trajectory: Trajectory) -> dict[str, Any]:
-    """What was said in an answer with tools, calls and results."""
-    told = {"completion": transcript(trajectory), "turns": len(trajectory.turns), "no_actions": 0}
-    return told | {"ended": trajectory.ended, "error": trajectory.error}
 
 
 def _trained(batch: Batch, first: int, episodes: Sequence[Episode]) -> dict[str, Any]:

@@ -115,8 +115,8 @@ class GRPOTrainer:
         prompts: the training rows, tokenised; `eval_prompts` are the held-out ones.
         questions: the answers to each training question so far.
 
-    Raises:
-        ConfigError, DataError, ModelError, RewardError: settings, data, model or rewards cannot work; before training.
+    Raises `ConfigError, DataError, ModelError, RewardError`: settings, data, model or rewards cannot work; before
+    training.
     """
 
     policy: Any
@@ -247,8 +247,7 @@ class GRPOTrainer:
             resume_from_checkpoint: True = the newest complete checkpoint in `output_dir` (from the start if there is
                 none yet), a path = that checkpoint. With unchanged settings the result is an unbroken run's.
 
-        Raises:
-            RewardError, GenerationError, RunFolderError: the run stopped and can be resumed.
+        Raises `RewardError, GenerationError, RunFolderError`: the run stopped and can be resumed.
         """
         if resume_from_checkpoint is not None and not isinstance(resume_from_checkpoint, bool):
             resume_from_checkpoint = checked_path("resume_from_checkpoint", resume_from_checkpoint)
@@ -437,8 +436,7 @@ class GRPOTrainer:
         Returns:
             A group for each prompt; `rewards` of a group are `[num_generations]`.
 
-        Raises:
-            DataError: a row has no prompt, or one that is too long.
+        Raises `DataError`: a row has no prompt, or one that is too long.
         """
         phase = self.next_phase()
         prompts = None if rows is None else self._prompts(rows)
@@ -529,8 +527,7 @@ class GRPOTrainer:
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
         """Evaluate the policy on held-out prompts and return `eval/...` metrics.
 
-        Raises:
-            DataError: there are no held-out prompts.
+        Raises `DataError`: there are no held-out prompts.
         """
         return self.evaluation(eval_dataset).metrics
 

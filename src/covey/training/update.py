@@ -83,7 +83,7 @@ class _Views:
         self.reference: FloatNT | None = None
         drift = algorithm.reference_drift
         self._ask = masks_by_policy(algorithm) or self.objective.loss.select is not None
-        self._entropies = algorithm.masks_by_entropy or self.objective.loss.entropy
+        self._entropies = algorithm.top_entropy_quantile < 1 or self.objective.loss.entropy
         # Below 1e-3 nats rounding could decide on which side a policy is that has not left the reference.
         near = drift is not None and abs(drift[0]) < 1e-3
         self._are_samplers = on_policy and self._ask and not self._entropies and not near

@@ -22,17 +22,11 @@ from covey.trl.tables import RichProgressCallback
 from covey.trl.teachers import DistillationTrainer
 from covey.trl.trainer import GRPOTrainer
 
-__all__ = ["DatasetConfig", "DatasetMixtureConfig", "GRPOConfig", "GRPOTrainer", "ModelConfig", "RichProgressCallback"]
-__all__ += [
-    "DistillationConfig",
-    "DistillationTrainer",
-    "ScriptArguments",
-    "TrlParser",
-    "get_dataset",
-    "get_kbit_device_map",
-    "get_peft_config",
-    "get_quantization_config",
-]
+__all__ = [
+    "DatasetConfig", "DatasetMixtureConfig", "DistillationConfig", "DistillationTrainer", "GRPOConfig", "GRPOTrainer",
+    "ModelConfig", "RichProgressCallback", "ScriptArguments", "TrlParser", "get_dataset", "get_kbit_device_map",
+    "get_peft_config", "get_quantization_config",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

@@ -84,8 +84,7 @@ class GRPOConfig(TrainingArguments):
     One default depends on the machine. If neither `bf16` nor `fp16` is given, `bf16` is true on devices that compute in
     bfloat16 and false on others, where it would be many times slower.
 
-    Raises:
-        ConfigError: batch sizes do not fit each other, or another combination that TRL refuses.
+    Raises `ConfigError`: batch sizes do not fit each other, or another combination that TRL refuses.
     """
 
     _rewarded, _also_logged = True, dict[str, str]()  # others have no rewards, and groups of one

@@ -34,8 +34,7 @@ def accuracy_reward(completions: Sequence[Any], solution: Sequence[Any], **colum
             its reference is not text (with a warning), is words only or holds no answer.
         columns: not used.
 
-    Raises:
-        ConfigError: math-verify is not installed.
+    Raises `ConfigError`: math-verify is not installed.
     """
     known = [answer if _has_answer(answer) else None for answer in solution]
     return _equal()(list(completions), solution=known)

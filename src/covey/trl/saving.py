@@ -150,8 +150,7 @@ class Saving:
     def init_hf_repo(self, token: str | None = None) -> None:
         """Make the repository `hub_model_id` (default: of `output_dir`'s name), if it is not there.
 
-        Raises:
-            HubError: it cannot be made, or the token may not write there.
+        Raises `HubError`: it cannot be made, or the token may not write there.
         """
         args = self.args
         wanted = args.hub_model_id or Path(args.output_dir or "").absolute().name
@@ -189,8 +188,7 @@ class Saving:
     ) -> str:
         """Save the model to `output_dir`, write its card, and upload both.
 
-        Raises:
-            HubError: the hub refuses or cannot be reached; the model is in `output_dir` all the same.
+        Raises `HubError`: the hub refuses or cannot be reached; the model is in `output_dir` all the same.
         """
         self.save_model(_internal_call=True)
         if self.hub_model_id is None:

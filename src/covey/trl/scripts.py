@@ -105,8 +105,7 @@ class TrlParser(HfArgumentParser):
             fail_with_unknown_args: False = names in the file that no dataclass has are passed over.
             separate_remaining_strings: return those of the file and those of the command line apart.
 
-        Raises:
-            ConfigError: the file cannot be read, or holds a name that no dataclass has.
+        Raises `ConfigError`: the file cannot be read, or holds a name that no dataclass has.
         """
         words = list(sys.argv[1:] if args is None else args)
         unknown: list[str] = []
@@ -185,8 +184,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
 
     With fractions, it is the largest mixture without a repeated row, made of the first rows of each dataset.
 
-    Raises:
-        ConfigError: there is no dataset, only some have a fraction, or a streamed one has a fraction.
+    Raises `ConfigError`: there is no dataset, only some have a fraction, or a streamed one has a fraction.
     """
     import datasets
 

@@ -95,9 +95,8 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         state: transformers' `TrainerState`; `global_step` counts optimiser steps.
         reward_funcs: all reward functions; those of environments come last.
 
-    Raises:
-        ConfigError, DataError, ModelError, RewardError: settings, data, model or rewards cannot work; before training.
-            All are also a `ValueError` or `RuntimeError`.
+    Raises `ConfigError, DataError, ModelError, RewardError`: settings, data, model or rewards cannot work; before
+    training. All are also a `ValueError` or `RuntimeError`.
     """
 
     _config_class, _suffix = GRPOConfig, "-GRPO"
@@ -197,6 +196,7 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         return load_rows(dataset)
 
     def _make_run(self, model: Any, tokenizer: Any) -> Run:
+        others = {name: rows for name, rows in self._named.items() if name != self._own}
         per_epoch = max(len(self._rows) // prompts_per_generation(self.args), 1)
         self._flow = Flow(
             self,
@@ -204,7 +204,7 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
             steps=optimizer_steps(self.args, len(self._rows)),
             per_epoch=per_epoch * self.args.optimizer_steps_per_generation,
             save=self._save_checkpoint,
-            evaluate=self._evaluate_others if self._named else None,
+            evaluate=(lambda: self.evaluate(others)) if self._named else None,
         )
         return Run(
             model=model,
@@ -389,8 +389,7 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
             ignore_keys: has no effect.
             metric_key_prefix: prefix of the metrics' names.
 
-        Raises:
-            DataError: there are no held-out prompts.
+        Raises `DataError`: there are no held-out prompts.
         """
         source = self.eval_dataset if eval_dataset is None else eval_dataset
         if source is None:
@@ -405,9 +404,6 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         metrics = eval_names(measured, self.args, metric_key_prefix)
         self._flow.evaluated(metrics)
         return metrics
-
-    def _evaluate_others(self) -> None:
-        self.evaluate({name: rows for name, rows in self._named.items() if name != self._own})
 
     def end(self) -> None:
         """Do nothing: there is one process, and trackers end with training."""

@@ -42,7 +42,7 @@ Bound = Annotated[float | None, Query(allow_inf_nan=False)]
 
 @dataclass
 class _Wanted:
-    """Which completions are asked for; see `covey.watch.tables.wanted_of`."""
+    """Which completions are asked for; see `covey.observe.completions.Wanted`."""
 
     search: Short = ""
     shown: Short = "all"
@@ -52,13 +52,6 @@ class _Wanted:
     reward_to: Bound = None
     length_from: Bound = None
     length_to: Bound = None
-
-    def told(self) -> dict[str, Any]:
-        told: dict[str, Any] = {name: getattr(self, name) for name in ("search", "shown", "uid", "ended")}
-        for bound, end in (("least", "from"), ("most", "to")):
-            given = {name: getattr(self, f"{name}_{end}") for name in ("reward", "length")}
-            told[bound] = {name: value for name, value in given.items() if value is not None}
-        return told
 
 
 def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
@@ -104,7 +97,7 @@ def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
     def completions(
         number: int, step: Step, wanted: Annotated[_Wanted, Depends()], kind: Kind = "step", offset: Place = 0
     ) -> Response:
-        return _json(run(number).ask("completions", kind, step, wanted.told(), offset))
+        return _json(run(number).ask("completions", kind, step, vars(wanted), offset))
 
     @app.get("/api/{number}/prompts")
     def prompts(number: int, step: Step) -> Response:
@@ -123,7 +116,7 @@ def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
         last: Step = 10**12,
         before: Step | None = None,
     ) -> Response:
-        return _json(run(number).search(kind, wanted.told(), first, last, before))
+        return _json(run(number).search(kind, vars(wanted), first, last, before))
 
     @app.get("/api/{number}/completion")
     def completion(number: int, step: Step, row: Place, kind: Kind = "step") -> Response:

@@ -36,8 +36,7 @@ _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class) (\w+))", r
 def export_runs(runs: Sequence[WatchedRun], path: Path) -> list[str]:
     """Write the file, and return sentences on what is not in it; a file that is there is replaced.
 
-    Raises:
-        RunFolderError: a run cannot be read, or the file not written.
+    Raises `RunFolderError`: a run cannot be read, or the file not written.
     """
     held = _Held()
     for number, run in enumerate(runs):

@@ -24,7 +24,7 @@ from covey.files import explained, open_regular
 from covey.metric_names import describe_metric
 from covey.observe.doctor import Doctor
 from covey.observe.records import Record, is_answers, is_metrics, read_json
-from covey.observe.run_folder import RunFolder, table_name, tables_in
+from covey.observe.run_folder import RunFolder, TableKind
 from covey.watch.tables import LISTED, TableReader, numbers
 
 PIECE = 4 << 20
@@ -57,8 +57,7 @@ def follow(
     A resume writes such files anew, without the lines of the steps that it repeats: then it begins at the start again.
     `start` and `mark` are the last piece's `end` and `mark`. Where there is no file, nothing was found.
 
-    Raises:
-        RunFolderError: it cannot be read.
+    Raises `RunFolderError`: it cannot be read.
     """
     if not path.exists():
         return Piece([], restarted=start > 0)
@@ -79,8 +78,7 @@ def follow(
 def sample(path: Path, is_record: Callable[[Record], bool], always: bytes, count: int = 500) -> list[Record]:
     """About `count` records of a long file, evenly spread, and some of those that hold `always`; none of a short one.
 
-    Raises:
-        RunFolderError: it cannot be read.
+    Raises `RunFolderError`: it cannot be read.
     """
     if not path.exists():
         return []
@@ -122,8 +120,7 @@ class WatchedRun:
     def __init__(self, path: str | os.PathLike[str], reader: TableReader | None = None) -> None:
         """Take a run; runs that are shown together share the reader of their tables.
 
-        Raises:
-            RunFolderError: there is none.
+        Raises `RunFolderError`: there is none.
         """
         self.folder = RunFolder.read(path)
         self.folder.versions()
@@ -203,11 +200,8 @@ class WatchedRun:
             self._place = piece.end, piece.mark
             if piece.restarted:
                 self._doctor = Doctor()
-            for record in piece.records:  # without numbers whose squares have no float; no run measures such
-                own = {
-                    k: v for k, v in record.items() if k == "step" or not isinstance(v, int | float) or abs(v) < 1e100
-                }
-                self._doctor.check(own)
+            for record in piece.records:
+                self._doctor.check(record)
             said = [
                 {"step": one.since, "now": one.present}
                 | {name: getattr(one.diagnosis, name) for name in ("code", "message", "fix")}
@@ -220,29 +214,27 @@ class WatchedRun:
         stays until they change.
         """
         found: Record = {
-            "step": _numbered(self.folder.completions, "step"),
-            "eval": _numbered(self.folder.completions, "eval"),
-            "ledger": _numbered(self.folder.ledger, "step"),
+            **{kind: self._steps(kind) for kind in ("step", "eval", "ledger")},
             **_samplers(self.folder.samplers_path),
         }
         text = json.dumps(found)
         return found | {"mark": f"{len(text)}-{zlib.crc32(text.encode()):08x}"}
 
-    def ask(self, what: str, kind: str, step: int, *arguments: Any) -> Record:
+    def ask(self, what: str, kind: TableKind, step: int, *arguments: Any) -> Record:
         """What one of `covey.watch.tables.ANSWERS` says of a step's table, an evaluation's ("eval"), or a "ledger"."""
-        return self._reader.ask(what, self._table(kind, step), *arguments)
+        return self._reader.ask(what, self.folder.table(step, kind), *arguments)
 
-    def search(self, kind: str, wanted: Record, first: int, last: int, before: int | None = None) -> Record:
+    def search(self, kind: TableKind, wanted: Record, first: int, last: int, before: int | None = None) -> Record:
         """Completions of all steps from `first` to `last`, the newest first; bounded in time.
 
         They are the `hits`, with the steps that were `looked` through, those that are `left`, the step where the next
         search begins (`before`), and the number of tables that could not be read (`unread`).
         """
         last = last if before is None else min(last, before - 1)
-        steps = [step for step in reversed(_numbered(self.folder.completions, kind)) if first <= step <= last]
+        steps = [step for step in reversed(self._steps(kind)) if first <= step <= last]
         if not steps:
             return {"hits": [], "looked": 0, "left": 0, "before": None, "unread": 0}
-        names = {table_name(step, kind): step for step in steps[:_MOST_SEARCHED]}
+        names = {self.folder.table(step, kind).name: step for step in steps[:_MOST_SEARCHED]}
         found: Record = {"hits": [], "looked": 1, "unread": 1}
         for tables in (list(names), list(names)[:1]):
             with suppress(RunFolderError):  # one of them is more than a process may hold, or takes too long: which one?
@@ -253,15 +245,14 @@ class WatchedRun:
 
     def compare(self, before: int, after: int, shown: str = "changed", offset: int = 0) -> Record:
         """Two evaluations, question by question; see `covey.watch.tables.compare`."""
-        return self.ask("compare", "eval", before, str(self._table("eval", after)), shown, offset)
+        return self.ask("compare", "eval", before, str(self.folder.table(after, "eval")), shown, offset)
 
     def close(self) -> None:
         """End the processes that read tables."""
         self._reader.close()
 
-    def _table(self, kind: str, step: int) -> Path:
-        ledger = kind == "ledger"
-        return self.folder.ledger / table_name(step) if ledger else self.folder.completions / table_name(step, kind)
+    def _steps(self, kind: TableKind) -> list[int]:
+        return [step for step in self.folder.completion_steps(kind, _MOST_ENTRIES) if step < 10**12]
 
 
 def labels(runs: Sequence[WatchedRun], full: bool = True) -> list[str]:
@@ -292,10 +283,6 @@ def _table_of(records: list[Record]) -> Record:
 
 def _piece(piece: Piece) -> Record:
     return {name: getattr(piece, name) for name in ("end", "mark", "restarted", "damaged", "more")}
-
-
-def _numbered(folder: Path, kind: str) -> list[int]:
-    return sorted(step for each, step, _ in tables_in(folder, _MOST_ENTRIES) if each == kind and step < 10**12)
 
 
 def _samplers(path: Path) -> Record:

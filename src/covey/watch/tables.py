@@ -21,16 +21,6 @@ from covey.rewards.parallel import ItemTimeout, WorkerPool
 
 LISTED, WHOLE = 4_000, 500_000
 """Characters of a text in a list, and where it is asked for by itself."""
-_SHOWN: dict[str, Record] = {
-    **{"right": {"correct": True}, "wrong": {"correct": False}, "truncated": {"truncated": True}},
-    **{"masked": {"masked": True}, "tied": {"tied": True}, "mixed": {"tied": False}},
-}
-
-
-def wanted_of(asked: Record) -> Wanted:
-    """What the page asks for: fields of `Wanted`, and `shown`, the name of a filter."""
-    fields = {name: value for name, value in asked.items() if name != "shown"}
-    return Wanted(**fields | _SHOWN.get(asked.get("shown", ""), {}))
 
 
 def groups(rows: Sequence[Record], which: Wanted) -> list[Record]:
@@ -205,8 +195,7 @@ def ledger_completions(rows: Sequence[Record]) -> list[Record]:
 def ledger_completion(rows: Sequence[Record], number: int, turn: int = 0) -> Record:
     """The tokens of a completion in a pass, in order.
 
-    Raises:
-        RunFolderError: the ledger has no such completion.
+    Raises `RunFolderError`: the ledger has no such completion.
     """
     of_pass = [(row, dict(numbers(row))) for row in rows if row.get("pass", 0) == turn]
     tokens = [(row, known) for row, known in of_pass if row.get("row") == number]
@@ -242,8 +231,7 @@ class TableReader:
     def ask(self, what: str, path: Path, *arguments: Any) -> Record:
         """What one of `ANSWERS` says.
 
-        Raises:
-            RunFolderError: there is no such table, or it is damaged, or too large to be looked at.
+        Raises `RunFolderError`: there is no such table, or it is damaged, or too large to be looked at.
         """
         (found,) = self._pool.map([(what, str(path), list(arguments))])
         if isinstance(found, ItemTimeout):
@@ -314,7 +302,7 @@ def _completions(path: Path, wanted: Record, offset: int) -> Record:
         return len(group["rows"]), sum(map(len, texts))
 
     rows = _rows(path)
-    found = groups(rows, wanted_of(wanted))
+    found = groups(rows, Wanted(**wanted))
     few = (group | {"rows": group["rows"][:_PAGE_ROWS]} for group in found[offset:])
     return {"completions": len(rows), "found": len(found), "groups": _page(few, sizes)}
 
@@ -372,7 +360,7 @@ def _search(folder: Path, names: Sequence[str], wanted: Record) -> Record:
         looked += 1
         try:
             rows = read_table(folder / name, KEYS_AND_TEXTS)
-            hits += [hit | {"table": name} for hit in found_in(rows, wanted_of(wanted))]
+            hits += [hit | {"table": name} for hit in found_in(rows, Wanted(**wanted))]
         except RunFolderError:
             unread += 1
     return {"hits": hits[: 2 * _MOST_HITS], "looked": looked, "unread": unread}
