@@ -251,7 +251,7 @@ def test_environments_that_end_together_cost_only_their_own_episodes() -> None:
 
 _FORKS = """
 import os, signal, sys, time
-from covey.environments.places import _Forks
+from covey.environments.forks import _Forks
 
 if sys.argv[1] == "without":
     del os.waitid

@@ -3,11 +3,8 @@ of `renderers` reads the answers.
 """
 
 import asyncio
-import queue
-from contextlib import closing
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from servers import RunningServer, begun, refused, serving
@@ -15,7 +12,6 @@ from tiny_models import CHATML, byte_tokenizer
 
 from covey.pytorch.engine import Engine
 from covey.serving import ServeSettings
-from covey.serving.endpoint import Asked, Endpoint
 from covey.types import Request, SamplingSettings
 
 IDS = [5, 6, 7, 8]
@@ -111,29 +107,3 @@ def test_the_client_of_renderers_reads_it() -> None:
         assert tokenizer.decode(found["prompt_ids"]).endswith("<|im_start|>assistant\n")
         with pytest.raises(client.OverlongPromptError):  # it knows the context from /v1/models and does not ask
             read("x" * server.batching.context_length)
-
-
-def test_an_endpoint_hands_on_what_has_its_token() -> None:
-    asked: queue.SimpleQueue[Asked] = queue.SimpleQueue()
-    with closing(Endpoint(asked.put, context_length=99)) as endpoint:
-        root = endpoint.url.removesuffix("/v1")
-
-        def post(token: str, path: str = "/inference/v1/generate", **body: Any) -> httpx.Response:
-            headers = {"Authorization": f"Bearer {token}"}
-            return httpx.post(root + path, json=body, headers=headers, timeout=60, trust_env=False)
-
-        for answer, status in (
-            (post("other", token_ids=[5]), 401),
-            (post(endpoint.token, "/v1/completions"), 404),
-            (post(endpoint.token, token_ids=[]), 400),
-            (post(endpoint.token, token_ids=[5], cache_salt="x" * (5 << 20)), 400),
-        ):
-            refused(answer, status)
-        assert asked.empty()
-        waiting = begun(post, endpoint.token, token_ids=[5], sampling_params={"seed": 3})
-        one = asked.get(timeout=60)
-        assert (one.request.prompt, one.request.seed, one.request.max_tokens) == ([5], 3, 99)
-        one.answer.set_result({"choices": []})
-        assert waiting.result().json() == {"choices": []}
-        models = httpx.get(f"{endpoint.url}/models", headers={"Authorization": f"Bearer {endpoint.token}"})
-        assert models.json()["data"][0]["max_model_len"] == 99

@@ -1,21 +1,23 @@
-"""Stands in for the Python that has verifiers: it speaks the driver's lines, and asks the endpoint as programs do.
+"""Stands in for the Python that has verifiers: it speaks the driver's lines, and asks as verifiers' client does.
 
 What it does in an episode is the name of its taskset, from the episode of `AFTER` on; the first ones are played well.
 """
 
+import itertools
 import json
 import os
+import queue
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 AFTER = 3
 out = sys.stdout
+answers: dict[int, queue.SimpleQueue[Any]] = {}
+numbers = itertools.count()
 
 
 def say(**what: Any) -> None:
@@ -24,13 +26,15 @@ def say(**what: Any) -> None:
 
 
 def ask(asked: dict[str, Any], ids: list[int], **more: Any) -> list[int]:
-    """One turn, through the client's address."""
+    """One turn."""
     sampling = asked["sampling"] | {"stop_token_ids": [1], "logprobs": 1, "skip_special_tokens": False} | more
-    body = json.dumps({"model": "policy", "token_ids": ids, "sampling_params": sampling}).encode()
-    url = asked["url"].removesuffix("/v1") + "/inference/v1/generate"
-    headers = {"authorization": f"Bearer {asked['token']}", "content-type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
-        (choice,) = json.load(answer)["choices"]
+    number = next(numbers)
+    answers[number] = own = queue.SimpleQueue()
+    say(ask=number, body={"model": "policy", "token_ids": ids, "sampling_params": sampling})
+    answer = own.get(timeout=60)
+    if answer["status"] != 200:
+        raise ValueError(answer["body"]["error"]["message"])
+    (choice,) = answer["body"]["choices"]
     assert [f"token_id:{token}" for token in choice["token_ids"]] == [c["token"] for c in choice["logprobs"]["content"]]
     return list(choice["token_ids"])
 
@@ -78,14 +82,16 @@ def play(asked: dict[str, Any], does: str) -> dict[str, Any]:
 def run(asked: dict[str, Any], does: str) -> None:
     try:
         told = play(asked, does if asked["id"] >= AFTER else "plays")
-    except urllib.error.HTTPError as error:
-        told = {"ok": False, "errors": [json.load(error)["error"]["message"]]}
+    except ValueError as error:
+        told = {"ok": False, "errors": [str(error)]}
     say(id=asked["id"], **told)
 
 
 if __name__ == "__main__":
     asked = json.loads(sys.stdin.readline())
-    does = asked["sets"]["train"]["taskset"]["id"]
+    does, agent = asked["sets"]["train"]["taskset"]["id"], asked["sets"]["train"]["agent"]
+    assert (agent["harness"]["id"], agent["runtime"]) == ("covey_chat", {"type": "subprocess"})  # nothing is rented
+    assert all(agent["timeout"].values())
     if does == "cannot be loaded":
         say(error="ValueError: no such file")
     if does == "never loads":
@@ -94,4 +100,7 @@ if __name__ == "__main__":
         sys.exit("no verifiers here")
     say(tasks={name: [f"{n:08x}{name}" for n in range(8, 13)] for name in asked["sets"]})  # 10 is held out
     for line in sys.stdin:
-        threading.Thread(target=run, args=(json.loads(line), does), daemon=True).start()
+        if "answer" in (asked := json.loads(line)):
+            answers[asked["answer"]].put(asked)
+        else:
+            threading.Thread(target=run, args=(asked, does), daemon=True).start()

@@ -14,7 +14,7 @@ import pytest
 from training_runs import Settings, build, steps_of, trained
 
 from covey.environments import get_world
-from covey.environments.verifiers import Told
+from covey.environments.verifiers import Driver, Told
 from covey.errors import ConfigError, DataError, EpisodeError
 from covey.observe.run_folder import RunFolder
 from covey.training.driven import trajectory_of
@@ -111,6 +111,16 @@ def test_what_hangs_is_ended_with_all_that_it_has_started(settings: Settings, py
     run.close()
     child = Path(f"/proc/{(python.parent / 'child').read_text().strip()}")
     assert not child.exists() or "Z" in (child / "stat").read_text().split()[2]
+
+
+def test_a_process_that_hears_nothing_holds_nobody_up(tmp_path: Path) -> None:
+    (tmp_path / "deaf").write_text("#!/bin/sh\nexec sleep 600\n")
+    (tmp_path / "deaf").chmod(0o755)
+    driver = Driver(tmp_path / "deaf", {"PATH": os.defpath})
+    driver.send({"more than a pipe holds": "x" * 10**6})
+    assert driver.runs
+    driver.end(at_once=True)
+    assert (driver.runs, driver.first.get(timeout=10)) == (False, None)
 
 
 def test_variables_with_keys_do_not_reach_it(settings: Settings, python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +245,41 @@ class Tasks(vf.Taskset[Wrong, vf.TasksetConfig]):
 
 __all__ = ["Tasks"]
 """
+TOOLS = """
+import verifiers.v1 as vf
+
+
+class Desk(vf.Toolset[vf.ToolsetConfig]):
+    @vf.tool
+    def add(self, a: int, b: int) -> str:
+        return str(a + b)
+
+
+class Sum(vf.Task[vf.TaskData]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Desk(vf.ToolsetConfig())]
+
+
+class Tasks(vf.Taskset[Sum, vf.TasksetConfig]):
+    def load(self):
+        yield Sum(vf.TaskData(prompt="Add 2 and 3."), self.config.task)
+
+
+__all__ = ["Tasks"]
+if __name__ == "__main__":
+    Desk.run()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PYTHON is None, reason="COVEY_VERIFIERS_PYTHON names no Python with verifiers")
+def test_tools_need_a_form_in_which_calls_are_written(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "desk_v1.py").write_text(TOOLS)
+    world = f"verifiers:taskset=desk_v1,python={PYTHON},path={tmp_path}"
+    run = build(settings | {"world": world, "max_conversation_tokens": 200, "beta": 0.0}, prompts_per_step=1)
+    raises(EpisodeError, "the taskset has tools: add tool_parser=", run.rollout)
+    run.close()
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ from covey.environments.base import (
     World,
     checked_observation,
 )
-from covey.environments.places import GRACE_SECONDS, NUMBER_BYTES, SAID
+from covey.environments.forks import GRACE_SECONDS, NUMBER_BYTES, SAID
 from covey.errors import ConfigError, EpisodeError
 from covey.functions import USER_FILES
 from covey.processes import end_python, start_python
@@ -45,7 +45,7 @@ from covey.rewards.jail import messages
 
 _START_SECONDS = 120.0
 RESETS_AT_ONCE = max(8, os.cpu_count() or 1)
-_SERVE = "import sys; from covey.environments.places import serve_template; serve_template(int(sys.argv[1]))"
+_SERVE = "import sys; from covey.environments.forks import serve_template; serve_template(int(sys.argv[1]))"
 
 Found = Observation | Outcome | EpisodeError
 """What a place answers: to `reset` an Observation, to `step` an Outcome, to either that it failed."""

@@ -1,7 +1,7 @@
 """Tasksets of verifiers as a world: their own programs drive the model, in a process of their own Python.
 
     world = Verifiers("guess_v1", python="vf/bin/python", path="examples")
-    driver = world.driver(queue.put)             # then driver.send(...), and the queue gets (driver, Told)
+    driver = world.driver(queue.put)             # then driver.send(...), and the queue gets (driver, Told or Asked)
 
 Verifiers and its tasksets pin exact versions, so they have an environment of their own. Their process inherits a short
 list of variables and is ended with all that it started. It is not a sandbox: the taskset's code is yours.
@@ -52,6 +52,15 @@ class Told(BaseModel):
     stop: str | None = None
     errors: list[str] = Field(default_factory=list)
     branches: list[tuple[_Ids, _Ids]] = Field(default_factory=list)
+
+
+class Asked(BaseModel):
+    """A request of a program to the policy: the body of one to `/inference/v1/generate`."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    ask: int
+    body: dict[str, Any]
 
 
 class Verifiers(World):
@@ -149,7 +158,7 @@ class Verifiers(World):
         return self.make()
 
     def driver(self, tell: Callable[[Any], None]) -> Driver:
-        """A driver; `tell` gets `(driver, Told)` for each episode, and `(driver, None)` at its end.
+        """A driver; `tell` gets it with the `Asked` of each request, the `Told` of each episode, and None at its end.
 
         Raises `DataError`: the taskset cannot be loaded.
         """
@@ -219,9 +228,11 @@ class Driver:
             start_new_session=True,
         )
         self._words: deque[str] = deque(maxlen=20)
-        self._end = weakref.finalize(self, _end, self._process, mark, self.folder)
-        self._errors = threading.Thread(target=self._read_errors, daemon=True)
-        for thread in (self._errors, threading.Thread(target=self._read, daemon=True)):
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._end = weakref.finalize(self, _end, self._process, self._lines, mark, self.folder)
+        threads = [threading.Thread(target=does, daemon=True) for does in (self._read_errors, self._read, self._write)]
+        self._errors = threads[0]
+        for thread in threads:
             thread.start()
 
     @property
@@ -230,11 +241,8 @@ class Driver:
         return self._process.poll() is None
 
     def send(self, what: Mapping[str, Any]) -> None:
-        """Tell the process something; one that has ended does not hear it, and says so by `(driver, None)`."""
-        assert self._process.stdin is not None
-        with suppress(OSError, ValueError):
-            self._process.stdin.write(json.dumps(what).encode() + b"\n")
-            self._process.stdin.flush()
+        """Tell the process something, at once; one that has ended does not hear it, and says so by `(driver, None)`."""
+        self._lines.put(json.dumps(what).encode() + b"\n")
 
     def last_words(self) -> str:
         """The end of what it has written to standard error."""
@@ -255,12 +263,21 @@ class Driver:
                 while line := lines.readline(_LONGEST_LINE):
                     if began := re.match(rb'{"id": ([0-9]{1,18}),', line):
                         self.tell((self, _told(line, int(began[1]))))
+                    elif line.startswith(b'{"ask": '):
+                        self.tell((self, Asked.model_validate_json(line)))
         except (OSError, ValueError) as error:
             if self.runs:
                 self._words.append(f"it said what is no answer: {error!s:.300}")
             self._process.kill()
         self.first.put(None)
         self.tell((self, None))
+
+    def _write(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError, ValueError), self._process.stdin as told:
+            while line := self._lines.get():
+                told.write(line)
+                told.flush()
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
@@ -276,10 +293,8 @@ def _told(line: bytes, number: int) -> Told:
         return Told(id=number, ok=False, errors=[f"what was said of it cannot be read: {error!s:.300}"])
 
 
-def _end(process: subprocess.Popen[bytes], mark: str, folder: str) -> None:
-    if process.stdin is not None:
-        with suppress(OSError):
-            process.stdin.close()
+def _end(process: subprocess.Popen[bytes], lines: queue.SimpleQueue[bytes], mark: str, folder: str) -> None:
+    lines.put(b"")  # closes its input
     with suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE_SECONDS)
     with suppress(ProcessLookupError, PermissionError):

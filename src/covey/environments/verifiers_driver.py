@@ -2,8 +2,10 @@
 
     trainer  {"sets": {"train": {"taskset": {...}, "agent": {...}, "timeout": {...}}}, "most": 1000}
     driver   {"tasks": {"train": ["9f2c...", ...]}}                    of each task a hash of what it contains
-    trainer  {"id": 7, "set": "train", "task": 0, "key": "9f2c...", "url": "http://127.0.0.1:5/v1", "token": "...",
+    trainer  {"id": 7, "set": "train", "task": 0, "key": "9f2c...", "context_length": 1024,
               "tokenizer": "/tmp/x", "renderer": {"name": "default"}, "sampling": {"temperature": 1.0, ...}}
+    driver   {"ask": 12, "body": {"token_ids": [5, 6], ...}}           a request of verifiers' client
+    trainer  {"answer": 12, "status": 200, "body": {"choices": [...], ...}}
     driver   {"id": 7, "ok": true, "reward": 1.0, "branches": [[[5, 6, 7], [0, 0, 1]]], ...}
 
 One JSON value a line, from standard input to standard output; what anything else prints goes to standard error. Each
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -22,12 +25,15 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any, TextIO
 
 try:
+    import httpx
     import verifiers.v1 as vf
     from openai import APIStatusError, AsyncOpenAI
+    from verifiers.v1.clients import base
     from verifiers.v1.dialects.chat import message_to_wire
     from verifiers.v1.harnesses.null import NullHarness
     from verifiers.v1.harnesses.utils.compaction import is_context_overflow
@@ -35,7 +41,7 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"{error}; {sys.executable} -m pip install verifiers==0.4.0 uv")
 
-_GRACE_SECONDS, _TOKEN = 4.0, "COVEY_ENDPOINT_API_KEY"
+_GRACE_SECONDS, _POLICY = 4.0, "http://policy"
 _MOST_CHARACTERS = 500  # of an error
 
 
@@ -49,6 +55,8 @@ class Chat(NullHarness):  # type: ignore[misc]
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any, **more: Any
     ) -> ProgramResult:
         if mcp_urls:
+            if ctx.client.renderer.name == "default" and ctx.client.renderer.tool_parser is None:
+                raise ValueError("the taskset has tools: add tool_parser=, such as qwen3, or another renderer=")
             return await super().launch(ctx, trace, runtime, endpoint, secret, mcp_urls, data, **more)
         system, prompt = self.resolve_prompt(data)
         messages = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or ())
@@ -62,10 +70,38 @@ class Chat(NullHarness):  # type: ignore[misc]
         return ProgramResult(exit_code=0, stdout="", stderr="")
 
 
+class Pipe(httpx.AsyncBaseTransport):
+    """Takes what is asked of the policy to the trainer, in place of a network."""
+
+    def __init__(self, say: Callable[[dict[str, Any]], None]) -> None:
+        self.say, self.context_length = say, 0
+        self._numbers, self._waiting = itertools.count(), dict[int, asyncio.Future[dict[str, Any]]]()
+        base.build_async_httpx = lambda config: httpx.AsyncClient(
+            timeout=config.timeout.model_dump(), limits=base.DEFAULT_LIMITS, mounts={_POLICY: self}
+        )
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"id": "policy", "max_model_len": self.context_length}]})
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        self.say({"ask": number, "body": json.loads(await request.aread())})
+        try:
+            told = await answer
+        finally:
+            del self._waiting[number]
+        return httpx.Response(told["status"], json=told["body"])
+
+    def heard(self, told: dict[str, Any]) -> None:
+        """The trainer has answered, unless the program that asked has ended."""
+        if (answer := self._waiting.get(told["answer"])) and not answer.done():
+            answer.set_result(told)
+
+
 class Played:
     """A taskset with the environment that plays it; what its episodes share is started for the first of them."""
 
-    def __init__(self, config: dict[str, Any], most: int, servers: AsyncExitStack) -> None:
+    def __init__(self, config: dict[str, Any], most: int, servers: AsyncExitStack, pipe: Pipe) -> None:
         plain = vf.resolve_env_config({"taskset": config["taskset"]})
         seats = [name for name, value in plain if hasattr(value, "harness") and hasattr(value, "runtime")]
         if len(seats) != 1:
@@ -73,7 +109,7 @@ class Played:
         seat = {seats[0]: config["agent"]}
         self.env = vf.load_environment(vf.resolve_env_config({k: config[k] for k in ("taskset", "timeout")} | seat))
         self.tasks = list(self.env.taskset.take(most))
-        self._servers, self._serving, self._lock = servers, False, asyncio.Lock()
+        self._servers, self._serving, self._lock, self._pipe = servers, False, asyncio.Lock(), pipe
 
     async def play(self, asked: dict[str, Any]) -> dict[str, Any]:
         async with self._lock:
@@ -83,9 +119,9 @@ class Played:
         task = self.tasks[asked["task"]]
         if identity(task) != asked["key"]:
             raise ValueError(f"task {asked['task']} is another one than before; load() must give the same tasks")
-        os.environ[_TOKEN] = asked["token"]  # of such a name that programs do not inherit it
+        self._pipe.context_length = asked["context_length"]
         how = {"renderer": asked["renderer"], "renderer_model_name": asked["tokenizer"]}
-        client = vf.TrainClientConfig(base_url=asked["url"], api_key_var=_TOKEN, **how)
+        client = vf.TrainClientConfig(base_url=f"{_POLICY}/v1", **how)
         context = vf.ModelContext(model="policy", client=client, sampling=vf.SamplingConfig(**asked["sampling"]))
         episode = await self.env.run_episode(task, context)
         if len(episode.traces) != 1:
@@ -111,7 +147,9 @@ def identity(task: Any) -> str:
 
 
 def text_of(error: Any) -> str:
-    return f"{error.type}: {error.message}"[:_MOST_CHARACTERS]
+    """Its beginning and its end, where a program's traceback has the cause."""
+    text = f"{error.type}: {error.message}"
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:100]} [...] {text[-_MOST_CHARACTERS:]}"
 
 
 def told_of(error: Exception) -> str:
@@ -139,14 +177,18 @@ async def main(out: TextIO) -> None:
     asked = await lines.get()
     if asked is None:
         return
+    pipe = Pipe(say)
     async with AsyncExitStack() as servers, asyncio.TaskGroup() as group:
         try:
-            sets = {name: Played(config, asked["most"], servers) for name, config in asked["sets"].items()}
+            sets = {name: Played(config, asked["most"], servers, pipe) for name, config in asked["sets"].items()}
         except Exception as error:
             return say({"error": told_of(error)})
         say({"tasks": {name: list(map(identity, played.tasks)) for name, played in sets.items()}})
         episodes = []
         while (asked := await lines.get()) is not None:
+            if "answer" in asked:
+                pipe.heard(asked)
+                continue
             episodes.append(group.create_task(answer(asked)))
             episodes = [episode for episode in episodes if not episode.done()]
         for episode in episodes:  # which end the programs that they have started

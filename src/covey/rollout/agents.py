@@ -138,20 +138,32 @@ class Player:
     def prepare(self, tasks: Sequence[Prompt], *, num_generations: int, streams: Sequence[tuple[int, ...]]) -> None:
         """Begin the episodes of a later call of `play` with the same arguments: their worlds are reset meanwhile."""
         self._settle()
-        for place, live in zip(range(len(self.pool)), _episodes(tasks, num_generations, streams), strict=False):
+        for place, live in zip(range(self.places), _episodes(tasks, num_generations, streams), strict=False):
             self.pool.reset(place, dict(live.prompt.columns), live.stream[0])
             self._prepared.append((live.prompt.uid, live.stream))
 
-    def begins_at(self, place: int, live: LiveEpisode) -> bool:
-        """The world of this episode has been reset at this place. What else was is forgotten."""
-        if place >= len(self._prepared):
-            return False
-        prepared, self._prepared[place] = self._prepared[place], ("", ())
-        if prepared == (live.prompt.uid, live.stream):
-            return True
-        if prepared[1]:
-            self.pool.cancel(place)
-        return False
+    @property
+    def places(self) -> int:
+        """Number of episodes at the same time."""
+        return len(self.pool)
+
+    def begin(self, live: LiveEpisode) -> None:
+        """Begin an episode at its place, unless that is prepared; `wait` returns its first observation."""
+        if live.place < len(self._prepared):
+            prepared, self._prepared[live.place] = self._prepared[live.place], ("", ())
+            if prepared == (live.prompt.uid, live.stream):
+                return
+            if prepared[1]:
+                self.pool.cancel(live.place)
+        self.pool.reset(live.place, dict(live.prompt.columns), live.stream[0])
+
+    def act(self, live: LiveEpisode) -> None:
+        """Do its action; `wait` returns the outcome."""
+        self.pool.step(live.place, live.action)
+
+    def wait(self, seconds: float | None) -> list[tuple[int, Any]]:
+        """What has been answered, by place; see `covey.environments.pool.EnvironmentPool.wait`."""
+        return self.pool.wait(seconds)
 
     def _settle(self, first: int = 0) -> None:
         """Forget what has been prepared, from a place on."""
@@ -299,7 +311,7 @@ class _EpisodeLoop:
         group: int,
     ) -> None:
         self._player, self._settings, self._stats = player, player.settings, player.stats
-        self._pool, self._decode = player.pool, player._decode
+        self._decode = player._decode
         self._waiting, self._total = deque(episodes), len(episodes)
         self._at: dict[int, LiveEpisode] = {}  # by place
         self._of: dict[int, LiveEpisode] = {}  # by row
@@ -310,14 +322,14 @@ class _EpisodeLoop:
             generator.session,
             sampling,
             policy_version=policy_version,
-            rows=min(len(self._pool), self._total),
+            rows=min(player.places, self._total),
             own_tokens=self._settings.max_conversation_tokens if self._conversing else sampling.max_tokens,
         )
         self._session: Session[Any] | None = None
         self._group, self._version = group, policy_version
 
     def run(self, progress: Progress | None) -> list[Trajectory]:
-        for place in range(min(len(self._pool), self._total)):
+        for place in range(min(self._player.places, self._total)):
             self._begin(place)
         while len(self._done) < self._total:
             before = len(self._done)
@@ -333,8 +345,7 @@ class _EpisodeLoop:
         if self._waiting:
             live = self._at[place] = self._waiting.popleft()
             live.place = place
-            if not self._player.begins_at(place, live):
-                self._pool.reset(place, dict(live.prompt.columns), live.stream[0])
+            self._player.begin(live)
 
     def _take_observations(self) -> None:
         """Take in what the worlds have answered; wait for one where there is nothing else to do, or for all."""
@@ -360,8 +371,8 @@ class _EpisodeLoop:
         all_of_them = self._player.waits_for_all and (session is None or session.in_rounds)
         idle = session is None or not session.busy or all_of_them
         began = time.perf_counter()
-        answers = self._pool.wait(None if idle else 0.0)
-        while all_of_them and (more := self._pool.wait(None)):
+        answers = self._player.wait(None if idle else 0.0)
+        while all_of_them and (more := self._player.wait(None)):
             answers += more
         if idle:
             self._stats.waiting_seconds += time.perf_counter() - began
@@ -380,7 +391,7 @@ class _EpisodeLoop:
         if live.action is None:
             self._take_in(live, Outcome(live.seen, valid=False))
         else:
-            self._pool.step(live.place, live.action)
+            self._player.act(live)
 
     def _record(self, live: LiveEpisode, completion: Completion) -> None:
         live.ids += completion.token_ids.tolist()

@@ -266,7 +266,7 @@ class AgentCollector:
     """Plays each task in its world; a `covey.rollout.collect.Collector`."""
 
     def __init__(self, generator: TurnGenerator, player: Player) -> None:
-        self._generator, self.player, self.worlds = generator, player, player.pool
+        self._generator, self.player = generator, player
 
     def __call__(self, prompts: Sequence[Prompt], settings: SamplingSettings, **what: Any) -> Rollout:
         """Play `num_generations` episodes of each task; the arguments are those of `Collector`.

@@ -26,8 +26,8 @@ import numpy as np
 from covey.errors import ConfigError
 from covey.functions import later
 from covey.rewards.extract import MAX_JSON, read_json
+from covey.rollout.conversation import ASKED, MARK, Chat
 from covey.rollout.tools import EMPTY, Call
-from covey.tasks.dataset import prompt_ending
 from covey.types import IntArray, Message
 
 (pictures,) = later("covey.tasks", "pictures")
@@ -39,10 +39,9 @@ UNREADABLE = "unknown"  # the name of a tool whose call cannot be read
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*)?\Z", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>")
-_MARK = re.compile("\u2402[0-9]+\u2402")
 
 
-class ToolChat:
+class ToolChat(Chat):
     """Writes and reads conversations with tools.
 
     Raises `ConfigError`: the template does not show tools, or their results. With `in_words` such a template is given
@@ -59,8 +58,7 @@ class ToolChat:
         in_words: bool = False,
         album: Any = None,
     ) -> None:
-        self.tokenizer, self._kwargs, self._album = tokenizer, dict(chat_template_kwargs), album
-        self._endings = [text for text in (str(tokenizer.decode([token])) for token in eos_token_ids) if text]
+        super().__init__(tokenizer, eos_token_ids, chat_template_kwargs, album)
         self._in_words = False
         result: Message = {"role": "tool", "name": "f", "content": "1"}
         try:
@@ -70,7 +68,7 @@ class ToolChat:
                 raise
             self._in_words = True
             self._check(result)
-        shown = self._answered([result])
+        shown = self._render([*_called([result]), result])
         bare = OPEN not in shown and '"parameters": {' in shown
         self._bare = bare or in_words
         known = bare or getattr(tokenizer, "response_template", None) is not None
@@ -93,43 +91,32 @@ class ToolChat:
 
     def opening(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> IntArray:
         """`[P]` token ids of a prompt that shows the tools."""
-        text = self._render(list(messages), tools=list(schemas) or None)
+        text = self._render(messages, list(schemas) or None)
         return self._expanded(self._encode(text, special=True), pictures.pictures_in(messages))
 
     def places(self, shown: Sequence[Any]) -> IntArray:
         """The ids of pictures alone. Raises `DataError`: the model cannot take one."""
         return self._expanded([self._album.placeholder_id for _ in shown], shown)
 
-    def _expanded(self, ids: Sequence[int], shown: Sequence[Any]) -> IntArray:
-        found = np.array(ids, dtype=np.int64)
-        return self._album.expand(found, shown) if shown else found
-
     def results(self, messages: Sequence[Message], *, ended: bool) -> IntArray:
         """Token ids between a turn of the policy that called tools and its next one; an error if they are not shown."""
-        contents = [str(message["content"]) for message in messages]
-        shown = [picture for message in messages for picture in message.get("pictures", ())]
-        marks = [f"\u2402{place}\u2402" for place in range(len(messages))]
-        marked = self._answered([{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)])
-        head, found = marked.partition(marks[0])[0], _MARK.findall(marked)
-        begin, ending = max((head.rfind(ending), ending) for ending in self._endings or ("",))
-        if not set(marks) <= set(found) or begin < 0 or not ending:
+        before = _called(messages)
+        marked, marks = self._marked(before, messages)
+        cut, found = self._turn_end(marked, ended), MARK.findall(marked)
+        if not set(marks) <= set(found) or cut < 0:
             one = "what a tool returned" if len(marks) == 1 else f"what each of {len(marks)} calls in a turn returned"
             raise ConfigError(
                 f"tools: this chat template does not show {one} (messages of the role 'tool' after one of the "
                 "assistant with tool_calls); use a model made for tools, or set another chat_template"
             )
-        cut = begin + len(ending) if ended else begin
-        text = self._answered(messages)[cut:]
-        pieces = _MARK.split(marked[cut:]) if found == marks else []
-        between = [*contents, ""]
-        told = "".join(a + b for a, b in zip(pieces, between, strict=False))
+        text, contents = self._render([*before, *messages])[cut:], iter(messages)
+        told = MARK.sub(lambda _: str(next(contents)["content"]), marked[cut:]) if found == marks else ""
+        shown = [picture for message in messages for picture in message.get("pictures", ())]
         # beside pictures no text is special, since it may hold what stands for a picture
-        if len(pieces) != len(between) or (told != text and not shown):
-            pieces, between = [text], [""]  # the template changes what it is given, so what belongs to whom is lost
-        ids: list[int] = []
-        for piece, content in zip(pieces, between, strict=True):
-            ids += self._encode(piece, special=True) + self._encode(content, special=False)
-        return self._expanded(ids, shown)
+        if told == text or (told and shown):
+            return self._tokens(marked[cut:], messages)
+        # the template changes what it is given, so what belongs to whom is lost
+        return self._expanded(self._encode(text, special=True), shown)
 
     def read(
         self, token_ids: Sequence[int], prefix: Sequence[int], schemas: Sequence[Mapping[str, Any]], *, ended: bool
@@ -169,29 +156,16 @@ class ToolChat:
             whole = whole.removesuffix(ending)
         return whole if OPEN in whole else text
 
-    def _answered(self, results: Sequence[Message]) -> str:
-        call = {"type": "function", "function": {"name": results[0]["name"], "arguments": {}}}
-        turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-        return self._render([{"role": "user", "content": "."}, turn, *results])
-
-    def _render(self, messages: list[Message], tools: Any = None) -> str:
+    def _render(self, messages: Sequence[Message], tools: Any = None) -> str:
         if self._in_words:
             messages, tools = _worded(messages, tools), None
-        messages = list(map(in_parts, messages))
-        try:
-            how = {"tools": tools, "tokenize": False, **prompt_ending(messages), **self._kwargs}
-            return str(self.tokenizer.apply_chat_template(messages, **how))
-        except Exception as error:  # templates raise what they like
-            raise ConfigError(
-                f"tools: the chat template cannot write a conversation with tools ({type(error).__name__}: "
-                f"{error!s:.300}); use a model made for tools, or set another chat_template"
-            ) from error
+        return super()._render(messages, tools)
 
-    def _encode(self, text: str, *, special: bool) -> list[int]:
-        if not text:
-            return []
-        encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=not special)
-        return [int(token) for token in encoded["input_ids"]]
+
+def _called(results: Sequence[Message]) -> list[Message]:
+    """What results follow: one call is enough for any number, and some templates refuse more."""
+    call = {"type": "function", "function": {"name": results[0]["name"], "arguments": {}}}
+    return [dict(ASKED), {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
 def _worded(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[Message]:
@@ -212,15 +186,6 @@ def _worded(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | No
     if tools:
         system = told.pop(0)["content"] + "\n\n" if told[0]["role"] == "system" else ""
         told.insert(0, {"role": "system", "content": system + tools_in_words(tools)})
-    return told
-
-
-def in_parts(message: Message) -> Message:
-    """A message whose pictures are parts before its text."""
-    told = {name: value for name, value in message.items() if name != "pictures"}
-    if shown := message.get("pictures"):
-        parts = [{"type": "image", "image": picture} for picture in shown]
-        told["content"] = [*parts, {"type": "text", "text": message["content"]}]
     return told
 
 

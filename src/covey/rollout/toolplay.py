@@ -23,8 +23,9 @@ from covey.errors import DataError, EpisodeError, GenerationError
 from covey.rewards.extract import completion_text
 from covey.rollout.agents import LiveEpisode, Player, PlayStats
 from covey.rollout.collect import Decode, Rollout, Scoring, together
+from covey.rollout.conversation import in_parts
 from covey.rollout.scoring import Scorer
-from covey.rollout.toolchat import UNREADABLE, ToolChat, in_parts
+from covey.rollout.toolchat import UNREADABLE, ToolChat
 from covey.rollout.tools import Call, Calls, Order, Result, Scene
 from covey.rollout.turns import TurnGenerator
 from covey.types import Completion, IntArray, Message, Progress, Prompt, SamplingSettings
@@ -44,15 +45,15 @@ class _Told(Observation):
 
 
 class _ToolPlayer(Player):
-    """Plays the episodes of some scenes, and is the places where they are played (`covey.environments.pool.Places`).
+    """Plays the episodes of some scenes, whose worlds are tools.
 
     `messages` are what was said in each scene, calls and results.
     """
 
     def __init__(self, collector: ToolCollector, scenes: Sequence[Scene], ends: Sequence[int]) -> None:
-        template: Any = None  # `chat` writes the conversation
+        none: Any = None  # no pool, and `chat` writes the conversation
         self._chat, self._calls, self._served = collector.chat, collector.calls, collector.served
-        super().__init__(self, template, collector.decode, self._chat.tokenizer, collector.limits)
+        super().__init__(none, none, collector.decode, self._chat.tokenizer, collector.limits)
         self._scenes, self._ends, most = scenes, ends, collector.limits.max_turns
         self._rounds = (most or 1 << 31) - 1
         self._scene_at = [0] * min(collector.limits.parallel_episodes, len(scenes))
@@ -61,21 +62,21 @@ class _ToolPlayer(Player):
         self.counts = PlayStats()
         self.messages: list[list[Message]] = [[] for _ in scenes]
 
-    # ------------------------------------------------------------------ places
-
-    def __len__(self) -> int:
+    @property
+    def places(self) -> int:
         return len(self._scene_at)
 
-    def reset(self, place: int, task: Any, seed: int) -> None:
+    def begin(self, live: LiveEpisode) -> None:
         # The scene is set already: environments say what is asked when an episode begins.
-        self._begun.append(place)
+        self._scene_at[live.place] = live.number
+        self._begun.append(live.place)
         if self._served is not None:
-            self._served.begin(place)
+            self._served.begin(live.place)
 
-    def step(self, place: int, action: str) -> None:
+    def act(self, live: LiveEpisode) -> None:
         """Nothing: `read` has noted the calls."""
 
-    def wait(self, seconds: float | None = None) -> list[tuple[int, Any]]:
+    def wait(self, seconds: float | None) -> list[tuple[int, Any]]:
         found: list[tuple[int, Any]] = [(place, _Told("")) for place in self._begun]
         orders = {
             place: [Order(self._scene_at[place], call, self._scenes[self._scene_at[place]].tools) for call in calls]
@@ -92,9 +93,6 @@ class _ToolPlayer(Player):
             results = [next(theirs, Result("", True)) if order.elsewhere else next(here) for order in own]
             found.append((place, lost or self._outcome(own, list(map(self._readable, results)))))
         return found
-
-    def cancel(self, place: int) -> None:
-        """Nothing is begun ahead."""
 
     def _outcome(self, orders: Sequence[Order], results: Sequence[Result]) -> Outcome:
         self.counts.calls += len(results)
@@ -120,12 +118,6 @@ class _ToolPlayer(Player):
         kept = super().shortened(text[: 100 * self.settings.max_observation_tokens])
         self.counts.cut_observations += kept != text
         return kept
-
-    # ------------------------------------------------------------------ player
-
-    def begins_at(self, place: int, live: LiveEpisode) -> bool:
-        self._scene_at[place] = live.number
-        return False
 
     def opening(self, live: LiveEpisode, history: int = 0) -> IntArray:
         scene = self._scenes[live.number]
@@ -215,7 +207,7 @@ class ToolCollector(Scoring):
             raise GenerationError(
                 "a prompt with its tools leaves no room for an answer; shorten it or show fewer tools"
             )
-        for place in range(len(player) if self.served is not None else 0):
+        for place in range(player.places if self.served is not None else 0):
             self.served.begin(place)  # type: ignore[union-attr]  # they start beside the update
         messages = [player.said(number) for number in range(len(scenes))]
         texts = [completion_text(each) for each in messages]

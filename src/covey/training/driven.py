@@ -1,6 +1,6 @@
 """Episodes of a world whose programs drive the model: their requests are its turns, their traces are checked.
 
-    driver --requests of its programs--> endpoint --> the agents' loop, one turn each --> answers
+    driver --requests of its programs--> the agents' loop, one turn each --> answers
            --an episode is over: token ids, which of them were sampled, reward--> `trajectory_of`
 
 A trace says which tokens were sampled. They are trained on only where this process has sampled just these tokens after
@@ -23,15 +23,14 @@ import numpy as np
 
 from covey.config.whole import GRPOConfig
 from covey.environments.base import Observation, Outcome
-from covey.environments.verifiers import Driver, Told, Verifiers
+from covey.environments.verifiers import Asked, Driver, Told, Verifiers
 from covey.errors import ConfigError, EpisodeError
 from covey.rollout.agents import LiveEpisode, Player, joined
 from covey.rollout.collect import AgentCollector, Decode
 from covey.rollout.learning import Sampler, TrainedPolicy
 from covey.rollout.turns import TurnGenerator
-from covey.serving.endpoint import Asked, Endpoint
-from covey.serving.generate import generated
-from covey.serving.requests import RequestError
+from covey.serving.generate import GenerateRequest, generated
+from covey.serving.requests import CompletionRequest, RequestError, checked
 from covey.types import Completion, Episode, IntArray, Prompt, SamplingSettings, Trajectory, Turn
 
 log = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ def make_collector(
 class _Question(Observation):
     """A request of a program, which the policy answers with a turn."""
 
-    asked: Asked
+    number: int  # of the request
     ids: IntArray
     settings: SamplingSettings
 
@@ -88,23 +87,23 @@ class _Program:
 
 
 class ProgramPlayer(Player):
-    """Lets programs play, and is the places where they do (`covey.environments.pool.Places`)."""
+    """Lets programs play: they ask for turns."""
 
     waits_for_all = False  # a program may hang
 
     def __init__(
         self, config: GRPOConfig, world: Verifiers, policy: TrainedPolicy, context_length: int, decode: Decode
     ) -> None:
-        chosen, template = config.environment, None  # programs write their prompts
+        chosen = config.environment
+        none: Any = None  # no pool, and programs write their prompts
         self._context_length = min(chosen.max_conversation_tokens, context_length)
         limits = {"max_conversation_tokens": self._context_length, "history_length": 0}  # each turn has its own prompt
-        super().__init__(self, template, decode, policy.tokenizer, chosen.model_copy(update=limits))  # type: ignore[arg-type]
+        super().__init__(none, none, decode, policy.tokenizer, chosen.model_copy(update=limits))
         self._world, self._vocabulary = world, policy.vocabulary
         kwargs = config.data.chat_template_kwargs
         self._template_kwargs = {"chat_template_kwargs": dict(kwargs)} if kwargs else {}
         self._heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._driver: Driver | None = None
-        self._endpoint: Endpoint | None = None
         self._programs: dict[int, _Program] = {}  # by place
         self._numbers, self._branched = count(), False
 
@@ -122,7 +121,7 @@ class ProgramPlayer(Player):
             self.close()
             raise
         finally:
-            self._refuse_all()
+            self._programs = {}
         numbers = count()
         found = [[self._played.get(next(numbers)) or _failed(one) for one in group] for group in groups]
         if not self._branched and any(len(one.episodes) > 1 for group in found for one in group):
@@ -136,16 +135,13 @@ class ProgramPlayer(Player):
     def close(self) -> None:
         """End the driver and all that it has started; it starts anew when it is needed."""
         self._lose()
-        if self._endpoint is not None:
-            self._endpoint.close()
-        self._endpoint = None
 
-    # ------------------------------------------------------------------ player
+    @property
+    def places(self) -> int:
+        return self.settings.parallel_episodes
 
-    def begins_at(self, place: int, live: LiveEpisode) -> bool:
+    def begin(self, live: LiveEpisode) -> None:
         """Let the driver begin an episode."""
-        if self._endpoint is None:
-            self._endpoint = Endpoint(self._heard.put, context_length=self._context_length)
         if self._driver is None:
             self._driver = self._world.driver(self._heard.put)
             self._tokenizer.save_pretrained(self._driver.folder)
@@ -155,13 +151,12 @@ class ProgramPlayer(Player):
         self._driver.send(
             {
                 **{"id": number, "set": task["set"], "task": task["number"], "key": task["uid"]},
-                **{"url": self._endpoint.url, "token": self._endpoint.token, "tokenizer": self._driver.folder},
+                **{"context_length": self._context_length, "tokenizer": self._driver.folder},
                 **{"renderer": self._world.renderer, "sampling": sampling},
             }
         )
         until = time.monotonic() + 2 * self._world.seconds + _LATE_SECONDS
-        self._programs[place] = _Program(number, live, until)
-        return True
+        self._programs[live.place] = _Program(number, live, until)
 
     def opening(self, live: LiveEpisode, history: int = 0) -> IntArray:
         return live.seen.ids if isinstance(live.seen, _Question) else np.zeros(0, np.int64)
@@ -173,27 +168,15 @@ class ProgramPlayer(Player):
         """Answer the program that has asked."""
         program = self._programs[live.place]
         program.waited_for = True
-        if program.questions:  # else the episode has ended meanwhile
-            question = program.questions.popleft()
-            program.sampled.append((question.ids, completion))
-            question.asked.answer.set_result(generated([completion], len(question.ids)))
+        question = program.questions.popleft()
+        program.sampled.append((question.ids, completion))
+        self._answer(question.number, 200, generated([completion], len(question.ids)))
         return ""
 
-    # ------------------------------------------------------------------ places
-
-    def __len__(self) -> int:
-        return self.settings.parallel_episodes
-
-    def reset(self, place: int, task: Any, seed: int) -> None:
-        """Nothing: `begins_at` has told the driver."""
-
-    def step(self, place: int, action: str) -> None:
+    def act(self, live: LiveEpisode) -> None:
         """Nothing: `read` has answered the program."""
 
-    def cancel(self, place: int) -> None:
-        """Nothing is begun ahead."""
-
-    def wait(self, seconds: float | None = None) -> list[tuple[int, Any]]:
+    def wait(self, seconds: float | None) -> list[tuple[int, Any]]:
         found: list[tuple[int, Any]] = []
         while not found and any(program.waited_for for program in self._programs.values()):
             self._hear(0.5 if seconds is None else seconds)
@@ -219,22 +202,21 @@ class ProgramPlayer(Player):
             self._end_all(f"an episode of verifiers had not ended {late}; all were ended")
 
     def _take_in(self, said: Any) -> None:
-        if isinstance(said, Asked):
-            try:
-                self._ask(said)
-            except RequestError as error:
-                said.answer.set_exception(error)
-        elif said[0] is self._driver:  # not one that was ended
-            told: Told | None = said[1]
+        driver, told = said
+        if driver is self._driver:  # not one that was ended
             if told is None:
                 self._end_all(f"the process of verifiers ended: {self._lose()}")
+            elif isinstance(told, Asked):
+                try:
+                    self._ask(told)
+                except RequestError as error:
+                    self._answer(told.ask, 400, {"error": {"message": str(error)}})
             elif program := self._program(told.id):
                 try:
                     found = trajectory_of(told, program.sampled, self._decode, self._world.success)
                     self._played[program.live.number] = program.found = found
                 except EpisodeError as error:
                     program.found = error
-                self._refuse(program)
 
     def _program(self, number: int | None) -> _Program | None:
         """The one that plays an episode which is not over."""
@@ -242,19 +224,26 @@ class ProgramPlayer(Player):
         return next(own, None)
 
     def _ask(self, asked: Asked) -> None:
-        program, ids = self._program(asked.request.seed), np.array(asked.request.prompt, np.int64)
+        request = checked(GenerateRequest, asked.body, GenerateRequest.model_fields.keys())
+        wanted = request.completion(self._context_length)
+        program, ids = self._program(wanted.seed), np.array(wanted.prompt, np.int64)
         if program is None:
-            raise RequestError(f"seed={asked.request.seed}: no such episode is being played")
+            raise RequestError(f"seed={wanted.seed}: no such episode is being played")
         if ids.max() >= self._vocabulary:
             raise RequestError(f"token id {ids.max()}: the vocabulary has {self._vocabulary}")
         if len(ids) >= self._context_length:
             most = f"environment.max_conversation_tokens={self._context_length}"
             raise RequestError(f"the prompt has {len(ids)} tokens; {most} leaves no room for an answer")
-        program.questions.append(_Question(text="", asked=asked, ids=ids, settings=self._settings_for(asked)))
+        program.questions.append(_Question(text="", number=asked.ask, ids=ids, settings=self._settings_for(wanted)))
 
-    def _settings_for(self, asked: Asked) -> SamplingSettings:
+    def _answer(self, number: int, status: int, body: dict[str, Any]) -> None:
+        """Tell a program what it has asked; one that has ended hears nothing."""
+        if self._driver is not None:
+            self._driver.send({"answer": number, "status": status, "body": body})
+
+    def _settings_for(self, wanted: CompletionRequest) -> SamplingSettings:
         """The run's, with the request's limits. Raises `RequestError`: it wants another distribution."""
-        own, wanted = self._sampling, asked.request
+        own = self._sampling
         for name, value in {"temperature": own.temperature, **own.cut}.items():
             if name in wanted.model_fields_set and getattr(wanted, name) != value:
                 raise RequestError(f"{name}={getattr(wanted, name)}: this run samples with {value}; leave it out")
@@ -274,22 +263,6 @@ class ProgramPlayer(Player):
     def _end_all(self, why: str) -> None:
         for program in self._programs.values():
             program.found = program.found or EpisodeError(why)
-            self._refuse(program)
-
-    def _refuse(self, program: _Program) -> None:
-        """Its episode is over: nobody answers what it still asks."""
-        for question in program.questions:
-            question.asked.answer.set_exception(RequestError("the episode is over"))
-        program.questions.clear()
-
-    def _refuse_all(self) -> None:
-        """Nobody samples any more."""
-        for program in self._programs.values():
-            self._refuse(program)
-        self._programs = {}
-        while not self._heard.empty():
-            if isinstance(said := self._heard.get(), Asked):
-                said.answer.set_exception(RequestError("nothing is sampled now"))
 
 
 def _failed(played: Trajectory) -> Trajectory:
