@@ -180,9 +180,9 @@ def follow(ranks: Ranks, learner: Learner, sampler: Any = None, policy: Any = No
     album = album_of(learner.policy.model)
     while (message := ranks.hear()) != STOP:
         target, name, args, settings = message
+        if album is not None:
+            album.hold(ranks.pictures)
         try:
-            if album is not None:
-                album.hold(ranks.pictures)
             if target == "learner":
                 _call(learner, ranks, name, args, settings)
             else:
