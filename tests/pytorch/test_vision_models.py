@@ -115,6 +115,15 @@ def test_names_of_the_tower_are_no_targets(tmp_path: Path) -> None:
     raises(ConfigError, words, Policy.load, folder, lora_target_modules=["fc2", "q_proj", "fc1"])
 
 
+def test_what_a_tower_takes_is_counted(tmp_path: Path) -> None:
+    whole = tiny_vision("llava")
+    folder = vision_folder("llava", tmp_path / "model")
+    parts = (whole.model.vision_tower, whole.model.multi_modal_projector)
+    assert Shape.of(empty_model(str(folder), dtype="float32", r=2)).tower == sum(
+        parameter.numel() for part in parts for parameter in part.parameters()
+    )
+
+
 def test_a_vision_model_is_not_written_as_gguf(tmp_path: Path) -> None:
     loaded = load_model(vision_folder("llava", tmp_path / "model"))
     words = "a vision model is not written as GGUF; export a Hugging Face folder"
