@@ -265,6 +265,27 @@ def test_a_built_model_comes_with_its_processor() -> None:
     assert int((album.expand(WORDS, pictures(0, 1)) >= PICTURES).sum()) == 32
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_policy_that_computes_something_else_is_found(fused: bool) -> None:
+    """With text it would not be: what Qwen3-VL adds behind its first layers is missing in training alone."""
+    policy = Policy.load(tiny_vision("qwen3_vl"), tiny_processor("qwen3_vl"), fused_layers=fused)  # type: ignore
+    album: Any = policy.album
+    assert (policy.fused_obstacle is None) == fused
+    scores, deep = album.scores, album.deep
+
+    def without(pack: Any) -> Any:
+        album.deep = lambda ids: None
+        try:
+            return scores(pack)
+        finally:
+            album.deep = deep
+
+    album.scores = without
+    raises(ModelError, "with a picture, the model's own code computes something else", album.check)
+    album.scores = scores
+    album.check()
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     for name in FAMILIES:
         if name not in SEEING:

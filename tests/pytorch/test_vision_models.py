@@ -6,15 +6,17 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from safetensors import safe_open
 from tiny_models import END_ID
 from tiny_vision import FAMILIES, tiny_vision, vision_folder
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from covey.errors import ConfigError
+from covey.errors import ConfigError, ModelError
 from covey.pytorch.engine import Engine
 from covey.pytorch.footprint import Shape, empty_model
-from covey.pytorch.models.saving import load_merged, save_model
+from covey.pytorch.models.loading import load_model
+from covey.pytorch.models.saving import load_merged, save_model, write_gguf
 from covey.pytorch.policy import Policy
 from covey.types import Request, SamplingSettings
 from fakes import raises
@@ -83,11 +85,17 @@ def test_all_weights_of_the_half(name: str, tmp_path: Path) -> None:
     folder = vision_folder(name, tmp_path / "model")
     policy = moved(Policy.load(folder, use_peft=False))
     policy.save_pretrained(tmp_path / "trained")
+    assert names_in(tmp_path / "trained") == names_in(folder)
     trained = AutoModelForImageTextToText.from_pretrained(tmp_path / "trained").eval()
     assert (logits(trained) - logits(policy.model)).abs().max() < 2e-5
     text = policy.album.prefix  # type: ignore[union-attr]
     for key, tensor in trained.state_dict().items():
         assert torch.equal(tensor, before[key]) != (key.startswith(text) or key == "lm_head.weight"), key
+
+
+def names_in(folder: Path) -> set[str]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return set(file.keys())
 
 
 def test_a_conversation_reaches_a_template_that_knows_parts_alone(tmp_path: Path) -> None:
@@ -105,3 +113,18 @@ def test_names_of_the_tower_are_no_targets(tmp_path: Path) -> None:
         raises(ConfigError, "model.lora_target_modules=", Policy.load, folder, lora_target_modules=names)
     words = "the language half, which alone is trained, has no fc1, fc2"
     raises(ConfigError, words, Policy.load, folder, lora_target_modules=["fc2", "q_proj", "fc1"])
+
+
+def test_what_a_tower_takes_is_counted(tmp_path: Path) -> None:
+    whole = tiny_vision("llava")
+    folder = vision_folder("llava", tmp_path / "model")
+    parts = (whole.model.vision_tower, whole.model.multi_modal_projector)
+    assert Shape.of(empty_model(str(folder), dtype="float32", r=2)).tower == sum(
+        parameter.numel() for part in parts for parameter in part.parameters()
+    )
+
+
+def test_a_vision_model_is_not_written_as_gguf(tmp_path: Path) -> None:
+    loaded = load_model(vision_folder("llava", tmp_path / "model"))
+    words = "a vision model is not written as GGUF; export a Hugging Face folder"
+    raises(ModelError, words, write_gguf, loaded, tmp_path / "model.gguf", "float32")

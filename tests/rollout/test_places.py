@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from covey.rollout.packing import Pack, pack_episodes
+from covey.rollout.packing import Pack, count_tokens, pack_episodes
 from covey.rollout.places import PLACE_BITS, place_ids, place_of, sequence_turns
 from covey.rollout.walking import pieces_of, walk
 from covey.types import PICTURES, Episode, IntArray
@@ -52,6 +52,14 @@ def test_ids_of_places() -> None:
         assert len(set((ids >> PLACE_BITS).tolist())) == 1
         assert ids.min() >= PICTURES
         assert ids.dtype == np.int64
+
+
+def test_a_group_computes_the_places_of_a_prompt_once() -> None:
+    """Eight answers of 50 tokens to 1,100, of which 1,000 are places; nothing follows an answer's last token."""
+    rows = [episode([*range(40)], PLAIN, [*range(60)], answer=[n] * 50) for n in range(8)]
+    (pack,) = pack_episodes(rows, tokens_per_pack=10_000)
+    counted = count_tokens(rows, range(8), pack.num_tokens)
+    assert (counted.raw, counted.unique, counted.computed) == (8 * 1149, 1100 + 8 * 49, 1100 + 8 * 49)
 
 
 def packed() -> Pack:

@@ -42,7 +42,8 @@ class Screen(Environment):
         return self.shown()
     def shown(self):
         pixels = np.random.default_rng(self.number).integers(0, 256, (14, 20, 3), np.uint8)
-        pictures = {"good": [pixels], "bytes": [b"x"], "many": [pixels] * 17}[self.kind]
+        pictures = {"good": [pixels], "bytes": [b"x"], "many": [pixels] * 17, "thin": [pixels]}[self.kind]
+        pictures = [np.zeros((700, 1, 3), np.uint8)] if self.kind == "thin" and self.number in (1, 10) else pictures
         return Observation("see", pictures=pictures if self.number % 2 == 0 else [*pictures, pixels[::-1]])
     def step(self, action):
         self.number += 1
@@ -133,6 +134,18 @@ def test_what_a_world_shows_is_checked(world: str) -> None:
     raises(EpisodeError, "must be a list of up to 16", checked_reset, Observation("x", pictures=b"x"))  # type: ignore
     (one,) = checked_reset(Observation("x", pictures=[Image.new("RGB", (3, 2))])).pictures
     assert one.size == (3, 2)
+
+
+def test_a_picture_that_the_model_cannot_take_ends_its_episode(world: str, tmp_path: Path) -> None:
+    """Of task 0 the second observation, of task 1 the first."""
+    own = str(vision_folder("qwen2_vl", tmp_path / "model"))
+    trainer = GRPOTrainer(own, args=settings(tmp_path / "run", f"{world}:kind=thin", max_steps=1))
+    trainer.train()
+    trainer.close()
+    rows = {row["uid"]: row for row in RunFolder.read(tmp_path / "run").read_completions(1)}
+    told = {uid: (len(json.loads(row["play"])), row["ended"], row["error"]) for uid, row in rows.items()}
+    why = "a picture of 1 x 700 pixels: absolute aspect ratio must be smaller than 200, got 700.0"
+    assert told == {"0": (1, "failed", why), "1": (0, "failed", why)}
 
 
 def test_where_no_pictures_are_read(model: str, world: str, tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_a_script_for_a_vision_model(tmp_path: Path) -> None:
     datasets: Any = pytest.importorskip("datasets")
     folder = vision_folder("smolvlm", tmp_path / "model")
     line = f"--model_name_or_path {folder} --output_dir {tmp_path / 'out'} --max_steps 2 --report_to none --use_peft "
-    line += "--lora_target_modules q_proj v_proj --per_device_train_batch_size 2 --gradient_accumulation_steps 2 "
+    line += "--lora_target_modules q_proj, v_proj --per_device_train_batch_size 2 --gradient_accumulation_steps 2 "
     line += "--num_generations 2 --max_completion_length 8 --log_completions --eval_strategy steps --eval_steps 1"
     parsed = TrlParser((ScriptArguments, GRPOConfig, ModelConfig)).parse_args_and_config(args=line.split())
     args, model = parsed[1:]

@@ -14,6 +14,7 @@ from covey.distributed.ranks import Ranks
 from covey.distributed.replicated import run_shared
 from covey.distributed.units import Calls, RoundDevice, make_units
 from covey.pytorch.engine import Engine
+from covey.pytorch.models.lora import pictures_in
 from covey.rollout.learning import Weights
 from covey.rollout.turns import Session
 from covey.types import Completion, Progress, Request, SamplingSettings
@@ -23,7 +24,7 @@ class RankSampler:
     """A rank's engine, which samples its share of the units."""
 
     def __init__(self, engine: Engine, policy: Any, ranks: Ranks) -> None:
-        self.engine, self._policy, self._ranks = engine, policy, ranks
+        self.engine, self.policy, self._ranks = engine, policy, ranks
 
     def identity(self, weights: Weights) -> tuple[int, str]:
         """What `publish` is called with."""
@@ -31,12 +32,12 @@ class RankSampler:
 
     def publish(self, version: int, sha256: str) -> None:
         """Take the policy's weights, which are to have this hash; if they have not, those of rank 0 first."""
-        own = self._policy.weights(version)
+        own = self.policy.weights(version)
         if not all(self._ranks.gather(own.sha256 == sha256)):  # rank 0 has loaded others, the best of the run
-            leading, *_ = self._ranks.gather(self._policy.state_dict() if self._ranks.rank == 0 else None)
+            leading, *_ = self._ranks.gather(self.policy.state_dict() if self._ranks.rank == 0 else None)
             if self._ranks.rank > 0:
-                self._policy.load_state_dict(leading)
-        self.engine.publish(self._policy.weights(version))
+                self.policy.load_state_dict(leading)
+        self.engine.publish(self.policy.weights(version))
 
     def release(self) -> None:
         self.engine.release()
@@ -95,7 +96,9 @@ class LeadingSampler:
         return [each for found in self._sample(calls, policy_version, progress) for each in found]
 
     def _sample(self, calls: Calls, version: int, progress: Progress | None = None) -> list[list[Completion]]:
-        with self._ranks.telling(("sampler", "sample", (calls, version), {})):
+        read = (request.token_ids for requests, _ in calls for request in requests)
+        pictures = pictures_in(self._own.policy.model, read)
+        with self._ranks.telling(("sampler", "sample", (calls, version), {}), pictures):
             return self._own.sample(calls, version, progress)
 
     def session(

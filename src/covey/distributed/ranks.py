@@ -12,7 +12,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -55,6 +55,7 @@ class Ranks:
         self._ended = threading.Event()
         self._calls: Any = None
         self._torn = ""
+        self.pictures: Sequence[Any] = ()
         self._store: Any = None  # until all ranks are known to be ready for calls
         if world == 1:
             return
@@ -85,25 +86,28 @@ class Ranks:
         return cls(int(rank), int(world), timeout_seconds)
 
     @contextmanager
-    def telling(self, message: Any) -> Iterator[None]:
-        """Rank 0: all others get the message, and until the end of the block are taken to be at work on it."""
+    def telling(self, message: Any, pictures: Sequence[Any] = ()) -> Iterator[None]:
+        """Rank 0: all others get the message, and until the end of the block are taken to be at work on it, with the
+        pictures that it names.
+        """
         with self._busy:
             if self._torn:
                 raise TornError(self._torn)
             if self.world > 1:
                 self.await_ready()
                 with self.waiting("telling the others"):
-                    dist.broadcast_object_list([message], src=0, group=self._calls)
+                    dist.broadcast_object_list([message, pictures], src=0, group=self._calls)
             yield
 
     def hear(self) -> Any:
-        """Another rank: the next message, or `STOP`."""
+        """Another rank: the next message, or `STOP`; `pictures` are then those that it names."""
         self.await_ready()
         while True:
-            box = [None]
+            box: list[Any] = [None, None]
             with self.waiting("waiting for rank 0"):
                 dist.broadcast_object_list(box, src=0, group=self._calls)
             if box[0] != IDLE:
+                self.pictures = box[1]
                 return box[0]
 
     def await_ready(self) -> None:
@@ -124,7 +128,7 @@ class Ranks:
                 try:
                     if not self._ended.is_set():
                         self.await_ready()
-                        dist.broadcast_object_list([IDLE], src=0, group=self._calls)
+                        dist.broadcast_object_list([IDLE, None], src=0, group=self._calls)
                 except (RuntimeError, RankLostError):  # the next call of the loop says who is gone
                     return
                 finally:

@@ -31,8 +31,9 @@ from covey.errors import ConfigError
 from covey.pytorch.backend import BACKEND
 from covey.pytorch.engine.merge import bare_model, weights_of
 from covey.pytorch.models.loading import load_model
-from covey.pytorch.models.lora import adapter_of, attach_adapter, load_adapter
+from covey.pytorch.models.lora import adapter_of, album_of, attach_adapter, load_adapter, pictures_in
 from covey.rollout.learning import TrainedPolicy, Weights
+from covey.tasks.pictures import Picture
 from covey.types import Completion, Progress, Request, SamplingSettings
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,9 @@ class EngineHost:
         chosen = self._config.model
         how: dict[str, Any] = {"trust_remote_code": chosen.trust_remote_code, "quantization": chosen.quantization}
         loaded = load_model(chosen.model, dtype=self._dtype, device=chosen.device, **how)
-        self._model, self._tokenizer = loaded.model, loaded.tokenizer
+        self._model, self._tokenizer, self._album = loaded.model, loaded.tokenizer, album_of(loaded.model)
+        if self._album is not None:
+            self._album.options = dict(self._config.data.processor_kwargs)
         self._start_engine()
         where = {"pid": os.getpid(), "host": socket.gethostname(), "node": ray.get_runtime_context().get_node_id()}
         return where | {"context_length": self._engine.context_length, "base": base_hash(self._model)}
@@ -74,8 +77,12 @@ class EngineHost:
         self._engine.publish(weights_of(self._model, version))
         return adapter_hash(adapter_of(self._model))
 
-    def sample(self, requests: Sequence[Request], settings: SamplingSettings, version: int) -> list[Completion]:
+    def sample(
+        self, requests: Sequence[Request], settings: SamplingSettings, version: int, pictures: Sequence[Picture]
+    ) -> list[Completion]:
         torch.set_num_threads(self._threads)
+        if self._album is not None:
+            self._album.hold(pictures)
         self._finished = 0
 
         def note(done: int, total: int) -> None:
@@ -97,8 +104,8 @@ class EngineHost:
 
 def base_hash(model: Any) -> str:
     """SHA-256 of names, shapes and some values of the weights that LoRA leaves alone: equal for the same base model."""
-    entries = []
-    for name, parameter in bare_model(model).named_parameters():
+    entries, album = [], album_of(model)
+    for name, parameter in (bare_model(model) if album is None else album.whole).named_parameters():
         if "lora_" in name or "modules_to_save" in name:
             continue
         held = getattr(parameter, "qdata", parameter)  # of torchao's, the 8 bits
@@ -130,7 +137,8 @@ class RayMember:
         # update and the end of `load` nothing can be saved.
         self._cluster.head.check()
         self._progress, self._total, self._asked = progress, len(requests), None
-        return ray_cluster.answer_of(self._actor.sample.remote, list(requests), settings, version)
+        pictures = pictures_in(self._cluster.policy.model, (request.token_ids for request in requests))
+        return ray_cluster.answer_of(self._actor.sample.remote, list(requests), settings, version, pictures)
 
     def watch(self) -> None:
         """Ask how many completions are over, without waiting for the answer. Raises ClusterLostError."""
@@ -156,7 +164,7 @@ class Cluster:
     """Connects to Ray, looks at the cluster, and starts actors in it. Raises ConfigError: the cluster does not do."""
 
     def __init__(self, config: GRPOConfig, policy: TrainedPolicy) -> None:
-        self._config, self._policy = config, policy
+        self._config, self.policy = config, policy
         self._dtype = str(next(p for p in policy.model.parameters() if p.is_floating_point()).dtype)
         self._dtype = self._dtype.removeprefix("torch.")
         self._trains_all = not isinstance(policy.model, PeftModel)

@@ -24,6 +24,7 @@ from covey.distributed.ranks import STOP, Ranks, TornError
 from covey.errors import ConfigError, CoveyError, ModelError
 from covey.pytorch.gradient_sum import ExactSum, GradientSum, Work
 from covey.pytorch.learner import Learner
+from covey.pytorch.models.lora import album_of, pictures_in
 from covey.pytorch.passes import is_out_of_memory
 from covey.rollout.learning import FloatNT, Gradients
 from covey.rollout.packing import Pack
@@ -127,7 +128,8 @@ class LeadingLearner:
         return self._own.optimizer
 
     def _together(self, name: str, *args: Any, **settings: Any) -> Any:
-        with self._ranks.telling(("learner", name, args, settings)):
+        read = (episode.token_ids for batch in args[:1] if isinstance(batch, Batch) for episode in batch.episodes)
+        with self._ranks.telling(("learner", name, args, settings), pictures_in(self._own.policy.model, read)):
             return _call(self._own, self._ranks, name, args, settings)
 
     def scores(self, batch: Batch, rows: NDArray[np.int64], **settings: Any) -> tuple[FloatNT, FloatNT | None]:
@@ -175,8 +177,11 @@ class _Spelled:
 
 def follow(ranks: Ranks, learner: Learner, sampler: Any = None, policy: Any = None) -> None:
     """Another rank: call what rank 0 calls, until it says that the run has ended. Raises TornError."""
+    album = album_of(learner.policy.model)
     while (message := ranks.hear()) != STOP:
         target, name, args, settings = message
+        if album is not None:
+            album.hold(ranks.pictures)
         try:
             if target == "learner":
                 _call(learner, ranks, name, args, settings)

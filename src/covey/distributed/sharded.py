@@ -312,11 +312,13 @@ class Probe:
 class LeadingPolicy:
     """Rank 0's policy: what it is called, all ranks call. See `covey.pytorch.policy.Policy` for the methods."""
 
+    in_shards = True
+
     def __init__(self, own: Policy, ranks: Ranks, parts: int | None = None) -> None:
         """Lead with this rank's own, which may be whole until `shard`. (Another rank calls it `own` alone.)"""
         self.own, self._ranks, self._parts = own, ranks, parts
         self.tokenizer, self.eos_token_ids, self.source = own.tokenizer, own.eos_token_ids, own.source
-        self.vocabulary = own.vocabulary
+        self.vocabulary, self.album = own.vocabulary, getattr(own, "album", None)
 
     @property
     def model(self) -> nn.Module:

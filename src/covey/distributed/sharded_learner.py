@@ -319,6 +319,6 @@ class ShardedRankSampler(RankSampler):
 
     def publish(self, version: int, sha256: str) -> None:
         """Take the policy's weights; every rank holds one layer after the other whole."""
-        policy = cast(ShardedPolicy, self._policy.own if isinstance(self._policy, LeadingPolicy) else self._policy)
+        policy = cast(ShardedPolicy, self.policy.own if isinstance(self.policy, LeadingPolicy) else self.policy)
         with policy.layer_by_layer() as held:
             self.engine.publish(Weights(version, lambda: held))

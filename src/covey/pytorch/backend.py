@@ -73,6 +73,8 @@ class PyTorchBackend:
             offload=config.optim.offload,
             narrows=config.distributed.learner_kind != "sharded",  # whose slices have one type
         )
+        if policy.album is not None:
+            policy.album.options = dict(config.data.processor_kwargs)
         for source in filter(lambda source: source.is_network, sources):
             from covey.pytorch.teacher import load_network
 

@@ -30,7 +30,7 @@ from covey.pytorch.attention.tree_layout import TreeLayout, TreePath
 from covey.pytorch.fused import FusedDecoder
 from covey.pytorch.models.form import Head, rope_by_length
 from covey.pytorch.models.loading import LoadedModel, causal_lm, transformer
-from covey.pytorch.models.lora import dropout_obstacle, switch_dropout_off
+from covey.pytorch.models.lora import album_of, dropout_obstacle, switch_dropout_off
 from covey.rollout.packing import Pack
 
 if TYPE_CHECKING:
@@ -88,6 +88,8 @@ class PackedModel:
         elif fused_layers:
             self.fused_obstacle = self._fuse(expected)
         self._checkpoint_layers()
+        if (album := album_of(self.lm)) is not None and self.prefix_sharing_obstacle is None:
+            album.scores = self._probe_shared
         self._autocast = None if autocast == "none" else getattr(torch, autocast)
 
     def around(self, model: nn.Module) -> PackedModel:
@@ -162,17 +164,17 @@ class PackedModel:
             return self.prefix_sharing_obstacle
         source = self.loaded.source
         try:
-            fused = FusedDecoder(self.lm, checkpoint=self.checkpoints)
-
-            def score(pack: Pack) -> Tensor:
-                return self._probe(fused.hidden(pack) if fused.can_run() else self.hidden_packed(pack))
-
-            check_scores(source, self.lm, score, expected)
+            self.fused = FusedDecoder(self.lm, checkpoint=self.checkpoints)
+            check_scores(source, self.lm, self._probe_shared, expected)
         except ModelError as obstacle:
+            self.fused = None
             logger.warning("%s: trained through the model's own layers, which takes more memory: %s", source, obstacle)
             return str(obstacle)
-        self.fused = fused
         return None
+
+    def _probe_shared(self, pack: Pack) -> Tensor:
+        fused = self.fused if self.fused is not None and self.fused.can_run() else None
+        return self._probe((fused.hidden if fused is not None else self.hidden_packed)(pack))
 
     def probe_packed(self, pack: Pack, layout: TreeLayout) -> Tensor:
         """`[U, V]` log-probabilities by the model's own layers, tokens shared."""

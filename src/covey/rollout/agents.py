@@ -22,7 +22,7 @@ from covey.config.environment import EnvironmentConfig
 from covey.environments.actions import parse_action
 from covey.environments.base import Observation, Outcome
 from covey.environments.pool import Places
-from covey.errors import ConfigError, EpisodeError
+from covey.errors import ConfigError, DataError, EpisodeError
 from covey.rollout.conversation import ConversationTemplate
 from covey.rollout.turns import Session, TurnGenerator
 from covey.types import (
@@ -423,23 +423,22 @@ class _EpisodeLoop:
         live.acting = False
 
     def _ask(self, live: LiveEpisode) -> None:
-        stream = (*live.stream, len(live.turns))
+        stream, goes_on = (*live.stream, len(live.turns)), bool(live.turns) and self._conversing
         try:
             choices = self._player.choices(live)
-        except EpisodeError as error:
+            ids = self._player.reply(live) if goes_on else self._opening(live)
+        except (EpisodeError, DataError) as error:  # DataError: the model cannot take a picture
             self._stats.failures += 1
             self._end(live, "failed", str(error))
             return
         self._stats.cut_observations += self._player.shortened(live.seen.text) != live.seen.text
-        if live.turns and self._conversing:
+        if goes_on:
             assert self._session is not None
-            ids = self._player.reply(live)
             if self._session.room_for_turn(live.row, len(ids)) == 0:
                 self._end(live, "context")
                 return
             self._session.extend(live.row, ids, stream, choices)
         else:
-            ids = self._opening(live)
             session = self._opened(len(ids))
             if not session.has_room_for(len(ids)):
                 self._end(live, "context")

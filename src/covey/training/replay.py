@@ -257,8 +257,6 @@ class _Rerun:
         backend.check(config)
         self.policy: TrainedPolicy = backend.make_policy(config)
         self.learner: Learner = backend.make_learner(config, self.policy)
-        if (album := getattr(self.policy, "album", None)) is not None:
-            album.options = dict(config.data.processor_kwargs)
         self.state = TrainerState()
         if checkpoint is not None:
             chosen_by = str(_counters(checkpoint).get("best_metric_name"))
@@ -273,9 +271,8 @@ class _Rerun:
         if stored.facts.pictures and album is None:
             raise RunFolderError(f"step {stored.facts.step} was trained on pictures, and the model reads none")
         files = ((each, folder.read_picture(each)[0]) for each in stored.facts.pictures)
-        self._pictures = [read_picture(data, f"picture {sha256}") for sha256, data in files]
-        for picture in self._pictures:
-            album.open(picture)
+        if album is not None:
+            album.hold([read_picture(data, f"picture {sha256}") for sha256, data in files])
 
     def do(self, stored: StoredStep, config: GRPOConfig) -> Update:
         """The step that comes next, with all its optimiser steps."""

@@ -58,8 +58,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Take the former name, and one target module as its name."""
         self.dtype = self.torch_dtype or self.dtype
-        if isinstance(self.lora_target_modules, list) and len(self.lora_target_modules) == 1:
-            self.lora_target_modules = self.lora_target_modules[0]  # type: ignore[assignment]
+        if isinstance(self.lora_target_modules, list):  # TRL's own command lines have commas between them
+            names = [name.rstrip(",") for name in self.lora_target_modules]
+            self.lora_target_modules = names[0] if len(names) == 1 else names  # type: ignore[assignment]
 
 
 def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:

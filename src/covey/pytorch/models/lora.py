@@ -42,6 +42,8 @@ from covey.pytorch.products import add_product, linear, product
 
 if TYPE_CHECKING:
     from covey.pytorch.models.pictures import Album
+    from covey.tasks.pictures import Picture
+    from covey.types import IntArray
 
 
 class _LoraFunction(torch.autograd.Function):
@@ -164,6 +166,11 @@ class LeanLoraLinear(PeftLoraLinear):  # type: ignore[misc]
 def album_of(model: nn.Module) -> Album | None:
     """What a vision model has beside its language half, or beside the PEFT model around that; None for others."""
     return getattr(model.get_base_model() if isinstance(model, PeftModel) else model, "album", None)
+
+
+def pictures_in(model: nn.Module, ids: Iterable[IntArray]) -> list[Picture]:
+    """The pictures of which there are places among token ids, for a model's album in another process."""
+    return [] if (album := album_of(model)) is None else album.shown_in(ids)
 
 
 def attach(model: nn.Module, *, use_peft: bool, adapter: str | Path | None = None, **lora: Any) -> nn.Module:

@@ -16,7 +16,7 @@ import json
 import re
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,9 +41,10 @@ from covey.errors import ConfigError, DataError, ModelError
 from covey.functions import nearest
 from covey.pytorch.models.narrow import computing_dtype
 from covey.pytorch.rounding import truth_and_own, unexplained
+from covey.rollout.packing import Pack, pack_episodes
 from covey.rollout.places import MOST_ROWS, PLACE_BITS, is_turned, place_ids, place_of, sequence_turns
 from covey.tasks.pictures import Picture, read_picture, rgb
-from covey.types import PICTURES, IntArray
+from covey.types import PICTURES, Episode, IntArray
 
 SEEING = ("smolvlm", "idefics3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Families whose pictures are read here."""
@@ -72,6 +73,7 @@ class Album:
         placeholder_id: the token that stands for each place in the checkpoint's own prompts.
         options: more arguments for the processor.
         passes: how often the tower was run.
+        scores: how a policy finds log-probabilities `[U, V]` of a pack; compared in `check`.
     """
 
     def __init__(self, whole: PreTrainedModel, half: PreTrainedModel, inside: str, processor: Any) -> None:
@@ -90,6 +92,7 @@ class Album:
         self._vectors: OrderedDict[int, Tensor] = OrderedDict()
         self._lock = RLock()
         self._checked = False
+        self.scores: Callable[[Pack], Tensor] | None = None
 
     def __deepcopy__(self, _: Any) -> Album:
         return self
@@ -177,6 +180,17 @@ class Album:
         keys = np.unique(ids[ids >= PICTURES] >> PLACE_BITS)
         return not all(key in self._pictures for key in keys.tolist())
 
+    def shown_in(self, ids: Iterable[IntArray]) -> list[Picture]:
+        """The open pictures of which there are places among token ids, to `hold` in another process."""
+        keys = {key for each in ids for key in np.unique(each[each >= PICTURES] >> PLACE_BITS).tolist()}
+        return [self._pictures[key] for key in sorted(keys)]
+
+    def hold(self, pictures: Sequence[Picture]) -> None:
+        """Open pictures of a step or a unit; what was held before is let go."""
+        self._held = pictures
+        for picture in pictures:
+            self.open(picture)
+
     def embed(self, ids: Tensor, table: Callable[[Tensor], Tensor]) -> Tensor:
         """Token ids of any shape -> vectors, of tokens by the `table`, of places by the tower."""
         if not self._pictures or not (places := ids >= PICTURES).any():
@@ -205,7 +219,7 @@ class Album:
     def _vectors_of(self, key: int) -> Tensor:
         with self._lock:
             if (picture := self._pictures.get(key)) is None:
-                raise ModelError(f"a token id of the key {key:#x} is of no picture that is open")
+                raise ModelError(f"a token id of the key {key:#x} is of no picture that is open here")
             if key not in self._vectors:
                 self._vectors[key] = self._run(picture)
                 while sum(each.nbytes for each in self._vectors.values()) > _KEPT_BYTES and len(self._vectors) > 1:
@@ -279,7 +293,14 @@ class Album:
         with torch.no_grad():
             found = self._half(input_ids=wide, use_cache=False).logits[0]
         truth, own = truth_and_own(whole, computing_dtype(self._half), logits)
-        if problem := unexplained(found.to(truth.dtype).log_softmax(-1), own, truth):
+        problem = unexplained(found.to(truth.dtype).log_softmax(-1), own, truth)
+        if self.scores is not None:
+            last = np.arange(len(ids)) >= len(ids) - len(words[1])
+            pack, *_ = pack_episodes([Episode(ids, last, np.zeros(len(ids), np.float32), "", "stop", 0)])
+            at = pack.position_ids[pack.score_at]
+            with torch.no_grad():
+                problem = problem or unexplained(self.scores(pack), own[at], truth[at])
+        if problem:
             raise ModelError(f"{source}: with a picture, the model's own code computes something else ({problem})")
         self._checked, self.passes = True, 0
 
