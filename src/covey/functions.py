@@ -45,7 +45,7 @@ def from_stub(package: str, file: str) -> tuple[list[str], Callable[[str], Any]]
     stub = ast.parse(Path(file).with_suffix(".pyi").read_text("utf-8"))
     imports = {line.module: line.names for line in stub.body if isinstance(line, ast.ImportFrom) and line.module}
     homes = {module: " ".join(alias.name for alias in names) for module, names in imports.items()}
-    return " ".join(homes.values()).split(), when_used(package, homes)
+    return sorted(" ".join(homes.values()).split()), when_used(package, homes)
 
 
 def later(package: str, names: str) -> list[Any]:

@@ -209,7 +209,7 @@ def test_the_command_line(playing: Settings, tmp_path: Path, monkeypatch: pytest
     typed = iter(["dance", "", "read note"])
     monkeypatch.setattr("builtins.input", lambda *_: next(typed))
     out = done("play", "house", "--max-turns", "2", "-n", "1")
-    assert "(no valid action)" in out
+    assert "That is not an action." in out
     assert "The note says" in out or "no actions left after 2" in out
     status, _, err = covey("play", "house:num_eval=5", "-n", "5")
     assert (status, "use 0 to 4" in err) == (2, True)

@@ -132,6 +132,7 @@ def test_what_a_world_shows_is_checked(world: str) -> None:
             assert isinstance(found, EpisodeError)
             assert words in str(found)
     raises(EpisodeError, "must be a list of up to 16", checked_reset, Observation("x", pictures=b"x"))  # type: ignore
+    raises(EpisodeError, "returned the text 'x.png' as a picture", checked_reset, Observation("x", pictures=["x.png"]))
     (one,) = checked_reset(Observation("x", pictures=[Image.new("RGB", (3, 2))])).pictures
     assert one.size == (3, 2)
 

@@ -19,6 +19,7 @@ from covey.environments import EnvironmentPool, Observation, TaskInstance, World
 from covey.environments.base import get_world
 from covey.errors import ConfigError, EpisodeError
 from covey.observe.console import say, several, visible
+from covey.rollout.agents import NO_ACTION
 
 
 def play(
@@ -79,6 +80,9 @@ def _play(world: World, task: TaskInstance, *, seed: int, expert: bool, max_turn
             if action is None:
                 out.print("stopped", highlight=False)
                 return
+            if not action:
+                out.print(NO_ACTION, highlight=False)
+                continue
             if expert:
                 out.print(f"> {visible(action, 200)}", markup=False, highlight=False)
             pool.step(0, action)
@@ -109,14 +113,14 @@ def _show(seen: Observation) -> None:
 
 
 def _read(seen: Observation) -> str | None:
-    """An action from the keyboard; None at the end of the input."""
+    """An action from the keyboard, "" for what is none; None at the end of the input."""
     while True:
         try:
             said = out.input("> ", markup=False)
         except EOFError:
             return None
         if said.strip():
-            return parse_action(said, "text", seen.actions) or said.strip()
+            return parse_action(said, "text", seen.actions) or ""
 
 
 def _imitate(recipe: Path, overrides: list[str], episodes: int, epochs: int, folder: Path | None) -> None:

@@ -96,7 +96,8 @@ def read_picture(value: Any, where: str, folder: Path | None = None) -> Picture:
             raise
         except Exception as error:  # decoders raise what they like
             told = str(error).partition(" <_io.")[0][:200]  # PIL names an object of this process
-            raise DataError(f"{where} cannot be read ({type(error).__name__}: {told}); correct it") from error
+            name = f", {value:.200}," if isinstance(value, str) and value[:5] != "data:" else ""
+            raise DataError(f"{where}{name} cannot be read ({type(error).__name__}: {told}); correct it") from error
     picture = Picture(hashlib.sha256(data).hexdigest(), size, _KEPT.get(kind, "png"), data)
     return _HELD.setdefault(picture.sha256, picture)
 
@@ -145,6 +146,10 @@ def read_shown(values: Any, who: str) -> tuple[Picture, ...]:
     """Pictures of an observation or a tool's answer. Raises `DataError`: they are too many or large, or unreadable."""
     if not isinstance(values, list | tuple) or len(values) > 16:
         raise DataError(f"{who} returned the pictures {values!r:.80}; they must be a list of up to 16")
+    for each in values:
+        if isinstance(each, str) and not each.startswith("data:image/"):
+            told = "return a PIL image, an array or a file's bytes"
+            raise DataError(f"{who} returned the text {each!r:.80} as a picture; {told}")
     shown = tuple(read_picture(each, f"{who} returned a picture that") for each in values)
     if sum(len(p.data) for p in shown) > 8 << 20 or sum(p.size[0] * p.size[1] for p in shown) > MOST_PIXELS:
         raise DataError(f"{who} returned pictures of more than 8 MiB or {MOST_PIXELS:,} pixels; make them smaller")
