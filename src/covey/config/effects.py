@@ -45,7 +45,8 @@ def correction_mode(config: Any) -> str:
     mode, colon, bounds = chosen.partition(":")
     if mode != "auto":
         return chosen
-    narrower = config.sampling.sampler_dtype == "bfloat16" and config.model.dtype != "bfloat16"
+    sampler_dtype = config.sampling.sampler_dtype
+    narrower = sampler_dtype == "int8" or (sampler_dtype == "bfloat16" and config.model.dtype != "bfloat16")
     # A server is given the adapter, and has a base of its own, which need not be quantised, or not so.
     other_base = config.model.quantization != "none" and config.server.upload_adapters_to_server
     differs = narrower or other_base or config.schedule.max_staleness > 0 or another_program_samples(config)

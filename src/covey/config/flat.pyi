@@ -84,7 +84,7 @@ class Settings(TypedDict, total=False):
     max_completion_length: int
     stop_strings: list[str] | tuple[str, ...] | str
     engine: Literal["covey", "vllm"]
-    sampler_dtype: Literal["model", "float32", "bfloat16"]
+    sampler_dtype: Literal["model", "float32", "bfloat16", "int8"]
     kv_cache_gb: float
     max_batch_size: int
     gpu_memory_utilization: float
@@ -375,9 +375,10 @@ class Flat:
     engine: Final[Literal["covey", "vllm"]]
     """The sampler in this process: covey (for CPUs and small models) or vllm, which must be installed; the vllm
     section configures it. Not measured on a GPU."""
-    sampler_dtype: Final[Literal["model", "float32", "bfloat16"]]
+    sampler_dtype: Final[Literal["model", "float32", "bfloat16", "int8"]]
     """Number format of the sampler's copy of the weights; model = that of the model. A narrower one can be faster but
-    samples from a slightly different policy, which algorithm.importance_sampling_correction corrects."""
+    samples from a slightly different policy, which algorithm.importance_sampling_correction corrects. int8 is for
+    CPUs and rounds what the weights are multiplied with, too."""
     kv_cache_gb: Final[float]
     """Memory for the KV cache, in GiB. It holds running completions, and earlier prompts and conversations while
     there is room. Completions that do not fit wait."""

@@ -93,9 +93,10 @@ class SamplingConfig(Section, frozen=True):
     engine: Literal["covey", "vllm"] = "covey"
     """The sampler in this process: covey (for CPUs and small models) or vllm, which must be installed; the vllm section
     configures it. Not measured on a GPU."""
-    sampler_dtype: Literal["model", "float32", "bfloat16"] = "model"
+    sampler_dtype: Literal["model", "float32", "bfloat16", "int8"] = "model"
     """Number format of the sampler's copy of the weights; model = that of the model. A narrower one can be faster but
-    samples from a slightly different policy, which algorithm.importance_sampling_correction corrects."""
+    samples from a slightly different policy, which algorithm.importance_sampling_correction corrects. int8 is for CPUs
+    and rounds what the weights are multiplied with, too."""
     kv_cache_gb: float = Field(default=1.0, gt=0)
     """Memory for the KV cache, in GiB. It holds running completions, and earlier prompts and conversations while there
     is room. Completions that do not fit wait."""

@@ -40,7 +40,9 @@ class SlicedPolicy(ShardedPolicy):
     def __init__(self, few: Policy, hollow: HollowPolicy, config: GRPOConfig, ranks: Ranks, over: int) -> None:
         files, device = hollow.files, few.device
         named = config.sampling.sampler_dtype
-        runner, why = choose_runner(few.model, files.dtype if named == "model" else getattr(torch, named), device)
+        runner, why = choose_runner(
+            few.model, files.dtype if named in ("model", "int8") else getattr(torch, named), device
+        )
         self.runner = runner.name
         if why and ranks.rank == 0:
             log.warning("sampling with the %s runner, which is slower than the fast one: %s", self.runner, why)

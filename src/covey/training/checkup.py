@@ -254,7 +254,7 @@ class Recipe:
         plain = chosen.use_peft and chosen.quantization == "none"
         fused = plain and self.fused and chosen.fused_layers and chosen.prefix_sharing
         dtype = dtype_of(config)
-        sampler_dtype = dtype if sampling.sampler_dtype == "model" else sampling.sampler_dtype
+        sampler_dtype = dtype if sampling.sampler_dtype in ("model", "int8") else sampling.sampler_dtype
         copied = not chosen.use_peft or chosen.adapter is not None or algorithm.reference_update != "none"
         objective = algorithm.objective()
         over_vocabulary = objective.vocabulary_kl is not None or objective.distils_vocabulary

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from covey.errors import ModelError
+from covey.errors import ConfigError, ModelError
 from covey.pytorch.engine.attention import DecodeAttention, Piece, PrefillAttention, Span
 from covey.pytorch.engine.cache import KVCache, block_capacity
 from covey.pytorch.engine.fast_runner import FastRunner
@@ -70,6 +70,22 @@ def choose_runner(
         f"{type(bare_model(model)).__name__}: no way of running it gives the model's own logits "
         f"({'; '.join(refusals)}); use a transformers causal language model"
     )
+
+
+def in_bytes(runner: Runner, model: nn.Module, dtype: torch.dtype, device: torch.device, *, load: bool) -> Runner:
+    """A runner like the one chosen, with products in int8, which no comparison of logits would let pass.
+
+    Raises `ConfigError`: the model is not run in float32 on a CPU by the fast runner.
+    """
+    if not isinstance(runner, FastRunner) or dtype != torch.float32 or device.type != "cpu":
+        raise ConfigError(
+            f"sampler_dtype='int8': the {runner.name} runner in {dtype} on {device.type} has no such products; they "
+            "need a CPU and a model of Llama's shape in float32 or with model.dtype='bfloat16'; write 'model'"
+        )
+    found = FastRunner(model, dtype, device, products=torch.int8)
+    if load:
+        found.load(EffectiveWeights(model))
+    return found
 
 
 def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:

@@ -20,7 +20,7 @@ from torch import nn
 
 from covey.errors import GenerationError, ModelError
 from covey.pytorch.engine.cache import KVCache
-from covey.pytorch.engine.choose import choose_runner, is_emulated
+from covey.pytorch.engine.choose import choose_runner, in_bytes, is_emulated
 from covey.pytorch.engine.device import TorchDevice
 from covey.pytorch.engine.merge import bare_model
 from covey.pytorch.models.loading import context_length
@@ -45,7 +45,8 @@ class Engine:
         kv_cache_bytes: upper limit of the memory for keys and values.
         max_batch_size: most completions in the decode batch.
         context_length: most tokens of prompt and completion together; default: what the model was built for.
-        dtype: of the copy and of the computation; default: the model's. Probabilities are float32 always.
+        dtype: of the copy and of the computation; default: the model's. Probabilities are float32 always. int8: the
+            products with weights, of a model in float32 or with frozen matrices in bfloat16 on a CPU.
         device: of the copy; default: the model's.
         runner: how the model is run, "fast", "general" or "recompute"; default: the first way that computes what the
             model itself does. With it no weights are taken at construction, and those of `model` need not be there.
@@ -74,13 +75,15 @@ class Engine:
             raise ModelError(f"max_batch_size={max_batch_size}: at least one completion must run; use 1 or more")
         held = next(p for p in model.parameters() if p.is_floating_point())
         self._device = torch.device(device) if device is not None else held.device
-        self._dtype = dtype or computing_dtype(model)
+        self._dtype = computing_dtype(model) if dtype in (None, torch.int8) else dtype
         self._tokenizer, self.max_batch_size = tokenizer, max_batch_size
         self.context_length = _context_length(model, context_length)
         self._session: Session[TorchDevice] | None = None
         self._runner, why = choose_runner(model, self._dtype, self._device, runner)
         if why:
             _LOG.warning("sampling with the %s runner, which is slower than the fast one: %s", self._runner.name, why)
+        if dtype == torch.int8:
+            self._runner = in_bytes(self._runner, model, self._dtype, self._device, load=runner is None)
         multiplied = next((weight.dtype for weight in narrow_weights(model)), self._dtype)
         if is_emulated(multiplied, self._device):
             _LOG.warning("sampling in %s, for which this processor has no instructions: float32 is faster", multiplied)

@@ -35,14 +35,17 @@ class FastRunner:
 
     name = "fast"
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype, device: torch.device, products: torch.dtype | None = None
+    ) -> None:
         base: Any = bare_model(model)
         form = read_form(base)
         self._dtype, self._device, self._album = dtype, device, album_of(base)
         self._rotaries = {name: Rotary(rotary, device) for name, rotary in form.rotaries.items()}
         narrow = any(True for _ in narrow_weights(base))
-        make = NarrowLinear if narrow else partial(Linear, dtype, device)
-        self._norms = Norms(form.width, form.norm.eps, dtype, device, folds=not narrow)
+        products = products or (torch.bfloat16 if narrow else None)
+        make = partial(NarrowLinear, products) if products else partial(Linear, dtype, device)
+        self._norms = Norms(form.width, form.norm.eps, dtype, device, folds=not products)
         self._last_norm = form.norm
         self._layers = [_Layer(i, layer, self._norms, dtype, device, make) for i, layer in enumerate(form.layers)]
         attentions = [layer.attention for layer in form.layers]
@@ -263,14 +266,18 @@ class Linear:
 
 
 class NarrowLinear:
-    """`float32(bfloat16(x) W^T) + b` with adapters beside it, see `covey.pytorch.models.narrow`. `W` is shared with the
-    trainer and stays when memory is given back; adapters are taken anew at each `load`.
+    """`float32(bfloat16(x) W^T) + b`, or the same in int8, with adapters beside it: see `covey.pytorch.models.narrow`.
+    `W` in bfloat16 is shared with the trainer. It stays when memory is given back; adapters are taken anew at each
+    `load`.
     """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
 
     def load(self, take: _WeightReader, modules: Sequence[str], scale: Tensor | None = None) -> None:
         """As `Linear.load`, without factors on the inputs."""
         found = [take.factored(module) for module in modules]
-        self._weight, self._bias = packed([weight for weight, _ in found]), take.biases(modules)
+        self._weight, self._bias = packed([weight for weight, _ in found], self._dtype), take.biases(modules)
         # as they are now: the trainer's are changed in place
         own = ((len(weight), factors and (factors[0], factors[1].clone(), factors[2])) for weight, factors in found)
         self._adapters = Adapters.beside(own, torch.float32)

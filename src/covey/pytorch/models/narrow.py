@@ -98,20 +98,51 @@ class Packed:
         return wide if bias is None else wide.add_(bias)
 
 
-_packed: WeakValueDictionary[tuple[object, ...], Packed] = WeakValueDictionary()
+class PackedBytes:
+    """Weights in int8, one below the other, with a scale for each row; inputs too, with a scale for each token (W8A8).
+
+    At 64 rows such products take half the time of those in bfloat16 on an AMD EPYC with VNNI.
+    """
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        parts = [_in_bytes(part) for weight in weights for part in weight.detach().split(_ROWS)]
+        rows, scales = (torch.cat(each) for each in zip(*parts, strict=True))
+        self._scales, self._zeros = scales.flatten(), torch.zeros(len(rows), dtype=torch.int64)
+        self._weight = torch.ops.onednn.qlinear_prepack(rows, None)
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`x W^T + b` of x `[M, in]` in float32; x is rounded to 8 bits, sums are exact."""
+        rows, scales = _in_bytes(x)
+        shifted = (rows.view(torch.uint8) ^ _ZERO), 1.0, _ZERO  # oneDNN takes unsigned inputs
+        weight = self._weight, self._scales, self._zeros
+        y: Tensor = torch.ops.onednn.qlinear_pointwise(*shifted, *weight, None, 1.0, 0, torch.float32, "none", [], "")
+        return y.mul_(scales) if bias is None else torch.addcmul(bias, y, scales)
 
 
-def packed(weights: Sequence[Tensor]) -> Packed:
-    """Weights `[out_i, in]`, packed once for all that use them at a time."""
-    narrow = [weight.detach().to(torch.bfloat16) for weight in weights]
-    if (found := _packed.get(_key(narrow))) is None:
-        _packed[_key(narrow)] = found = Packed(narrow)
+_ROWS, _ZERO = 8192, 128
+"""Rows of a matrix that are rounded at a time; 0 among unsigned bytes."""
+
+
+def _in_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 `[M, n]` and a scale for each row `[M, 1]`, whose product is close to x."""
+    scales = x.float().abs().amax(1, keepdim=True).clamp_min_(1e-30).div_(127)
+    return x.float().div(scales).round_().to(torch.int8), scales
+
+
+_packed: WeakValueDictionary[tuple[object, ...], Packed | PackedBytes] = WeakValueDictionary()
+
+
+def packed(weights: Sequence[Tensor], dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Weights `[out_i, in]`, packed once for all that use them at a time: a `Packed`, for int8 a `PackedBytes`."""
+    narrow = [w.detach() if dtype == torch.int8 else w.detach().to(dtype) for w in weights]
+    if (found := _packed.get((dtype, *_key(narrow)))) is None:
+        _packed[dtype, *_key(narrow)] = found = (PackedBytes if dtype == torch.int8 else Packed)(narrow)
     return found
 
 
 def if_packed(weight: Tensor) -> Packed | None:
     """The packed copy of a weight that somebody holds."""
-    return _packed.get(_key([weight])) if weight.dtype == torch.bfloat16 else None
+    return cast(Any, _packed.get((torch.bfloat16, *_key([weight])))) if weight.dtype == torch.bfloat16 else None
 
 
 def _key(weights: Sequence[Tensor]) -> tuple[object, ...]:
