@@ -23,29 +23,22 @@ from typing import Any, TypeVar
 from covey.errors import ConfigError, CoveyError, raised_at
 
 
-def when_used(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A `__getattr__` for a package whose names are imported when they are first used.
-
-    `homes`: module -> the names, with blanks between them, that the package has from it.
+def from_stub(package: str, file: str) -> tuple[list[str], Callable[[str], Any]]:
+    """`__all__` and `__getattr__` of a package whose names are those that its stub, `__init__.pyi`, imports: each is
+    imported when it is first used.
     """
-    modules = {name: module for module, names in homes.items() for name in names.split()}
+    stub = ast.parse(Path(file).with_suffix(".pyi").read_text("utf-8"))
+    imports = (line for line in stub.body if isinstance(line, ast.ImportFrom) and line.module)
+    homes = {alias.name: str(line.module) for line in imports for alias in line.names}
 
     def get(name: str) -> Any:
-        if name not in modules:
+        if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        found = getattr(importlib.import_module(modules[name]), name)
+        found = getattr(importlib.import_module(homes[name]), name)
         setattr(sys.modules[package], name, found)
         return found
 
-    return get
-
-
-def from_stub(package: str, file: str) -> tuple[list[str], Callable[[str], Any]]:
-    """`__all__` and `__getattr__` of a package whose names are those that its stub, `__init__.pyi`, imports."""
-    stub = ast.parse(Path(file).with_suffix(".pyi").read_text("utf-8"))
-    imports = {line.module: line.names for line in stub.body if isinstance(line, ast.ImportFrom) and line.module}
-    homes = {module: " ".join(alias.name for alias in names) for module, names in imports.items()}
-    return sorted(" ".join(homes.values()).split()), when_used(package, homes)
+    return sorted(homes), get
 
 
 def later(package: str, names: str) -> list[Any]:
