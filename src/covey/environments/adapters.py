@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from covey.environments.base import Environment, Observation, SeededWorld, TaskInstance
@@ -89,58 +89,46 @@ class OpenEnvEnvironment(_Adapted):
         return self._observed(result.observation), float(result.reward or 0.0), bool(result.done), info
 
 
+@dataclass(eq=False, repr=False)
 class Gymnasium(SeededWorld):
     """A Gymnasium environment by its id."""
 
     name: ClassVar[str] = "gymnasium"
+    env: str | None = None
+    actions: str | None = None
+    describe: str | None = None
+    act: str | None = None
 
-    def __init__(
-        self,
-        env: str | None = None,
-        actions: str | None = None,
-        describe: str | None = None,
-        act: str | None = None,
-        max_turns: int = 20,
-        num_train: int = 1000,
-        num_eval: int = 50,
-        system_prompt: str | None = None,
-    ) -> None:
-        if env is None:
+    def __post_init__(self) -> None:
+        if self.env is None:
             raise ConfigError("world gymnasium: give the id, e.g. environment.world=gymnasium:env=FrozenLake-v1")
         if importlib.util.find_spec("gymnasium") is None:
             raise ConfigError("world gymnasium: the package is not installed; pip install 'covey[gymnasium]'")
-        super().__init__(max_turns, num_train, num_eval, system_prompt)
-        self._env, self._names, self._describe, self._act = env, actions, describe, act
+        super().__post_init__()
 
     def make(self) -> Environment:
         import gymnasium
 
-        names = self._names.split("|") if self._names else None
-        return GymnasiumEnvironment(gymnasium.make(self._env), names, _loaded(self._describe), _loaded(self._act))
+        names = self.actions.split("|") if self.actions else None
+        return GymnasiumEnvironment(gymnasium.make(self.env), names, _loaded(self.describe), _loaded(self.act))
 
 
+@dataclass(eq=False, repr=False)
 class OpenEnv(SeededWorld):
     """An OpenEnv environment that a function of yours makes a client for."""
 
     name: ClassVar[str] = "openenv"
+    factory: str | None = None
+    describe: str | None = None
+    act: str | None = None
 
-    def __init__(
-        self,
-        factory: str | None = None,
-        describe: str | None = None,
-        act: str | None = None,
-        max_turns: int = 20,
-        num_train: int = 1000,
-        num_eval: int = 50,
-        system_prompt: str | None = None,
-    ) -> None:
-        if factory is None:
+    def __post_init__(self) -> None:
+        if self.factory is None:
             raise ConfigError("world openenv: give factory=file.py:function, a function that returns a client")
-        super().__init__(max_turns, num_train, num_eval, system_prompt)
-        self._factory, self._describe, self._act = factory, describe, act
+        super().__post_init__()
 
     def make(self) -> Environment:
-        return OpenEnvEnvironment(load_function(self._factory)(), _loaded(self._describe), _loaded(self._act))
+        return OpenEnvEnvironment(_loaded(self.factory)(), _loaded(self.describe), _loaded(self.act))
 
 
 def _loaded(name: str | None) -> Any:

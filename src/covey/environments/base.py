@@ -186,24 +186,28 @@ def checked_observation(value: Any, method: str) -> Observation:
 _EVAL_SEEDS = 1_000_000  # held-out instances have seeds from here on, training instances below
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class SeededWorld(World):
     """Instances are seeds; those from a million on are held out."""
 
-    def __init__(self, max_turns: int, num_train: int, num_eval: int, system_prompt: str | None) -> None:
-        if max_turns < 1 or not 1 <= num_train < _EVAL_SEEDS or num_eval < 1:
+    max_turns: int = 20
+    num_train: int = 1000
+    num_eval: int = 50
+    system_prompt: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_turns < 1 or not 1 <= self.num_train < _EVAL_SEEDS or self.num_eval < 1:
             raise ConfigError(
-                f"max_turns={max_turns}, num_train={num_train}, num_eval={num_eval}: each must be 1 or more, and "
-                f"num_train below {_EVAL_SEEDS}"
+                f"max_turns={self.max_turns}, num_train={self.num_train}, num_eval={self.num_eval}: each must be 1 or "
+                f"more, and num_train below {_EVAL_SEEDS}"
             )
-        self.max_turns, self.system_prompt = max_turns, system_prompt
-        self._num_train, self._num_eval = num_train, num_eval
 
     def train_tasks(self, seed: int) -> list[TaskInstance]:
-        seeds = random.Random(seed).sample(range(_EVAL_SEEDS), self._num_train)
+        seeds = random.Random(seed).sample(range(_EVAL_SEEDS), self.num_train)
         return [{"seed": number, "uid": f"seed-{number}"} for number in seeds]
 
     def eval_tasks(self) -> list[TaskInstance]:
-        return [{"seed": _EVAL_SEEDS + i, "uid": f"seed-{_EVAL_SEEDS + i}"} for i in range(self._num_eval)]
+        return [{"seed": _EVAL_SEEDS + i, "uid": f"seed-{_EVAL_SEEDS + i}"} for i in range(self.num_eval)]
 
 
 _WORLDS: dict[str, Callable[..., World] | str] = {

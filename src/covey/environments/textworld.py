@@ -51,7 +51,8 @@ class TextWorld(SeededWorld):
         if importlib.util.find_spec("textworld") is None:
             raise ConfigError("world textworld: the package is not installed; pip install 'covey[textworld]'")
         rules = "You play a text adventure. Answer with one action and nothing else."
-        super().__init__(3 * quest_length + 5 if max_turns is None else max_turns, num_train, num_eval, rules)
+        turns = 3 * quest_length + 5 if max_turns is None else max_turns
+        super().__init__(max_turns=turns, num_train=num_train, num_eval=num_eval, system_prompt=rules)
         self.max_completion_length = 24
         self._game = {"nb_rooms": rooms, "nb_objects": objects, "quest_length": quest_length}
         self._instructions, self._reward = instructions, reward
