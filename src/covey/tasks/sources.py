@@ -24,8 +24,8 @@ def data_format(path: Path) -> str:
     return suffix if suffix in _FORMATS else ""
 
 
-def read_file(path: Path) -> Iterator[Any]:
-    """The entries of a data file, in order; they need not be rows."""
+def read_file(path: Path, *, numbered: bool = False) -> Iterator[Any]:
+    """The entries of a data file, in order; they need not be rows. `numbered`: of a .jsonl file, (line, entry)."""
     kind = data_format(path)
     if path.is_dir() or not kind:
         what = "a folder" if path.is_dir() else "no known format"
@@ -34,7 +34,7 @@ def read_file(path: Path) -> Iterator[Any]:
         raise DataError(f"{path}: is a pipe or a device, not a file, and may never end; write its rows to a file")
     readers = {".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
     try:
-        yield from readers.get(kind, _read_jsonl)(path)
+        yield from _read_lines(path) if numbered else readers.get(kind, _read_jsonl)(path)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; check the path, relative to {Path.cwd()}") from None
     except (OSError, EOFError, zlib.error) as error:
@@ -48,12 +48,20 @@ def _open(path: Path) -> Any:
 
 
 def _read_jsonl(path: Path) -> Iterator[Any]:
+    return (entry for _, entry in _read_lines(path))
+
+
+def _read_lines(path: Path) -> Iterator[tuple[int, Any]]:
     with _open(path) as file:
         # Bytes, so that only a line feed ends a line; text mode would also split at a lone carriage return.
         for number, line in enumerate(file, start=1):
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                told = f"byte {error.start} is not UTF-8; convert the file"
+                raise DataError(f"{path}, line {number}: {told}") from None
             if text.strip():
-                yield _parse(text, f"{path}, line {number}")
+                yield number, _parse(text, f"{path}, line {number}")
 
 
 def _read_json(path: Path) -> Iterator[Any]:

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from covey.rewards.text import found_word, say
 from covey.rewards.verifier import RewardFunction
 from covey.tasks.base import FileTask, as_prompt, question_key
 from covey.tasks.dataset import Row, load_rows
+from covey.tasks.sources import read_file
 from covey.types import Message
 
 Wording = Literal["document", "brief"]
@@ -237,7 +237,7 @@ def load_questions(source: Any, split: str = "train") -> list[Row]:
     """
     is_jsonl = isinstance(source, str | Path) and str(source).endswith(".jsonl")
     where = str(source) if isinstance(source, str | Path) else "dataset"
-    entries = _read_lines(Path(source)) if is_jsonl else enumerate(load_rows(source, split=split), 1)
+    entries = read_file(Path(source), numbered=True) if is_jsonl else enumerate(load_rows(source, split=split), 1)
     questions: list[Row] = []
     seen: dict[str, Row] = {}
     for line, entry in entries:
@@ -257,21 +257,6 @@ def load_questions(source: Any, split: str = "train") -> list[Row]:
     if not questions:
         raise DataError(f"{where}: there are no questions in it")
     return questions
-
-
-def _read_lines(path: Path) -> Iterable[tuple[int, Any]]:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}; give the path of a .jsonl file") from None
-    for line, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
-        if raw.strip():
-            try:
-                yield line, json.loads(raw.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path}: line {line}: byte {error.start} is not UTF-8; convert the file") from None
-            except ValueError as error:
-                raise DataError(f"{path}: line {line}: {error}; each line must be one JSON object") from None
 
 
 def _question(entry: Any) -> Row:
