@@ -381,13 +381,15 @@ class Request:
     usually `(seed, step, prompt index, sample index)`: equal streams draw equal numbers, whatever else is in the batch.
     `choices`, if given, are the only token sequences that may be sampled; the completion's `support` records the ids
     that were possible. `allows`, if given, maps the ids sampled so far to the possible next ids, ascending; its
-    `GenerationError` ends this completion alone.
+    `GenerationError` ends this completion alone. `forced` is what the completion will be, however likely it is: its
+    log-probabilities are those at temperature 1 with nothing cut off. Only `covey.pytorch.engine.Engine` knows of it.
     """
 
     token_ids: IntArray
     stream: tuple[int, ...] = (0,)
     choices: tuple[tuple[int, ...], ...] | None = None
     allows: Allows | None = None
+    forced: IntArray | None = None
 
 
 Progress = Callable[[int, int], None]

@@ -270,19 +270,19 @@ def test_continuations_are_as_likely_as_the_plain_model_says(family: str) -> Non
     model, requests = tiny_model(family), groups(2)
     settings = SamplingSettings(temperature=0.7, top_k=5, max_tokens=3, eos_token_ids=(2, 9), keep_support=True)
     continuations = [np.array(ids) for ids in ([7], [9], [4, 2, 9, 30, 31])]  # end tokens, and more than may be sampled
-    how: dict[str, Any] = {"policy_version": 0, "continuations": continuations}
     alone = Engine(model)(requests, settings, policy_version=0)
     for room in (1 << 30, 40_000):  # all at once, and a few at a time
-        found, logp = Engine(model, kv_cache_bytes=room).sample_and_score(requests, settings, **how)
-        assert texts(found) == texts(alone)
-        assert all(one.support is not None for one in found)
-        for row, request in enumerate(requests):
-            for column, ids in enumerate(continuations):
-                said = Completion(ids, np.zeros(len(ids), np.float32), "length", 0)
-                assert logp[row, column] == pytest.approx(plain_logprobs(model, request, said).sum(), abs=2e-4)
+        both = [one for r in requests for one in (r, *(Request(r.token_ids, forced=ids) for ids in continuations))]
+        found = Engine(model, kv_cache_bytes=room)(both, settings, policy_version=0)
+        assert texts(found[::4]) == texts(alone)
+        assert all(one.support is not None for one in found[::4])
+        for request, one in zip(both, found, strict=True):
+            if request.forced is not None:
+                assert one.token_ids.tolist() == request.forced.tolist()
+                assert one.logprobs == pytest.approx(plain_logprobs(model, request, one), abs=2e-4)
     context = len(requests[0].token_ids) + 4
     small, said = Engine(model, context_length=context), f"no room in the context of {context}"
-    raises(GenerationError, said, small.sample_and_score, requests[:1], settings, **how)
+    raises(GenerationError, said, small, both[:4], settings, policy_version=0)
 
 
 def fails_beyond(engine: Engine, rows: int, patch: pytest.MonkeyPatch, error: Exception = OUT_OF_MEMORY) -> list[int]:

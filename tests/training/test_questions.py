@@ -366,8 +366,6 @@ class Elsewhere:
         self._own = own
 
     def __getattr__(self, name: str) -> Any:
-        if name == "sample_and_score":
-            raise AttributeError(name)
         return getattr(self._own, name)
 
     def __call__(self, *values: Any, **named: Any) -> Any:

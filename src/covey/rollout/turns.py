@@ -66,9 +66,7 @@ class Row:
     matcher: StopMatcher | None = None
     choices: Choices | None = None  # the only sequences that the present turn may be; None = any
     allows: Allows | None = None  # says which ids may come next; None = any
-    # what the turn says however likely it is; its log-probabilities are those at temperature 1. Only devices of PyTorch
-    # know of it
-    forced: IntArray | None = None
+    forced: IntArray | None = None  # what the first turn says however likely it is
     logprobs: list[float] = field(default_factory=list)
     support: list[IntArray] = field(default_factory=list)
     # (token of the turn, version of the weights that it and those after it were drawn with), in order
@@ -224,7 +222,7 @@ class Session(Generic[D]):
             keep: it may be continued: it stays parked when its turn is over, until `drop`.
             settings: how its tokens are drawn; None = as the session's.
 
-        Raises `GenerationError`: the prompt is empty, or leaves no room in the context.
+        Raises `GenerationError`: the prompt is empty, or leaves no room in the context, or none for what is forced.
         """
         number, length = self._started, len(request.token_ids)
         if length == 0:
@@ -235,8 +233,17 @@ class Session(Generic[D]):
                 "leaves no room for a completion; shorten the prompt or set data.max_prompt_length"
             )
         ids = np.ascontiguousarray(request.token_ids, dtype=np.int64)
-        row = Row(ids, request.stream, keep, settings or self._settings, allows=request.allows)
-        self._begin_turn(row, self.room_for_turn(row, 0), request.stream, request.choices)
+        drawn, forced = settings or self._settings, request.forced
+        if forced is not None:
+            drawn = replace(drawn, max_tokens=len(forced))
+        row = Row(ids, request.stream, keep, drawn, allows=request.allows, forced=forced)
+        limit = self.room_for_turn(row, 0)
+        if forced is not None and limit < len(forced):
+            raise GenerationError(
+                f"a prompt of {length} tokens leaves a continuation of {len(forced)} no room in the context of "
+                f"{self.device.whole_tokens}; shorten the prompt or set data.max_prompt_length"
+            )
+        self._begin_turn(row, limit, request.stream, request.choices)
         self._started += 1
         self._queue.append(row)
         return row

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from covey.errors import ConfigError
 from covey.observe.choices import Answered
 from covey.pytorch.backend import BACKEND
+from covey.pytorch.engine import Engine
 from covey.training.evaluate import EVALUATION_STREAM
 from covey.training.setup import sampling_settings
 from covey.training.trainer import GRPOTrainer
@@ -46,7 +47,7 @@ def answer_choices(
     if not 0 <= rotations < fewest:
         raise ConfigError(f"rotations={rotations}: questions with {fewest} options have 0 to {fewest - 1}")
     letters = sorted({letter for row in rows for letter in row["options"]})
-    own = hasattr(trainer.engine, "sample_and_score")
+    own = isinstance(trainer.engine, Engine)
     total = len(rows) * (1 + rotations + (not own))
 
     def told(before: int) -> Progress | None:
@@ -77,17 +78,21 @@ def _texts_and_probabilities(
     letter, at temperature 1; NaN for letters that a question's options do not have. Prompts are computed once for both.
     """
     prompts, args = trainer.eval_prompts, trainer.args
-    requests = [Request(p.token_ids, (args.run.seed, EVALUATION_STREAM, n, 0)) for n, p in enumerate(prompts)]
-    encode = trainer.policy.tokenizer
-    completions, logp = engine.sample_and_score(
+    encode, requests = trainer.policy.tokenizer, []
+    said = [np.array(encode(lead_in + letter, add_special_tokens=False).input_ids, np.int64) for letter in letters]
+    for number, prompt in enumerate(prompts):
+        requests.append(Request(prompt.token_ids, (args.run.seed, EVALUATION_STREAM, number, 0)))
+        requests += [Request(prompt.token_ids, forced=ids) for ids in said]
+    found = engine(
         requests,
         replace(sampling_settings(args, trainer.policy, args.evaluation.eval_temperature), **limit),
         policy_version=trainer.state.policy_version,
-        continuations=[np.array(encode(lead_in + x, add_special_tokens=False).input_ids, np.int64) for x in letters],
         progress=None if progress is None else lambda done, of: progress(done * len(prompts) // of, len(prompts)),
     )
+    logp = np.reshape([one.logprobs.sum(dtype=np.float64) for one in found], (len(prompts), -1))[:, 1:]
     has = [[letter in prompt.columns["options"] for letter in letters] for prompt in prompts]
-    return [trainer.decode(c.token_ids.tolist()) for c in completions], np.where(has, np.exp(logp), np.nan)
+    texts = [trainer.decode(one.token_ids.tolist()) for one in found[:: 1 + len(letters)]]
+    return texts, np.where(has, np.exp(logp), np.nan)
 
 
 def _own_engine(trainer: GRPOTrainer) -> Any:

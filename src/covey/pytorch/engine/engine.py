@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from covey.errors import GenerationError, ModelError
@@ -28,7 +25,7 @@ from covey.pytorch.models.narrow import computing_dtype, narrow_weights
 from covey.pytorch.passes import within_memory
 from covey.rollout.learning import NO_VERSION, Weights, check_call
 from covey.rollout.turns import GenerationStats, Session
-from covey.types import Completion, IntArray, Progress, Request, SamplingSettings
+from covey.types import Completion, Progress, Request, SamplingSettings
 
 _LOG = logging.getLogger(__name__)
 
@@ -127,55 +124,15 @@ class Engine:
         many at a time, from the same random streams.
 
         Raises:
-            GenerationError: other weights than `policy_version` are held, a prompt is empty or does not fit
-                the context, not even one completion fits the cache or the memory, or the logits are not finite.
+            GenerationError: other weights than `policy_version` are held, a prompt is empty or does not fit the context
+                (with what is forced), not even one completion fits the cache or the memory, or the logits are not
+                finite.
             ConfigError: the settings describe no distribution.
         """
 
         def sample() -> list[Completion]:
             session = self._open(settings, policy_version)
             return session.run([session.start(request) for request in requests], progress)
-
-        return within_memory(sample, self._halve)
-
-    def sample_and_score(
-        self,
-        requests: Sequence[Request],
-        settings: SamplingSettings,
-        *,
-        policy_version: int,
-        continuations: Sequence[IntArray],
-        progress: Progress | None = None,
-    ) -> tuple[list[Completion], NDArray[np.float64]]:
-        """As a call, and how likely each prompt is continued by each of some sequences; it is computed once for both.
-
-        There are C continuations, each of one token or more; `progress` counts them too.
-
-        Returns:
-            The completions, and `[n, C]` log-probabilities at temperature 1 with nothing cut off, summed over the
-            tokens of a continuation.
-
-        Raises `GenerationError`: as of a call; or a prompt leaves a continuation no room in the context.
-        """
-        longest = max(map(len, continuations), default=1)
-        least = replace(settings, max_tokens=max(longest, settings.max_tokens))
-
-        def sample() -> tuple[list[Completion], NDArray[np.float64]]:
-            session = self._open(settings, policy_version)
-            rows, forced = [], []
-            for request in requests:
-                rows.append(session.start(request))
-                for ids in continuations:
-                    forced.append(session.start(Request(request.token_ids), settings=least))
-                    forced[-1].forced = ids
-                    if forced[-1].limit < len(ids):
-                        raise GenerationError(
-                            f"a prompt of {len(request.token_ids)} tokens leaves a continuation of {len(ids)} no room "
-                            f"in the context of {self.context_length}; shorten the prompt or set data.max_prompt_length"
-                        )
-            found = session.run([*rows, *forced], progress)
-            sums = [float(one.logprobs.sum(dtype=np.float64)) for one in found[len(rows) :]]
-            return found[: len(rows)], np.array(sums).reshape(len(requests), len(continuations))
 
         return within_memory(sample, self._halve)
 
