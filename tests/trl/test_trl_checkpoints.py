@@ -169,14 +169,3 @@ def test_resuming_past_a_damaged_one_gives_the_same_numbers(make: Any, stopped: 
     make(out=tmp_path / "out", **SMALL).train(resume_from_checkpoint=True)
     whole, again = (load_file(out / "checkpoint-3" / "model.safetensors") for out in (stopped, tmp_path / "out"))
     assert all(torch.equal(whole[name], again[name]) for name in whole)
-
-
-def test_checkpoints_without_hashes_are_taken_up(taken: Callable[[Any], str], tmp_path: Path) -> None:
-    """Earlier versions wrote the pointer last, and no `COMPLETE`: a kill before it left none."""
-    for number in (2, 3):
-        old = tmp_path / "out" / f"checkpoint-{number}"
-        (old / "COMPLETE").unlink()
-        (old / "covey.json").write_text(json.dumps({"checkpoint": f"step_{number:06d}"}) + "\n")
-    assert taken(True) == "step_000003"
-    (tmp_path / "out" / "checkpoint-3" / "covey.json").unlink()
-    assert taken(True) == "step_000002"

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerState
+from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
 
 from covey.errors import CheckpointError
-from covey.files import folder_problem, publishing, remove_folder, remove_leftovers, write_atomically, writing
+from covey.files import folder_problem, publishing, remove_folder, remove_leftovers
 from covey.hub import prepare_upload, upload_folder
 from covey.observe.card import model_card, write_card
 from covey.observe.run_folder import RunFolder
@@ -43,10 +44,6 @@ class Saving:
     def _root(self) -> Path:
         return Path(self.args.output_dir or "")
 
-    def _made_root(self) -> Path:
-        self._root.mkdir(parents=True, exist_ok=True)
-        return self._root
-
     @property
     def _checkpoints(self) -> Path:
         return self._root / RUN_FOLDER / "checkpoints"
@@ -61,7 +58,7 @@ class Saving:
         with publishing(folder) as aside:
             self.run.save_model(aside)
             self.state.save_to_json(str(aside / "trainer_state.json"))
-            (aside / POINTER).write_text(json.dumps({"checkpoint": newest.name, "hashed": True}) + "\n")
+            (aside / POINTER).write_text(json.dumps({"checkpoint": newest.name}) + "\n")
         if self.args.save_total_limit:
             whole = [path for path in reversed(self._listed()) if not self._problem(path, hashes=False)]
             doomed = [path for path in whole[:-1] if str(path) != self.state.best_model_checkpoint]
@@ -77,11 +74,7 @@ class Saving:
         """Why nothing can be resumed from it, or with `hashes` from Covey's that it goes with; "" = it can be."""
         if folder.is_dir() and not (folder / POINTER).is_file():
             return "is no checkpoint of covey.trl, or was not written to the end"
-        try:  # in earlier checkpoints the pointer came last, and there are no hashes
-            hashed = "hashed" in json.loads((folder / POINTER).read_text())
-        except (OSError, ValueError, TypeError):
-            hashed = True  # missing or cut off: the hashes tell what is wrong
-        problem = folder_problem(folder, hashes=hashes, others=True) if hashed else ""  # callbacks may add files
+        problem = folder_problem(folder, hashes=hashes, others=True)  # callbacks may add files
         if problem or not hashes:
             return problem
         try:
@@ -118,25 +111,8 @@ class Saving:
         name = json.loads((folder / POINTER).read_text())["checkpoint"]
         return folder.absolute().parent / RUN_FOLDER / "checkpoints" / Path(str(name)).name
 
-    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
-        """Print metrics, one a line."""
-        print(f"***** {split} metrics *****")
-        for name, value in sorted(metrics.items()):
-            print(f"  {name} = {value:.4f}" if isinstance(value, float) else f"  {name} = {value}")
-
-    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
-        """Write metrics to `output_dir/SPLIT_results.json`, and into `all_results.json`."""
-        folder = self._made_root()
-        write_atomically(folder / f"{split}_results.json", json.dumps(dict(metrics), indent=4, sort_keys=True))
-        if combined:
-            path = folder / "all_results.json"
-            known = json.loads(path.read_text()) if path.exists() else {}
-            write_atomically(path, json.dumps(known | dict(metrics), indent=4, sort_keys=True))
-
-    def save_state(self) -> None:
-        """Write `trainer_state.json` to `output_dir`."""
-        with writing(self._made_root() / "trainer_state.json") as aside:
-            self.state.save_to_json(str(aside))
+    # of transformers' Trainer: metrics are printed, one a line, and go to files in `output_dir`, as the state does
+    log_metrics, save_metrics, save_state = log_metrics, save_metrics, save_state
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
         """Save the adapter (PEFT format) or the whole model, with the tokenizer; default: to `args.output_dir`.
@@ -176,7 +152,8 @@ class Saving:
             dataset_name=dataset_name,
             vision=getattr(self.run.policy, "album", None) is not None,
         )
-        write_card(self._made_root(), text, run)
+        self._root.mkdir(parents=True, exist_ok=True)
+        write_card(self._root, text, run)
 
     def push_to_hub(
         self,

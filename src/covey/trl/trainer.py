@@ -31,8 +31,6 @@ import covey
 from covey.errors import ConfigError, CoveyError, DataError
 from covey.files import remove_folder
 from covey.observe.run_folder import RunFolder
-from covey.pytorch.backend import PyTorchBackend
-from covey.pytorch.learner import Learner
 from covey.rollout.collect import AnswerCollector, Collector
 from covey.rollout.learning import Sampler
 from covey.tasks.dataset import load_rows
@@ -51,22 +49,6 @@ from covey.trl.tools import methods
 from covey.trl.translate import generate_options, optimizer_steps, prompts_per_generation, settings
 
 log = logging.getLogger("covey.trl")
-
-
-class _WithOptimizer(PyTorchBackend):
-    """The PyTorch backend, whose learner steps with an optimiser that is given, if one is."""
-
-    def __init__(self, optimizer: Any, scheduler: Any) -> None:
-        super().__init__()
-        if optimizer is None and scheduler is not None:
-            raise ConfigError("optimizers=(None, scheduler): a scheduler belongs to an optimizer; pass both")
-        self._optimizer, self._scheduler = optimizer, scheduler
-
-    def make_learner(self, config: covey.GRPOConfig, policy: Any) -> Learner:
-        learner = super().make_learner(config, policy)
-        if self._optimizer is not None:
-            learner.use_optimizer(self._optimizer, self._scheduler)
-        return learner
 
 
 class GRPOTrainer(Saving, Formulas, NeverCalled):
@@ -196,6 +178,9 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
         return load_rows(dataset)
 
     def _make_run(self, model: Any, tokenizer: Any) -> Run:
+        optimizer, scheduler = self._optimizers
+        if optimizer is None and scheduler is not None:
+            raise ConfigError("optimizers=(None, scheduler): a scheduler belongs to an optimizer; pass both")
         others = {name: rows for name, rows in self._named.items() if name != self._own}
         per_epoch = max(len(self._rows) // prompts_per_generation(self.args), 1)
         self._flow = Flow(
@@ -206,7 +191,7 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
             save=self._save_checkpoint,
             evaluate=(lambda: self.evaluate(others)) if self._named else None,
         )
-        return Run(
+        run = Run(
             model=model,
             reward_funcs=self.reward_funcs,
             args=self._config,
@@ -215,11 +200,13 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
             processing_class=tokenizer,
             peft_config=self._peft_config,
             callbacks=[self._flow],
-            backend=_WithOptimizer(*self._optimizers),
             sampler=self._sampler,
             collector=self._collector,
             compared_by=self._metric if self.args.metric_for_best_model is not None else None,
         )
+        if optimizer is not None:
+            run.learner.use_optimizer(optimizer, scheduler)  # type: ignore[attr-defined]
+        return run
 
     def _sampler(self, run: covey.GRPOTrainer, engine: Sampler) -> Sampler:
         """The engine, or the model's own `generate`; a server samples by itself."""
