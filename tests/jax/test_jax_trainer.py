@@ -28,7 +28,7 @@ ONE = {"scale": np.float32(1.0)}  # an array of JAX would start it in every proc
 
 class Parabola(Trainer):
     def create_train_state(self, key: jax.Array, dummy_input: jax.Array) -> TrainState:
-        return TrainState.create({"x": jnp.asarray(dummy_input, float)}, self.optimizer)
+        return TrainState.create(apply_fn=None, params={"x": jnp.asarray(dummy_input, float)}, tx=self.optimizer)
 
     def compute_loss(self, params: Any, batch: Mapping[str, Any]) -> jax.Array:
         return jnp.sum(batch["scale"] * params["x"] ** 2)

@@ -129,14 +129,13 @@ class GRPOTrainer(Trainer):
             returned = f"returned {shape or type(logits).__name__} for tokens of shape {dummy_input.shape}"
             raise ConfigError(f"policy_model: apply(params, tokens) {returned}; it must return logits [B, L, V]")
         trained = "lora" if "lora" in variables else "params"
-        policy = {trained: variables[trained]} if trained in variables else variables
+        policy: Any = {trained: variables[trained]} if trained in variables else variables
         self.frozen_params = {name: value for name, value in variables.items() if name not in policy}
         if not self._ref_is_bound:
             self.ref_params = None if trained == "lora" else variables
-        if self.mesh is None:
-            return TrainState.create(policy, self.optimizer)
-        begin, opt_state = place(jnp.zeros((), jnp.int32), self.mesh), self._made(self.optimizer.init, policy)
-        return TrainState(step=begin, params=policy, opt_state=opt_state, tx=self.optimizer)
+        tx, step = self.optimizer, place(jnp.zeros((), jnp.int32), self.mesh)
+        opt_state = tx.init(policy) if self.mesh is None else self._made(tx.init, policy)
+        return TrainState(step=step, apply_fn=self.policy_model.apply, params=policy, tx=tx, opt_state=opt_state)
 
     def _made(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What a function makes, each array split from the beginning: no device needs to hold all of it."""

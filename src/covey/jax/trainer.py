@@ -7,13 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
-from flax import struct
+from flax.training import train_state
 
 from covey.errors import CheckpointError, ConfigError
 
@@ -24,31 +24,10 @@ StepObserver = Callable[[int, Mapping[str, float]], None]
 """Called with the number of steps taken and the metrics of the last one."""
 
 
-class TrainState(struct.PyTreeNode):
-    """The state of training, which each step changes.
-
-    Attributes:
-        step: number of steps taken, a scalar integer.
-        params: the trained parameters, as Flax's `apply` takes them: `{"params": ...}` or `{"lora": ...}`.
-        opt_state: state of the optimiser.
-        tx: the optimiser; not a leaf of the tree.
+class TrainState(train_state.TrainState):
+    """Flax's. Each step changes `step`, `opt_state` and `params`, which are as Flax's `apply` takes them:
+    `{"params": ...}` or `{"lora": ...}`; `tx` is the optimiser.
     """
-
-    step: jax.Array
-    params: Any
-    opt_state: Any
-    tx: optax.GradientTransformation = struct.field(pytree_node=False)
-
-    @classmethod
-    def create(cls, params: Any, tx: optax.GradientTransformation) -> Self:
-        """The state at step 0, with a new optimiser state."""
-        return cls(step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params), tx=tx)
-
-    def apply_gradients(self, grads: Any) -> Self:
-        """The state after one optimiser step with gradients of the shape of `params`."""
-        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
-        params = optax.apply_updates(self.params, updates)
-        return self.replace(step=self.step + 1, params=params, opt_state=opt_state)
 
 
 class Trainer(ABC):
@@ -214,7 +193,7 @@ class Trainer(ABC):
         return state.replace(step=tree["step"], params=tree["params"], opt_state=tree["opt_state"])
 
     def _tree(self, state: TrainState) -> dict[str, Any]:
-        parts = {"step": state.step, "params": state.params, "opt_state": state.opt_state}
+        parts = {"step": jnp.asarray(state.step), "params": state.params, "opt_state": state.opt_state}
         return parts | {"constants": self.constants()}
 
 
