@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
-from typer.core import TyperGroup
 
 from covey import __version__
 from covey.cli import results
@@ -55,20 +54,7 @@ ELSEWHERE: dict[str, str] = {
 }
 """A command that there is not -> what to type."""
 
-
-class Commands(TyperGroup):
-    """The commands, and what to use in place of others."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Refuse a name of `ELSEWHERE` by a line that says what to use."""
-        if args and args[0] in ELSEWHERE:
-            raise ConfigError(f"covey {args[0]}: there is no such command; use `{ELSEWHERE[args[0]]}`")
-        return super().resolve_command(ctx, args)
-
-
-app = typer.Typer(
-    name="covey", cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown"
-)
+app = typer.Typer(name="covey", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 
 def main() -> None:
@@ -87,6 +73,8 @@ def main() -> None:
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     try:
+        if (name := "".join(sys.argv[1:2])) in ELSEWHERE:
+            raise ConfigError(f"covey {name}: there is no such command; use `{ELSEWHERE[name]}`")
         app()
     except CoveyError as error:
         err.print(visible(f"covey: {error}", 5000), style="red", markup=False, highlight=False)

@@ -30,13 +30,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from covey.environments.base import (
-    Observation,
-    Outcome,
-    TaskInstance,
-    World,
-    checked_observation,
-)
+from covey.environments.base import Observation, Outcome, TaskInstance, World, checked_observation
 from covey.environments.forks import GRACE_SECONDS, NUMBER_BYTES, SAID
 from covey.errors import ConfigError, EpisodeError
 from covey.functions import USER_FILES
