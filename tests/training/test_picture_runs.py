@@ -220,7 +220,7 @@ def test_where_pictures_are_not_read_yet(whole: GRPOTrainer, model: str, tmp_pat
         ("distributed.learner_kind", sharded, {}),
         ("server", whole.policy, {"upload_adapters_to_server": True}),
     ):
-        told = "pictures are read by Covey's own engines, vLLM in this process, replicated learners"
+        told = "pictures are read by Covey's own engines, in-process vLLM and replicated learners"
         assert picture_reader(settings(tmp_path / "away", **more), policy) == (None, f"{name}: {told}")
     words = r"row 0 has pictures \(column 'images'\), and the model reads none"
     with pytest.raises(DataError, match=words):

@@ -305,10 +305,7 @@ def picture_reader(config: GRPOConfig, policy: TrainedPolicy) -> tuple[Any, str]
     elsewhere |= {"distributed.learner_kind": getattr(policy, "in_shards", False)}
     elsewhere |= {"algorithm.teacher": config.algorithm.teacher is not None}
     if names := [name for name, used in elsewhere.items() if used]:
-        return (
-            None,
-            f"{names[0]}: pictures are read by Covey's own engines, vLLM in this process, replicated learners",
-        )
+        return None, f"{names[0]}: pictures are read by Covey's own engines, in-process vLLM and replicated learners"
     if config.schedule.max_staleness > 0 and (config.environment.tools or config.environment.world):
         album.check()  # and not in a thread that samples while weights change
     return album, ""

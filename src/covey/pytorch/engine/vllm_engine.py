@@ -410,7 +410,9 @@ class VLLMDevice(Device):
         try:
             self._engine.add_request(row.place, self._prompt(row.history()), how, lora_request=self._adapter)
         except (ValueError, RuntimeError) as error:
-            raise GenerationError(f"vLLM refuses a prompt: {_first_line(error)}; correct it, {INSTEAD}") from error
+            raise GenerationError(
+                f"vLLM refuses a prompt: {_first_line(error)}; set sampling.engine to covey"
+            ) from error
         self._rows[row.place] = row
 
     def _prompt(self, ids: IntArray) -> dict[str, Any]:
@@ -427,7 +429,7 @@ class VLLMDevice(Device):
         theirs, ours = (int((np.asarray(each) == self.album.placeholder_id).sum()) for each in (made, wanted))
         raise GenerationError(
             f"vLLM made {len(made)} tokens of a prompt, {theirs} of them places of pictures, that the policy reads as "
-            f"{len(wanted)} with {ours}; save the processor that vLLM reads beside the model, {INSTEAD}"
+            f"{len(wanted)} with {ours}; set data.processor_kwargs as in the processor beside the model, {INSTEAD}"
         )
 
     def _drawn(self, row: Row, found: Any) -> Drawn:
