@@ -409,7 +409,7 @@ class VLLMDevice(Device):
         how = self._vllm.SamplingParams(**settings, output_kind=kind, detokenize=bool(row.settings.stop_strings))
         try:
             self._engine.add_request(row.place, self._prompt(row.history()), how, lora_request=self._adapter)
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, AssertionError) as error:
             raise GenerationError(
                 f"vLLM refuses a prompt: {_first_line(error)}; set sampling.engine to covey"
             ) from error
