@@ -1,8 +1,10 @@
 """vLLM in this process, where it is installed (`make test-vllm`): it samples from what was published, and says so."""
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from learner_cases import assert_plain, finish, texts
 from tiny_models import VOCAB_SIZE, tiny_tokenizer, with_lora
+from tiny_vision import IMAGE_ID, picture, tiny_processor, vision_folder
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from covey import GRPOConfig, GRPOTrainer
@@ -20,6 +23,8 @@ from covey.observe.run_folder import RunFolder
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import weights_of
 from covey.pytorch.engine.vllm_engine import VLLMEngine
+from covey.pytorch.policy import Policy
+from covey.tasks.pictures import read_picture
 from covey.types import Request, SamplingSettings
 from fakes import raises
 
@@ -160,6 +165,91 @@ def test_an_adapter_that_vllm_holds_otherwise_is_not_sampled_from(monkeypatch: p
 
 def test_a_start_that_fails_says_why() -> None:
     raises(ConfigError, r"vLLM does not start: .*(memory|max_model_len)", build, whole(), max_model_len=1 << 20)
+
+
+def seeing_folder(name: str, folder: Path) -> str:
+    """A vision model whose heads are as wide, and what vLLM asks of a processor for video."""
+    vision_folder(name, folder, head=32, tied=name == "qwen2_5_vl")
+    if name == "qwen2_5_vl":
+        settings: Any = tiny_processor(name).image_processor  # type: ignore[attr-defined]
+        told = settings.to_dict() | {"video_processor_type": "Qwen2VLVideoProcessor"}
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(told))
+    return str(folder)
+
+
+@pytest.fixture(scope="module", params=["idefics3", "qwen2_5_vl"])
+def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Policy, VLLMEngine]:
+    """A policy that reads pictures and vLLM with its adapter, or with the merged weights."""
+    name = request.param
+    if name == "qwen2_5_vl" and find_spec("torchvision") is None:
+        pytest.skip("vLLM reads this family with torchvision")
+    policy = Policy.load(seeing_folder(name, tmp_path_factory.mktemp("vision") / "model"), lora_r=2)
+    policy.album.options = {"size": {"longest_edge": 32}} if name == "idefics3" else {}  # type: ignore[union-attr]
+    chosen = VLLMConfig(llm_arguments={"enforce_eager": True, "max_model_len": 256, "enable_lora": name == "idefics3"})
+    more = {"folder": policy.folder, "kv_cache_bytes": 64 << 20, "logprobs_mode": "processed_logprobs"}
+    return policy, VLLMEngine(policy.model, policy.tokenizer, dtype=torch.float32, options=chosen, **more)
+
+
+def test_pictures_are_seen_as_the_own_engine_sees_them(
+    seeing: tuple[Policy, VLLMEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In prompts and in what is said later, with every version; where vLLM expands otherwise, nothing is sampled."""
+    policy, engine = seeing
+    album: Any = policy.album
+    around = [np.array(ids) for ids in ([99], [100])] if "qwen" in album.whole.config.model_type else []
+    one, two, three = (read_picture(picture(*how), "here") for how in ((0,), (1, 50), (2, 40, 50)))
+
+    def asked(words: list[int], seen: list[Any]) -> Any:
+        each = [
+            np.concatenate([*around[:1], album.expand(np.array([IMAGE_ID]), [shown]), *around[1:]]) for shown in seen
+        ]
+        return np.concatenate([words, *each, words])
+
+    prompts = [asked([5, 6], [one]), asked([8], [two, three]), asked([4, 7], [one, one]), asked([9, 5, 6], [])]
+    given = [Request(ids, (0, place)) for place, ids in enumerate(prompts)]
+    own, greedy = Engine(policy.model), SamplingSettings(temperature=0, max_tokens=10)
+    for version in (3, 4):
+        change(policy.model, version)
+        for each in (own, engine):
+            each.publish(policy.weights(version))
+        ours, theirs = (each(given, greedy, policy_version=version) for each in (own, engine))
+        assert texts(ours) == texts(theirs)
+        assert max(np.abs(a.logprobs - b.logprobs).max() for a, b in zip(ours, theirs, strict=True)) < 1e-4
+    session = engine.session(greedy, policy_version=4, rows=1, own_tokens=200, prompt_lengths=[len(prompts[0])])
+    row = session.start(given[0], keep=True)
+    finish(session)
+    session.extend(row, asked([11], [two]), (1,))
+    history = row.history()
+    (said,) = own([Request(history, (0,))], greedy, policy_version=4)
+    assert texts([finish(session)[id(row)]]) == texts([said])
+    assert session.room_for_turn(row, 3) == 10
+    row.own[-1] = IMAGE_ID  # the policy says that there is a picture
+    assert session.room_for_turn(row, 3) == 0
+    session.drop(row)
+    collapse = album.collapse
+    monkeypatch.setattr(album, "collapse", lambda ids: (collapse(ids)[0], collapse(ids)[1][:1]))
+    words = "vLLM made .* tokens of a prompt, .* of them places of pictures, that the policy reads as"
+    raises(GenerationError, words, engine, given[1:2], greedy, policy_version=4)
+    monkeypatch.setattr(album, "collapse", lambda ids: (collapse(ids)[0][:1], collapse(ids)[1]))
+    raises(GenerationError, "vLLM refuses a prompt", engine, given[1:2], greedy, policy_version=4)
+
+
+def test_a_run_on_pictures(tmp_path: Path) -> None:
+    def variety(completions: list[Any], images: list[Any], **_: Any) -> list[float]:
+        assert all(len(each) == 1 for each in images)
+        return [float(len(set(done[0]["content"]))) for done in completions]
+
+    changed = {"num_generations": 4, "prompts_per_step": 2, "max_completion_length": 8, "max_steps": 2}
+    changed |= {"learning_rate": 1e-2, "engine": "vllm", "kv_cache_gb": 0.1, "progress": False, "report_to": ()}
+    changed |= {"llm_arguments": {"enforce_eager": True, "max_model_len": 256}}
+    asked = [{"role": "user", "content": "What?"}]
+    rows = [{"prompt": asked, "images": [picture(seed, 50 if seed % 2 else 20)]} for seed in range(4)]
+    args = GRPOConfig(output_dir=str(tmp_path / "run"), **changed)
+    trainer = GRPOTrainer(seeing_folder("idefics3", tmp_path / "model"), variety, args, rows)
+    trainer.train()
+    records = [one for one in trainer.state.log_history if "loss" in one]
+    assert len(records) == 2
+    assert max(one["sampling/sampling_logp_difference/max"] for one in records) < 2e-5
 
 
 @pytest.mark.skipif(MODEL is None, reason="a real model: see make test-vllm")

@@ -60,9 +60,9 @@ def tiny_processor(name: str) -> ProcessorMixin:
     return hf.Idefics3Processor(make(**tiles), tokenizer, image_seq_len=4, chat_template=PARTS_ALONE)
 
 
-def tiny_vision(name: str, *, tied: bool = False) -> PreTrainedModel:
-    """A whole vision model of a family: float32, eval mode, the text part 2 layers of 32 numbers."""
-    text: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+def tiny_vision(name: str, *, tied: bool = False, head: int = 8) -> PreTrainedModel:
+    """A whole vision model of a family: float32, eval mode, the text part 2 layers of 4 heads."""
+    text: dict[str, Any] = {"hidden_size": 4 * head, "intermediate_size": 64, "num_hidden_layers": 2}
     text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": SIZE, "max_position_embeddings": 512}
     text |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
     tower: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -70,7 +70,7 @@ def tiny_vision(name: str, *, tied: bool = False) -> PreTrainedModel:
     blocks = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
     ids = {"image_token_id": IMAGE_ID, "video_token_id": 98, "vision_start_token_id": 99, "vision_end_token_id": 100}
     turned = {"rope_type": "default", "rope_theta": 1e4}
-    inner: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, **blocks}
+    inner: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 4 * head, **blocks}
     make: Any
     if name in ("smolvlm", "idefics3"):
         make, config = {
@@ -99,9 +99,11 @@ def tiny_vision(name: str, *, tied: bool = False) -> PreTrainedModel:
             "qwen2_5_vl": (hf.Qwen2_5_VLForConditionalGeneration, hf.Qwen2_5_VLConfig),
             "qwen3_vl": (hf.Qwen3VLForConditionalGeneration, hf.Qwen3VLConfig),
         }[name]
-        sections = {"mrope_section": [1, 1, 2]} | ({"mrope_interleaved": True} if name == "qwen3_vl" else {})
-        text |= {"rope_parameters": turned | sections} | ({"head_dim": 8} if name == "qwen3_vl" else {})
-        inner |= {"qwen2_vl": {"embed_dim": 16, "hidden_size": 32}}.get(name, {})
+        sections = {"mrope_section": [head // 8, head // 8, head // 4]} | (
+            {"mrope_interleaved": True} if name == "qwen3_vl" else {}
+        )
+        text |= {"rope_parameters": turned | sections} | ({"head_dim": head} if name == "qwen3_vl" else {})
+        inner |= {"qwen2_vl": {"embed_dim": 16, "hidden_size": 4 * head}}.get(name, {})
         inner |= {"qwen3_vl": {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}}.get(name, {})
         inner |= {"qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [1]}}.get(name, {})
         config = config(text_config=text, vision_config=inner, **ids, tie_word_embeddings=tied)

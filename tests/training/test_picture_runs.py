@@ -18,7 +18,6 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from covey import GRPOConfig, GRPOTrainer, trl
 from covey.errors import ConfigError, DataError, RunFolderError
 from covey.observe.run_folder import RunFolder
-from covey.pytorch.backend import BACKEND
 from covey.rollout.scoring import Scorer
 from covey.tasks.pictures import read_picture
 from covey.training.export import export_run, kept_weights
@@ -220,12 +219,9 @@ def test_where_pictures_are_not_read_yet(whole: GRPOTrainer, model: str, tmp_pat
     for name, policy, more in (
         ("distributed.learner_kind", sharded, {}),
         ("server", whole.policy, {"upload_adapters_to_server": True}),
-        ("sampling.engine", whole.policy, {"engine": "vllm"}),
     ):
-        told = "pictures are read by Covey's own engines and replicated learners"
+        told = "pictures are read by Covey's own engines, in-process vLLM and replicated learners"
         assert picture_reader(settings(tmp_path / "away", **more), policy) == (None, f"{name}: {told}")
-    words = "sampling.engine='vllm': vision models are sampled by Covey's own engine"
-    raises(ConfigError, words, BACKEND.make_sampler, settings(tmp_path / "away", engine="vllm"), whole.policy)
     words = r"row 0 has pictures \(column 'images'\), and the model reads none"
     with pytest.raises(DataError, match=words):
         GRPOTrainer(

@@ -301,12 +301,11 @@ def picture_reader(config: GRPOConfig, policy: TrainedPolicy) -> tuple[Any, str]
     """What reads a vision model's pictures, made ready; or None, and why none are read."""
     if (album := getattr(policy, "album", None)) is None or not album.reads:
         return None, "the model reads none"
-    elsewhere = {"sampling.engine": config.sampling.engine != "covey"}
-    elsewhere |= {"server": bool(config.server.upload_adapters_to_server)}
+    elsewhere = {"server": bool(config.server.upload_adapters_to_server)}
     elsewhere |= {"distributed.learner_kind": getattr(policy, "in_shards", False)}
     elsewhere |= {"algorithm.teacher": config.algorithm.teacher is not None}
     if names := [name for name, used in elsewhere.items() if used]:
-        return None, f"{names[0]}: pictures are read by Covey's own engines and replicated learners"
+        return None, f"{names[0]}: pictures are read by Covey's own engines, in-process vLLM and replicated learners"
     if config.schedule.max_staleness > 0 and (config.environment.tools or config.environment.world):
         album.check()  # and not in a thread that samples while weights change
     return album, ""

@@ -4,6 +4,9 @@ An adapter is written to a folder in memory and loaded at run time, and what vLL
 published. Without an adapter, or with one that is merged, all weights are handed over. While the policy learns vLLM
 sleeps: its weights go to the host, or are given up and loaded again.
 
+Of a prompt with pictures vLLM gets their pixels and one placeholder for each. It expands these by the processor beside
+the model, and the token ids that it then reports are compared with the policy's.
+
 vLLM draws from torch's generators, which are seeded for each call from the first request's stream and are given back as
 they were: a run repeats where vLLM's batches and kernels do. It does not choose among sequences, and keeps no supports.
 
@@ -16,16 +19,17 @@ import hashlib
 import itertools
 import logging
 import os
+import re
 import shutil
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from importlib import import_module, util
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -42,7 +46,11 @@ from covey.pytorch.models.lora import album_of
 from covey.rollout.drawing import drawing, room_for_rank
 from covey.rollout.learning import NO_VERSION, Weights, check_call
 from covey.rollout.turns import Device, Drawn, GenerationStats, Row, Session
-from covey.types import Completion, Progress, Request, SamplingSettings
+from covey.tasks.pictures import rgb
+from covey.types import Completion, IntArray, Progress, Request, SamplingSettings
+
+if TYPE_CHECKING:
+    from covey.pytorch.models.pictures import Album
 
 _LOG = logging.getLogger(__name__)
 
@@ -79,8 +87,10 @@ class VLLMEngine:
     ) -> None:
         for name, value in _VARIABLES.items():
             os.environ.setdefault(name, value)
-        if album_of(model) is not None:
-            raise ConfigError("sampling.engine='vllm': vision models are sampled by Covey's own engine; set covey")
+        self._album = album = album_of(model)
+        if album is not None and not (folder and album.reads):
+            told = "it samples vision models that have a folder or a name, of the families whose pictures are read"
+            raise ConfigError(f"sampling.engine='vllm': {told}; set covey")
         vllm = _installed()
         self._vllm, self._tokenizer, self._dtype = vllm, tokenizer, dtype
         self._vocabulary = len(bare_model(model).get_input_embeddings().weight)  # type: ignore[operator]
@@ -106,6 +116,8 @@ class VLLMEngine:
         }
         share = {"gpu_memory_utilization": options.gpu_memory_utilization}
         arguments |= {"kv_cache_memory_bytes": kv_cache_bytes} if on_cpu else share
+        if album is not None and album.options:
+            arguments |= {"mm_processor_kwargs": dict(album.options)}
         if rank:
             arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room_for_rank(rank)}
         arguments |= options.llm_arguments
@@ -139,6 +151,9 @@ class VLLMEngine:
         else:
             self._load_weights(weights.tensors())
         self._engine.reset_prefix_cache()
+        if self._album is not None:  # the workers have forgotten pictures with the old weights
+            self._engine.reset_mm_cache()
+            self._engine.reset_encoder_cache()
         self.policy_version = weights.version
 
     def release(self) -> None:
@@ -191,13 +206,16 @@ class VLLMEngine:
         if self._session is not None:
             self._session.device.end()
         device = VLLMDevice(self._vllm, self._engine, self._adapter, self.context_length, own_tokens, self._vocabulary)
-        self._session = Session(device, settings, policy_version=policy_version, tokenizer=self._tokenizer)
+        device.album = self._album
+        self._session = _Session(device, settings, policy_version=policy_version, tokenizer=self._tokenizer)
         return self._session
 
     def _load_adapter(self, adapter: Adapter) -> None:
         number, before = next(self._numbers), self._adapter
         path = self._scratch / f"adapter-{number}"
         adapter.write(path)
+        if self._album is not None:
+            self._album.rename_saved(path)
         request = self._vllm.lora.request.LoRARequest(f"covey-{number}-{adapter.sha256[:8]}", number, str(path))
         try:
             self._engine.add_lora(request)
@@ -228,11 +246,12 @@ class VLLMEngine:
                 )
 
     def _load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        prefix = "model." if self._album is None else self._album.prefix
+        named = ((re.sub(r"^model\.", prefix, name), tensors[name].detach()) for name in tensors)
         if self._one_worker:
-            named = ((name, tensors[name].detach()) for name in tensors)
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
             return
-        path = _write(tensors, self._scratch / "weights")  # vLLM's workers are other processes
+        path = _write(named, self._scratch / "weights")  # vLLM's workers are other processes
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
 
 
@@ -273,15 +292,15 @@ def _scratch() -> str | None:
 def _write_base(model: nn.Module, folder: Path) -> Path:
     """The model without its adapter, as vLLM reads models."""
     with model.disable_adapter() if isinstance(model, PeftModel) else nullcontext():
-        return _write(EffectiveWeights(model), folder, bare_model(model))
+        return _write(EffectiveWeights(model).items(), folder, bare_model(model))
 
 
-def _write(tensors: Mapping[str, Tensor], folder: Path, base: Any = None) -> Path:
+def _write(tensors: Iterable[tuple[str, Tensor]], folder: Path, base: Any = None) -> Path:
     """Safetensors of these, with the config of `base` if any."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    whole = {name: tensors[name].detach().cpu().clone().contiguous() for name in tensors}
+    whole = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors}
     save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
     if base is not None:
         base.config.save_pretrained(str(folder))
@@ -326,6 +345,8 @@ def _first_line(error: Exception) -> str:
 class VLLMDevice(Device):
     """Turns in vLLM's batch; a `covey.rollout.turns.Device`. A row's `place` is its request's name."""
 
+    album: Album | None = None
+
     def __init__(self, vllm: Any, engine: Any, adapter: Any, context: int, own_tokens: int, vocabulary: int) -> None:
         super().__init__(context, own_tokens)
         self._vllm, self._engine, self._adapter, self._vocabulary = vllm, engine, adapter, vocabulary
@@ -359,6 +380,7 @@ class VLLMDevice(Device):
         for one in over:
             row = self._rows.pop(one.request_id, None)
             if row is not None:
+                self._check_prompt(row.history(), one.prompt_token_ids)
                 yield self._drawn(row, one.outputs[0])
 
     def drop(self, row: Row) -> None:
@@ -382,12 +404,33 @@ class VLLMDevice(Device):
                 torch.manual_seed(row.key)
                 self._generators = self._states()
         row.place = f"covey-{id(self)}-{next(self._asked)}"
-        prompt = {"prompt_token_ids": row.history().tolist()}
         settings = drawing(replace(row.settings, max_tokens=row.limit))
         kind = self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY
         how = self._vllm.SamplingParams(**settings, output_kind=kind, detokenize=bool(row.settings.stop_strings))
-        self._engine.add_request(row.place, prompt, how, lora_request=self._adapter)
+        try:
+            self._engine.add_request(row.place, self._prompt(row.history()), how, lora_request=self._adapter)
+        except (ValueError, RuntimeError, AssertionError) as error:
+            raise GenerationError(
+                f"vLLM refuses a prompt: {_first_line(error)}; set sampling.engine to covey"
+            ) from error
         self._rows[row.place] = row
+
+    def _prompt(self, ids: IntArray) -> dict[str, Any]:
+        ids, pictures = (ids, []) if self.album is None else self.album.collapse(ids)
+        images = {"image": [rgb(one.open()) for one in pictures]}
+        names = {"image": [one.sha256 for one in pictures]}
+        shown = {"multi_modal_data": images, "multi_modal_uuids": names} if pictures else {}
+        return {"prompt_token_ids": ids.tolist(), **shown}
+
+    def _check_prompt(self, ids: IntArray, made: list[int]) -> None:
+        """Refuse what was drawn after another prompt than the policy reads."""
+        if self.album is None or np.array_equal(made, wanted := self.album.placeholders(ids)):
+            return
+        theirs, ours = (int((np.asarray(each) == self.album.placeholder_id).sum()) for each in (made, wanted))
+        raise GenerationError(
+            f"vLLM made {len(made)} tokens of a prompt, {theirs} of them places of pictures, that the policy reads as "
+            f"{len(wanted)} with {ours}; set data.processor_kwargs as in the processor beside the model, {INSTEAD}"
+        )
 
     def _drawn(self, row: Row, found: Any) -> Drawn:
         ids = np.array(found.token_ids, dtype=np.int64)
@@ -415,3 +458,10 @@ class VLLMDevice(Device):
     @staticmethod
     def _devices() -> list[int]:
         return [torch.cuda.current_device()] if torch.cuda.is_available() else []
+
+
+class _Session(Session[VLLMDevice]):
+    def room_for_turn(self, row: Row, said: int) -> int:
+        """None after a sampled placeholder: vLLM would look for a picture in its place."""
+        album = self.device.album
+        return 0 if album is not None and album.placeholder_id in row.own else super().room_for_turn(row, said)

@@ -175,6 +175,18 @@ class Album:
         """Ids as the checkpoint knows them, the placeholder in place of what stands for places."""
         return np.where(ids >= PICTURES, self.placeholder_id, ids)
 
+    def collapse(self, ids: IntArray) -> tuple[IntArray, list[Picture]]:
+        """The inverse of `expand`: ids with one placeholder for each picture, and the pictures in order."""
+        parts, pictures, end = [], [], 0
+        for at in np.flatnonzero(ids >= PICTURES).tolist():
+            if at >= end:
+                pictures.append(picture := self._pictures[int(ids[at]) >> PLACE_BITS])
+                span = self.open(picture)
+                begin = at - int(np.argmax(span >= PICTURES))
+                parts += [ids[end:begin], np.array([self.placeholder_id])]
+                end = begin + len(span)
+        return np.concatenate([*parts, ids[end:]]), pictures
+
     def unknown(self, ids: IntArray) -> bool:
         """Whether there are places of pictures that are not open."""
         keys = np.unique(ids[ids >= PICTURES] >> PLACE_BITS)
