@@ -284,10 +284,11 @@ def sample(
 ) -> None:
     """Sample completions and print them. Prompts become a chat or plain text, as in the run."""
     from covey.pytorch.backend import BACKEND
+    from covey.rollout.collect import AnswerCollector
+    from covey.rollout.scoring import Scorer
     from covey.tasks.dataset import build_prompts
-    from covey.training import setup
+    from covey.training import setup, tables, tools
     from covey.training.refusals import require_room_for
-    from covey.types import Completion, Request
 
     require_room_for(f"-n {number} x --max-tokens {max_tokens}", number * len(prompt), max_tokens)
     prompt = [os.fsencode(text).decode("utf-8", "replace") for text in prompt]  # of any locale
@@ -304,8 +305,8 @@ def sample(
     BACKEND.check(config)
     policy = BACKEND.make_policy(config)
     engine = BACKEND.make_sampler(config, policy)
-    tools = config.environment.tools
-    plain = not conversation and not tools and (conversation is False or policy.tokenizer.chat_template is None)
+    acts = bool(config.environment.tools)
+    plain = not conversation and not acts and (conversation is False or policy.tokenizer.chat_template is None)
     if plain and system is None:
         say(err, f"prompt: plain text, {'no chat template' if conversation is None else 'as in training'}")
     prompts = build_prompts(
@@ -318,37 +319,29 @@ def sample(
     )
     engine.publish(policy.weights(1))
     settings = replace(setup.sampling_settings(config, policy, temperature), max_tokens=max_tokens, keep_support=False)
-    decode = setup.decoder(policy)
-    if tools:
-        from covey.rollout.scoring import Scorer
-        from covey.training.tables import transcript
-        from covey.training.tools import make_collector
-
-        unscored = Scorer(lambda completions, **_: [0.0] * len(completions))
-        collect = make_collector(config, policy, engine, unscored, decode)
-        streams = [(seed, index) for index in range(len(prompts))]
-        groups = collect(prompts, settings, num_generations=number, streams=streams, policy_version=1).groups
-        collect.close()
-        said = (e for group in groups for e in group.episodes)
-        sampled = [Completion(e.token_ids[e.sampled], e.logprobs, e.finish_reason, e.policy_version) for e in said]
-        played = [transcript(trajectory) for group in groups for trajectory in group.with_tools]
-        texts = [text.removesuffix("\n(done)") for text in played]
-    else:
-        requests = [Request(p.token_ids, (seed, index, n)) for index, p in enumerate(prompts) for n in range(number)]
-        sampled = engine(requests, settings, policy_version=1)
-        texts = [decode(completion.token_ids.tolist()) for completion in sampled]
+    unscored, decode = Scorer(lambda completions, **_: [0.0] * len(completions)), setup.decoder(policy)
+    collect: Any = AnswerCollector(engine, unscored, decode)
+    if acts:
+        collect = tools.make_collector(config, policy, engine, unscored, decode)
+    streams = [(seed, index) for index in range(len(prompts))]
+    groups = collect(prompts, settings, num_generations=number, streams=streams, policy_version=1).groups
+    collect.close()
+    sampled = [episode for group in groups for episode in group.episodes]
+    played = (trajectory for group in groups for trajectory in group.with_tools)
+    texts = [tables.transcript(each, "model: ", "tools: ").removesuffix("\n(done)") for each in played]
+    texts = texts or [episode.text for episode in sampled]
     if as_json:
         rows: list[dict[str, Any]] = [{"prompt": prompt[n // number], "text": text} for n, text in enumerate(texts)]
-        for row, completion in zip(rows, sampled, strict=True):
-            row |= {"finish_reason": completion.finish_reason, "tokens": len(completion.token_ids)}
-            row["logprob"] = completion.logprobs.sum()
+        for row, episode in zip(rows, sampled, strict=True):
+            row |= {"finish_reason": episode.finish_reason, "tokens": episode.num_sampled}
+            row["logprob"] = episode.logprobs.sum()
         print_json(out, rows)
         return
-    for position, (text, completion) in enumerate(zip(texts, sampled, strict=True)):
+    for position, (text, episode) in enumerate(zip(texts, sampled, strict=True)):
         if position % number == 0:
-            out.print(f"> {prompt[position // number]}", style="bold", markup=False, highlight=False)
-        ending = "" if completion.finish_reason == "stop" else "  [truncated]"
-        told = f"{text}{ending}  (log-probability {float(completion.logprobs.sum()):.2f})"
+            out.print(f"prompt: {prompt[position // number]}", style="bold", markup=False, highlight=False)
+        ending = "" if episode.finish_reason == "stop" else "  [truncated]"
+        told = f"{'' if acts else 'model: '}{text}{ending}  (log-probability {float(episode.logprobs.sum()):.2f})"
         out.print(told, markup=False, highlight=False)
 
 

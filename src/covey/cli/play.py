@@ -17,6 +17,7 @@ from covey.config.text import parse_overrides
 from covey.config.whole import GRPOConfig
 from covey.environments import EnvironmentPool, Observation, TaskInstance, World, parse_action
 from covey.environments.base import get_world
+from covey.environments.verifiers import Verifiers
 from covey.errors import ConfigError, EpisodeError
 from covey.observe.console import say, several, visible
 from covey.rollout.agents import NO_ACTION
@@ -25,7 +26,7 @@ from covey.rollout.agents import NO_ACTION
 def play(
     world: Annotated[
         str,
-        typer.Argument(metavar="WORLD|RECIPE", help="A world such as house or house:rooms=4; with --imitate a recipe."),
+        typer.Argument(metavar="WORLD|RECIPE", help="A world such as house or house:rooms=4, or a recipe with one."),
     ],
     overrides: Overrides = None,
     number: Annotated[int, typer.Option("-n", "--number", min=0, help="Number of the held-out task.")] = 0,
@@ -54,22 +55,30 @@ def play(
         return
     if (episodes, epochs, folder) != (200, 2, None):
         raise ConfigError("--episodes, --epochs and --out need --imitate; add it, or leave them out")
-    if overrides:
-        raise ConfigError(f"{overrides[0]}: settings need --imitate; a world's options are written {world}:NAME=...")
-    chosen = get_world(world)
-    tasks = chosen.eval_tasks()
+    config, file = GRPOConfig(), recipe_file(Path(world))
+    if file.suffix == ".toml" and (str(file) == world or file.exists()):
+        config = GRPOConfig.from_toml(file, overrides=overrides or [])
+        if config.environment.world is None:
+            raise ConfigError(f"{world}: it has no environment.world to play; for its prompts use covey sample or eval")
+    elif overrides:
+        raise ConfigError(f"{overrides[0]}: settings need a recipe; a world's options are written {world}:NAME=...")
+    chosen = get_world(config.environment.world or world)
+    if isinstance(chosen, Verifiers):
+        chosen.make()  # says that nobody can play it
+    tasks, most = chosen.eval_tasks(), max_turns or config.environment.max_turns or chosen.max_turns
     if number >= len(tasks):
         raise ConfigError(f"--number={number}: {world} has {len(tasks)} held-out tasks; use 0 to {len(tasks) - 1}")
-    _play(chosen, tasks[number], seed=seed, expert=expert, max_turns=max_turns or chosen.max_turns)
+    words = config.data.system_prompt or chosen.system_prompt
+    _play(chosen, tasks[number], words, seed=seed, expert=expert, max_turns=most)
 
 
-def _play(world: World, task: TaskInstance, *, seed: int, expert: bool, max_turns: int) -> None:
+def _play(world: World, task: TaskInstance, words: str | None, *, seed: int, expert: bool, max_turns: int) -> None:
     """Show observations, read actions from the keyboard (or take the expert's), until the episode ends."""
     with EnvironmentPool(world, places=1) as pool:
         pool.reset(0, task, seed)
         seen, total = _answer(pool), 0.0
-        if world.system_prompt:
-            out.print(world.system_prompt, style="dim", markup=False, highlight=False)
+        if words:
+            out.print(words, style="dim", markup=False, highlight=False)
         for tool in world.tools:
             out.print(visible(json.dumps(tool), 2000), style="dim", markup=False, highlight=False)
         for turn in range(1, max_turns + 1):
@@ -93,7 +102,7 @@ def _play(world: World, task: TaskInstance, *, seed: int, expert: bool, max_turn
             if outcome.done:
                 _show(seen)
                 ending = "solved" if outcome.success else "over"
-                out.print(f"{ending} after {turn} actions, reward {total:g}", style="bold", highlight=False)
+                out.print(f"{ending} after {several(turn, 'action')}, reward {total:g}", style="bold", highlight=False)
                 return
         out.print(f"no actions left after {max_turns}, reward {total:g}", style="bold", highlight=False)
 
