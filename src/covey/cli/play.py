@@ -17,7 +17,6 @@ from covey.config.text import parse_overrides
 from covey.config.whole import GRPOConfig
 from covey.environments import EnvironmentPool, Observation, TaskInstance, World, parse_action
 from covey.environments.base import get_world
-from covey.environments.verifiers import Verifiers
 from covey.errors import ConfigError, EpisodeError
 from covey.observe.console import say, several, visible
 from covey.rollout.agents import NO_ACTION
@@ -62,9 +61,9 @@ def play(
             raise ConfigError(f"{world}: it has no environment.world to play; for its prompts use covey sample or eval")
     elif overrides:
         raise ConfigError(f"{overrides[0]}: settings need a recipe; a world's options are written {world}:NAME=...")
-    chosen = get_world(config.environment.world or world)
-    if isinstance(chosen, Verifiers):
-        chosen.make()  # says that nobody can play it
+    if (name := config.environment.world or world).startswith("verifiers:"):
+        raise ConfigError(f"{world}: verifiers drives its model itself, nobody else can play; use covey eval or train")
+    chosen = get_world(name)
     tasks, most = chosen.eval_tasks(), max_turns or config.environment.max_turns or chosen.max_turns
     if number >= len(tasks):
         raise ConfigError(f"--number={number}: {world} has {len(tasks)} held-out tasks; use 0 to {len(tasks) - 1}")
