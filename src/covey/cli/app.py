@@ -234,7 +234,7 @@ def evaluate(
     other = _baseline(config, baseline, always=isinstance(measured, ChoiceTask))
     if isinstance(measured, ChoiceTask):
         asked = {"rotations": rotations, "lead_in": lead_in}
-        _evaluate_choices(measured, config, other, asked, show, report, as_json)
+        _evaluate_choices(measured, [config, other] if other else [config], asked, show, report, as_json)
         return
     if report is not None or rotations != 1 or lead_in:
         given = f"--report={str(report)!r}" if report else f"--rotations={rotations}, --lead-in={lead_in!r:.50}"
@@ -381,13 +381,7 @@ for _command in (play, export, serve, watch, report, mcp):
 
 
 def _evaluate_choices(
-    task: ChoiceTask,
-    config: GRPOConfig,
-    other: GRPOConfig | None,
-    asked: dict[str, Any],
-    show: int,
-    folder: Path | None,
-    as_json: bool,
+    task: ChoiceTask, configs: list[GRPOConfig], asked: dict[str, Any], show: int, folder: Path | None, as_json: bool
 ) -> None:
     """Put the questions to the model, then to the one it is compared with; print, and write the report if asked to."""
     from covey.observe.choices import choice_report, write_choice_report
@@ -395,12 +389,12 @@ def _evaluate_choices(
     from covey.training.multiple_choice import answer_choices
 
     answered, rows = [], []
-    for one in filter(None, (config, other)):
+    for one in configs:
         trainer = _trainer(one)
         rows = [dict(prompt.columns) for prompt in trainer.eval_prompts]
         with progress_bar(err, _name(one)) as progress:
             answered.append(answer_choices(trainer, task, name=_name(one), progress=progress, **asked))
-    found = choice_report(rows, answered[0], answered[1] if other else None)
+    found = choice_report(rows, answered[0], answered[1] if len(answered) > 1 else None)
     if as_json:
         print_json(out, found)
         show = 0
@@ -410,7 +404,7 @@ def _evaluate_choices(
     if not as_json:
         results.print_choices(out, found)
     if folder is not None:
-        for path in write_choice_report(folder, found, f"{_name(config)}: multiple choice"):
+        for path in write_choice_report(folder, found, f"{_name(configs[0])}: multiple choice"):
             say(err if as_json else out, f"  {path}")
 
 

@@ -67,11 +67,10 @@ def play(
     tasks, most = chosen.eval_tasks(), max_turns or config.environment.max_turns or chosen.max_turns
     if number >= len(tasks):
         raise ConfigError(f"--number={number}: {world} has {len(tasks)} held-out tasks; use 0 to {len(tasks) - 1}")
-    words = config.data.system_prompt or chosen.system_prompt
-    _play(chosen, tasks[number], words, seed=seed, expert=expert, max_turns=most)
+    _play(chosen, tasks[number], config.data.system_prompt or chosen.system_prompt, most, seed=seed, expert=expert)
 
 
-def _play(world: World, task: TaskInstance, words: str | None, *, seed: int, expert: bool, max_turns: int) -> None:
+def _play(world: World, task: TaskInstance, words: str | None, max_turns: int, *, seed: int, expert: bool) -> None:
     """Show observations, read actions from the keyboard (or take the expert's), until the episode ends."""
     with EnvironmentPool(world, places=1) as pool:
         pool.reset(0, task, seed)

@@ -83,7 +83,7 @@ def report(
         _read(runs, step, evaluation, question, number, lines, worst, as_json)
         return
     with closing(TableReader(workers=1)) as reader:
-        _compare(runs, evaluation, number, files, reader, seeds=seeds, as_json=as_json)
+        _compare(runs, evaluation, number, files, reader, seeds, as_json)
 
 
 def _write_page(runs: Sequence[Path], path: Path, console: Console) -> None:
@@ -105,14 +105,7 @@ Pair = tuple[str, Answers, Answers, PairedAnswers]
 
 
 def _compare(
-    runs: Sequence[Path],
-    which: str,
-    number: int | None,
-    files: Sequence[Path],
-    reader: TableReader,
-    *,
-    seeds: bool,
-    as_json: bool,
+    runs: list[Path], which: str, number: int | None, files: list[Path], reader: TableReader, seeds: bool, as_json: bool
 ) -> None:
     from covey.training.questions import questions_of
 

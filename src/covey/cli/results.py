@@ -138,7 +138,6 @@ def print_summary(out: Console, trainer: GRPOTrainer, folder: Path) -> None:
     texts = [str(row["question"]) for row in trainer.data.held_out if hasattr(trainer.data.task, "ask")]
     text = shlex.quote(f"{min(texts, key=len, default='your prompt'):.80}")
     tried = f"sample {name} {text}" if trainer.world is None else f"eval {name} --num 1 --show 1"
-    if any(prompt.has_pictures for prompt in trainer.prompts):
-        tried = f"watch {name}"
+    tried = f"watch {name}" if any(prompt.has_pictures for prompt in trainer.prompts) else tried
     say(out, f"try it: covey {tried}")
     say(out, f"use it elsewhere: covey export {name}")
