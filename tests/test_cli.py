@@ -71,7 +71,7 @@ def test_train_eval_sample_report(covey: Command, recipe_folder: Path, tmp_path:
     assert covey.done("eval", recipe_folder / "recipe.toml", *settings).splitlines()[:3] == out.splitlines()[:3]
     arguments = ("sample", run, "hello", "-n", "2", "--max-tokens", "5")
     first = covey.done(*arguments)
-    assert first.count("log-probability") == 2
+    assert [first.count(said) for said in ("prompt: hello\nmodel: ", "\nmodel: ", "log-probability")] == [1, 2, 2]
     rows = json.loads(covey.done(*arguments, "--json"))
     assert [row["prompt"] for row in rows] == ["hello"] * 2
     assert all(f"(log-probability {row['logprob']:.2f})" in first and row["text"] in first for row in rows)

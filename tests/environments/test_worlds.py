@@ -86,7 +86,8 @@ def test_gymnasium() -> None:
     env = GymnasiumEnvironment(Corridor(), ["left", "right"], lambda place: f"at {place}")
     assert env.reset({"seed": 7}, 0) == Observation("at 0", ("left", "right"))
     assert env.step("jump") == (Observation("at 0", ("left", "right")), 0.0, False, {"valid": False})
-    assert [env.step("right") for _ in range(3)][2] == (Observation("at 3", ("left", "right")), 1.0, True, {"seed": 7})
+    end = Observation("at 3", ("left", "right"))
+    assert [env.step("right") for _ in range(3)][2] == (end, 1.0, True, False, {"seed": 7})
     env.close()
     world = Gymnasium("Corridor-v0", num_train=5, num_eval=3)
     assert {t["seed"] for t in world.train_tasks(0)}.isdisjoint(t["seed"] for t in world.eval_tasks())
@@ -168,6 +169,11 @@ def test_formats() -> None:
         ('{"name": "look", "arguments": "{\\"at\\": 1}"}', "call", '{"name": "look", "arguments": {"at": 1}}'),
         (f"Well. <tool_call>{BOOK}</tool_call>", "call", BOOK),
         ('{"name": "look", "parameters": {}}', "call", '{"name": "look", "arguments": {}}'),
+        (f"```json\n{BOOK}\n```\n", "call", BOOK),
+        (f"```\n{BOOK}```", "call", BOOK),
+        (f"Well:\n```json\n{BOOK}\n```", "call", None),
+        (f"```json\n{BOOK}", "call", None),
+        (f"```\n{BOOK}\n```\n```\n{BOOK}\n```", "call", None),
         ('{"name": "look"', "call", None),
         (f'[{{"name": "look", "arguments": {{}}}}, {BOOK}]', "call", BOOK),
         ("[]", "call", None),

@@ -256,8 +256,8 @@ def test_other_questions_are_said(covey: Command, tmp_path: Path) -> None:
     assert (status, err, "are equal" not in out) == (0, "", True)
     for sentence in (
         "x has no config.toml, so its settings are not compared",
-        "y against x on 1 questions that both were asked: +0.0 points",
-        "1 questions have one uid and different texts and are left out",
+        "y against x on 1 question that both were asked: +0.0 points",
+        "left out, one uid with different texts: 1 question\n",
         "z against x: they were asked other questions",
         "2 comparisons: each p is of its own test",
     ):

@@ -19,7 +19,7 @@ from covey.errors import ConfigError, GenerationError, ModelError
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import EffectiveWeights, copy_without_adapters, weights_of
 from covey.pytorch.engine.sampling import sample
-from covey.pytorch.models.narrow import _packed
+from covey.pytorch.models.narrow import _packed, packed
 from covey.pytorch.models.narrow import narrow as narrowed
 from covey.rollout.drawing import StopMatcher, stream_key, uniforms
 from covey.rollout.learning import Weights
@@ -90,6 +90,27 @@ def test_sync_takes_new_adapter_weights_and_their_version_and_leaves_the_trainin
         Engine(model)
         assert set(map(id, _packed.values())) == held  # no second copy
     assert all(torch.equal(snapshot[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_products_in_int8_are_close_to_the_models_own_and_take_new_adapters(narrow: bool) -> None:
+    weights = [torch.tensor([[127.0, 3.0], [-2.0, 127.0]]), torch.tensor([[254.0, -2.0]])]  # a step of 1, 1 and 2
+    found = packed(weights, torch.int8).multiply(torch.tensor([[127.0, -1.0], [10.0, 63.5]]), torch.tensor([0.0, 1, 2]))
+    assert found.tolist() == [[16126.0, -380.0, 32262.0], [1460.5, 8045.5, 2415.0]]
+    model, requests = with_lora(narrowed(tiny_model("llama").bfloat16()) if narrow else "llama"), groups(2)
+    engine = Engine(model, dtype=torch.int8)
+    first = run(engine, requests, max_tokens=8)
+    assert_plain(model, requests, first, atol=0.4)
+    with pytest.raises(AssertionError):
+        assert_plain(model, requests, first, atol=1e-4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(-1)
+    engine.publish(weights_of(model, 1))
+    assert_plain(model, requests, run(engine, requests, 1, max_tokens=8), atol=0.4)
+    if not narrow:
+        raises(ConfigError, "general runner in torch.float32 on cpu", Engine, tiny_model("gpt2"), dtype=torch.int8)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

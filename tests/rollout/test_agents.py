@@ -357,7 +357,7 @@ def test_a_long_observation_is_cut_and_counted_and_choices_that_are_too_long_are
 
 
 def test_what_cannot_be_gone_on_with_costs_its_own_episode() -> None:
-    for text, why in {"Go on.": "after 1 turns the world says of no action", "\ud800": "surrogate pair"}.items():
+    for text, why in {"Go on.": "after turn 1 the world says of no action", "\ud800": "surrogate pair"}.items():
         pool = FakePool(lambda text=text: FakeWorld(Observation("Go.", ("a",)), Observation(text)), 2)
         ((episode, *_), *_), _ = play(FakeGenerator(lambda _: "a"), pool, action_format="choice")
         assert (episode.ended, len(episode.turns)) == ("failed", 1)

@@ -215,6 +215,11 @@ def test_the_command_line(playing: Settings, tmp_path: Path, monkeypatch: pytest
     assert (status, "use 0 to 4" in err) == (2, True)
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(GRPOConfig(**playing).to_toml())
+    assert "solved after 3 actions, reward 1" in done("play", recipe, "world=house:rooms=3", "--expert")
+    refused = {"none": "it has no environment.world", "verifiers:taskset=a": "nobody else can play"}
+    for world, why in refused.items():
+        status, _, err = covey("play", recipe, f"world={world}")
+        assert (status, why in err) == (2, True), err
     done("train", recipe)
     out = done("eval", playing["output_dir"], "--show", "1")
     assert all(words in out for words in ("agent/success", "Find the"))

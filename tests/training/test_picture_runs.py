@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,13 @@ import pytest
 from fastapi.testclient import TestClient
 from peft import PeftModel
 from PIL import Image
+from rich.console import Console
 from tiny_models import tiny_model, tiny_tokenizer
 from tiny_vision import picture, tiny_processor, tiny_vision, vision_folder
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from covey import GRPOConfig, GRPOTrainer, trl
+from covey.cli.results import print_summary
 from covey.errors import ConfigError, DataError, RunFolderError
 from covey.observe.run_folder import RunFolder
 from covey.rollout.scoring import Scorer
@@ -84,6 +87,9 @@ def test_a_run_reads_each_picture_once(whole: GRPOTrainer) -> None:
     assert first["tokens/raw"] >= 8 * min(lengths)
     gaps = [r["sampling/sampling_logp_difference/max"] for r in whole.state.log_history if "loss" in r]
     assert max(gaps) < 1e-5
+    said = StringIO()
+    print_summary(Console(file=said, width=1000), whole, Path(whole.args.run.output_dir))
+    assert f"try it: covey watch {whole.args.run.output_dir}\n" in said.getvalue()
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])

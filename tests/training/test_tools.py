@@ -140,7 +140,8 @@ def test_what_is_read_recorded_and_scored(acting: Settings, monkeypatch: Any, co
         "<|im_start|>system\nBe brief.\n\nYou may call these functions:"
     )
     run.close()
-    assert f"> {call('add', a=3, b=4)}\n7\n> It is 7." in covey("sample", acting["output_dir"], "What is 3 + 4?")[1]
+    told = f"prompt: What is 3 + 4?\nmodel: {call('add', a=3, b=4)}\ntools: 7\nmodel: It is 7."
+    assert covey("sample", acting["output_dir"], "What is 3 + 4?")[1].startswith(told)
 
 
 def test_what_goes_wrong_is_told_and_the_answer_goes_on(acting: Settings, monkeypatch: Any, caplog: Any) -> None:

@@ -80,8 +80,11 @@ def test_sampler_and_learner_wait_unless_making_them_may_find_a_fault(settings: 
     waiting, parts = build(settings), {"engine", "learner"}
     assert not parts & vars(waiting).keys()
     early = GRPOTrainer(reward_funcs=letters, args=GRPOConfig(**settings), train_dataset=ROWS, backend=BACKEND)
-    for made in (early, build(settings, sampler_dtype="bfloat16")):
+    in_bytes = build(settings, sampler_dtype="int8", name="bytes", max_steps=1)
+    for made in (early, in_bytes):
         assert parts <= vars(made).keys()
+    in_bytes.train()
+    assert 0 < in_bytes.state.log_history[0]["sampling/sampling_logp_difference/max"] < 0.2
     assert waiting.generate("one:", 2, 1.0) == early.generate("one:", 2, 1.0)
     learning = build(settings)
     _ = learning.learner

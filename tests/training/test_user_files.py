@@ -92,7 +92,7 @@ def test_a_class_a_function_or_an_object_and_what_is_wrong_is_named(folder: Path
         pool.reset(0, world.eval_tasks()[0], 0)
         ((_, seen),) = pool.wait()
         assert seen.text == "The left door leads out."
-    assert "solved after 1 actions, reward 1" in covey.done("play", f"{folder}/maze.py:Maze", "--expert")
+    assert "solved after 1 action, reward 1" in covey.done("play", f"{folder}/maze.py:Maze", "--expert")
     for name, reason in {
         "maze.py:Mase": r"maze\.py has no 'Mase'; it has .*Maze",
         "maze.py:Unfinished": r"maze\.py:Unfinished lacks eval_tasks, make",

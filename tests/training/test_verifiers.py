@@ -297,10 +297,12 @@ def test_what_a_taskset_does_wrong_costs_its_own_episodes(settings: Settings, tm
         assert any(re.search(words, error) for error in found), words
 
 
-def test_settings_of_other_worlds_are_refused(settings: Settings, python: Path) -> None:
+def test_settings_of_other_worlds_are_refused(settings: Settings, python: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(python.parent))
     for change in ({"max_turns": 3}, {"failed_episodes": "score"}, {"system_prompt": "Be good."}):
         raises(ConfigError, next(iter(change)), build, playing(settings, python, "plays"), **change)
     build(playing(settings, python, "plays"), action_format="text", step_seconds=20.0).close()  # as a run writes them
+    assert not list(python.parent.glob("covey-verifiers-*"))
 
 
 @pytest.mark.skipif(PYTHON is None, reason="COVEY_VERIFIERS_PYTHON names no Python with verifiers")

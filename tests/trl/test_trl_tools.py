@@ -249,6 +249,8 @@ class TestTools:
             (f"x <tool_call>\n{NESTED}\n</tool_call>", {"text": "1", "n": 2}),
             ('{"name": "say", "parameters": {"n": 2}}', {"n": 2}),
             ('{"name": "say", "arguments": {"n": 2}}', {"n": 2}),
+            ('```json\n{"name": "say", "arguments": {"n": 2}}\n```', {"n": 2}),
+            ('x\n```json\n{"name": "say", "arguments": {"n": 2}}\n```', None),
             ('{"name": "say", "arguments": {"n": 2}, "why": 1}', None),
             ('x {"name": "say", "parameters": {"n": 2}}', None),
             ("x", None),

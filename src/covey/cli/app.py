@@ -222,7 +222,7 @@ def evaluate(
     other = _baseline(config, baseline, always=isinstance(measured, ChoiceTask))
     if isinstance(measured, ChoiceTask):
         asked = {"rotations": rotations, "lead_in": lead_in}
-        _evaluate_choices(measured, config, other, asked, show, report, as_json)
+        _evaluate_choices(measured, [config, other] if other else [config], asked, show, report, as_json)
         return
     if report is not None or rotations != 1 or lead_in:
         given = f"--report={str(report)!r}" if report else f"--rotations={rotations}, --lead-in={lead_in!r:.50}"
@@ -272,10 +272,11 @@ def sample(
 ) -> None:
     """Sample completions and print them. Prompts become a chat or plain text, as in the run."""
     from covey.pytorch.backend import BACKEND
+    from covey.rollout.collect import AnswerCollector
+    from covey.rollout.scoring import Scorer
     from covey.tasks.dataset import build_prompts
-    from covey.training import setup
+    from covey.training import setup, tables, tools
     from covey.training.refusals import require_room_for
-    from covey.types import Completion, Request
 
     require_room_for(f"-n {number} x --max-tokens {max_tokens}", number * len(prompt), max_tokens)
     prompt = [os.fsencode(text).decode("utf-8", "replace") for text in prompt]  # of any locale
@@ -292,8 +293,8 @@ def sample(
     BACKEND.check(config)
     policy = BACKEND.make_policy(config)
     engine = BACKEND.make_sampler(config, policy)
-    tools = config.environment.tools
-    plain = not conversation and not tools and (conversation is False or policy.tokenizer.chat_template is None)
+    acts = bool(config.environment.tools)
+    plain = not conversation and not acts and (conversation is False or policy.tokenizer.chat_template is None)
     if plain and system is None:
         say(err, f"prompt: plain text, {'no chat template' if conversation is None else 'as in training'}")
     prompts = build_prompts(
@@ -306,37 +307,29 @@ def sample(
     )
     engine.publish(policy.weights(1))
     settings = replace(setup.sampling_settings(config, policy, temperature), max_tokens=max_tokens, keep_support=False)
-    decode = setup.decoder(policy)
-    if tools:
-        from covey.rollout.scoring import Scorer
-        from covey.training.tables import transcript
-        from covey.training.tools import make_collector
-
-        unscored = Scorer(lambda completions, **_: [0.0] * len(completions))
-        collect = make_collector(config, policy, engine, unscored, decode)
-        streams = [(seed, index) for index in range(len(prompts))]
-        groups = collect(prompts, settings, num_generations=number, streams=streams, policy_version=1).groups
-        collect.close()
-        said = (e for group in groups for e in group.episodes)
-        sampled = [Completion(e.token_ids[e.sampled], e.logprobs, e.finish_reason, e.policy_version) for e in said]
-        played = [transcript(trajectory) for group in groups for trajectory in group.with_tools]
-        texts = [text.removesuffix("\n(done)") for text in played]
-    else:
-        requests = [Request(p.token_ids, (seed, index, n)) for index, p in enumerate(prompts) for n in range(number)]
-        sampled = engine(requests, settings, policy_version=1)
-        texts = [decode(completion.token_ids.tolist()) for completion in sampled]
+    unscored, decode = Scorer(lambda completions, **_: [0.0] * len(completions)), setup.decoder(policy)
+    collect: Any = AnswerCollector(engine, unscored, decode)
+    if acts:
+        collect = tools.make_collector(config, policy, engine, unscored, decode)
+    streams = [(seed, index) for index in range(len(prompts))]
+    groups = collect(prompts, settings, num_generations=number, streams=streams, policy_version=1).groups
+    collect.close()
+    sampled = [episode for group in groups for episode in group.episodes]
+    played = (trajectory for group in groups for trajectory in group.with_tools)
+    texts = [tables.transcript(each, "model: ", "tools: ").removesuffix("\n(done)") for each in played]
+    texts = texts or [episode.text for episode in sampled]
     if as_json:
         rows: list[dict[str, Any]] = [{"prompt": prompt[n // number], "text": text} for n, text in enumerate(texts)]
-        for row, completion in zip(rows, sampled, strict=True):
-            row |= {"finish_reason": completion.finish_reason, "tokens": len(completion.token_ids)}
-            row["logprob"] = completion.logprobs.sum()
+        for row, episode in zip(rows, sampled, strict=True):
+            row |= {"finish_reason": episode.finish_reason, "tokens": episode.num_sampled}
+            row["logprob"] = episode.logprobs.sum()
         print_json(out, rows)
         return
-    for position, (text, completion) in enumerate(zip(texts, sampled, strict=True)):
+    for position, (text, episode) in enumerate(zip(texts, sampled, strict=True)):
         if position % number == 0:
-            out.print(f"> {prompt[position // number]}", style="bold", markup=False, highlight=False)
-        ending = "" if completion.finish_reason == "stop" else "  [truncated]"
-        told = f"{text}{ending}  (log-probability {float(completion.logprobs.sum()):.2f})"
+            out.print(f"prompt: {prompt[position // number]}", style="bold", markup=False, highlight=False)
+        ending = "" if episode.finish_reason == "stop" else "  [truncated]"
+        told = f"{'' if acts else 'model: '}{text}{ending}  (log-probability {float(episode.logprobs.sum()):.2f})"
         out.print(told, markup=False, highlight=False)
 
 
@@ -376,13 +369,7 @@ for _command in (play, export, serve, watch, report, mcp):
 
 
 def _evaluate_choices(
-    task: ChoiceTask,
-    config: GRPOConfig,
-    other: GRPOConfig | None,
-    asked: dict[str, Any],
-    show: int,
-    folder: Path | None,
-    as_json: bool,
+    task: ChoiceTask, configs: list[GRPOConfig], asked: dict[str, Any], show: int, folder: Path | None, as_json: bool
 ) -> None:
     """Put the questions to the model, then to the one it is compared with; print, and write the report if asked to."""
     from covey.observe.choices import choice_report, write_choice_report
@@ -390,12 +377,12 @@ def _evaluate_choices(
     from covey.training.multiple_choice import answer_choices
 
     answered, rows = [], []
-    for one in filter(None, (config, other)):
+    for one in configs:
         trainer = _trainer(one)
         rows = [dict(prompt.columns) for prompt in trainer.eval_prompts]
         with progress_bar(err, _name(one)) as progress:
             answered.append(answer_choices(trainer, task, name=_name(one), progress=progress, **asked))
-    found = choice_report(rows, answered[0], answered[1] if other else None)
+    found = choice_report(rows, answered[0], answered[1] if len(answered) > 1 else None)
     if as_json:
         print_json(out, found)
         show = 0
@@ -405,7 +392,7 @@ def _evaluate_choices(
     if not as_json:
         results.print_choices(out, found)
     if folder is not None:
-        for path in write_choice_report(folder, found, f"{_name(config)}: multiple choice"):
+        for path in write_choice_report(folder, found, f"{_name(configs[0])}: multiple choice"):
             say(err if as_json else out, f"  {path}")
 
 

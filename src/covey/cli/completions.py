@@ -66,7 +66,7 @@ def _show_completion(row: Record, characters: int) -> None:
     line.append(f"  {in_line(row.get('length'))} tokens", style="not bold")
     if row.get("turns") is not None:
         idle = f", {in_line(row['no_actions'])} no action" if row.get("no_actions") else ""
-        line.append(f" in {in_line(row['turns'])} turns{idle}", style="not bold")
+        line.append(f" in {in_line(several(row['turns'], 'turn'))}{idle}", style="not bold")
     cut = ended in ("length", "turns", "context", "failed")
     line.append(f", {in_line(ended)}" if ended else "", style="yellow" if cut else "not bold")
     if isinstance(row.get("correct"), bool):

@@ -131,10 +131,8 @@ def _of_step(run: Path, step: int, moved: Sequence[str], as_json: bool) -> bool:
         _say(visible(note, 2000), "dim")
     how = ", bit for bit" if report.exact else " within the tolerances"
     wrong = ", ".join(check.name for check in report.checks if check.wrong)
-    if report.agrees:
-        _say(f"step {report.step} equals the recorded step{how}", "bold green")
-    else:
-        _say(f"step {report.step} differs from the recorded step: {wrong}", "bold red")
+    told = f"equals the recorded step{how}" if report.agrees else f"differs from the recorded step: {wrong}"
+    _say(f"step {report.step} {told}", "bold green" if report.agrees else "bold red")
     return not report.agrees
 
 
@@ -146,8 +144,8 @@ def _of_recipe(config: GRPOConfig, as_json: bool) -> bool:
 
     groups: list[Group] = []
     where, chosen = layout(config), config.distributed
-    several = chosen.samplers is not None or chosen.learners > 1
-    trainer = GRPOTrainer(args=config.replace(learners=1, learner_kind="auto", samplers=0) if several else config)
+    many = chosen.samplers is not None or chosen.learners > 1
+    trainer = GRPOTrainer(args=config.replace(learners=1, learner_kind="auto", samplers=0) if many else config)
     plan = measure(trainer, groups)
     found = checkup(trainer, plan)
     if as_json:
@@ -157,13 +155,13 @@ def _of_recipe(config: GRPOConfig, as_json: bool) -> bool:
     if where:
         _say(f"layout: {where}")
     if trainer.world is not None:
-        _say(f"world: {len(lengths)} tasks, {held_out or 'no'} held out")
+        _say(f"world: {several(len(lengths), 'task')}, {held_out or 'no'} held out")
     else:
         room = trainer.engine.context_length - config.sampling.max_completion_length
         _say(
-            f"data: {len(lengths)} prompts from {len(trainer.data.train)} rows, {sum(lengths) / len(lengths):.0f} "
-            f"tokens on average, {max(lengths)} at most (limit: {room}, context minus max_completion_length); "
-            f"{held_out or 'no'} held-out prompts"
+            f"data: {several(len(lengths), 'prompt')} from {several(len(trainer.data.train), 'row')}, "
+            f"{sum(lengths) / len(lengths):.0f} tokens on average, {max(lengths)} at most (limit: {room}, context - "
+            f"max_completion_length); {several(held_out, 'held-out prompt')}"
         )
     for group in groups[:3]:
         _say(f"  reward {group.rewards[0]:g}: {visible(group.episodes[0].text, 300)!r}")

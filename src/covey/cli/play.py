@@ -25,7 +25,7 @@ from covey.rollout.agents import NO_ACTION
 def play(
     world: Annotated[
         str,
-        typer.Argument(metavar="WORLD|RECIPE", help="A world such as house or house:rooms=4; with --imitate a recipe."),
+        typer.Argument(metavar="WORLD|RECIPE", help="A world such as house or house:rooms=4, or a recipe with one."),
     ],
     overrides: Overrides = None,
     number: Annotated[int, typer.Option("-n", "--number", min=0, help="Number of the held-out task.")] = 0,
@@ -54,22 +54,29 @@ def play(
         return
     if (episodes, epochs, folder) != (200, 2, None):
         raise ConfigError("--episodes, --epochs and --out need --imitate; add it, or leave them out")
-    if overrides:
-        raise ConfigError(f"{overrides[0]}: settings need --imitate; a world's options are written {world}:NAME=...")
-    chosen = get_world(world)
-    tasks = chosen.eval_tasks()
+    config, file = GRPOConfig(), recipe_file(Path(world))
+    if file.suffix == ".toml" and (str(file) == world or file.exists()):
+        config = GRPOConfig.from_toml(file, overrides=overrides or [])
+        if config.environment.world is None:
+            raise ConfigError(f"{world}: it has no environment.world to play; for its prompts use covey sample or eval")
+    elif overrides:
+        raise ConfigError(f"{overrides[0]}: settings need a recipe; a world's options are written {world}:NAME=...")
+    if (name := config.environment.world or world).startswith("verifiers:"):
+        raise ConfigError(f"{world}: verifiers drives its model itself, nobody else can play; use covey eval or train")
+    chosen = get_world(name)
+    tasks, most = chosen.eval_tasks(), max_turns or config.environment.max_turns or chosen.max_turns
     if number >= len(tasks):
         raise ConfigError(f"--number={number}: {world} has {len(tasks)} held-out tasks; use 0 to {len(tasks) - 1}")
-    _play(chosen, tasks[number], seed=seed, expert=expert, max_turns=max_turns or chosen.max_turns)
+    _play(chosen, tasks[number], config.data.system_prompt or chosen.system_prompt, most, seed=seed, expert=expert)
 
 
-def _play(world: World, task: TaskInstance, *, seed: int, expert: bool, max_turns: int) -> None:
+def _play(world: World, task: TaskInstance, words: str | None, max_turns: int, *, seed: int, expert: bool) -> None:
     """Show observations, read actions from the keyboard (or take the expert's), until the episode ends."""
     with EnvironmentPool(world, places=1) as pool:
         pool.reset(0, task, seed)
         seen, total = _answer(pool), 0.0
-        if world.system_prompt:
-            out.print(world.system_prompt, style="dim", markup=False, highlight=False)
+        if words:
+            out.print(words, style="dim", markup=False, highlight=False)
         for tool in world.tools:
             out.print(visible(json.dumps(tool), 2000), style="dim", markup=False, highlight=False)
         for turn in range(1, max_turns + 1):
@@ -93,7 +100,7 @@ def _play(world: World, task: TaskInstance, *, seed: int, expert: bool, max_turn
             if outcome.done:
                 _show(seen)
                 ending = "solved" if outcome.success else "over"
-                out.print(f"{ending} after {turn} actions, reward {total:g}", style="bold", highlight=False)
+                out.print(f"{ending} after {several(turn, 'action')}, reward {total:g}", style="bold", highlight=False)
                 return
         out.print(f"no actions left after {max_turns}, reward {total:g}", style="bold", highlight=False)
 

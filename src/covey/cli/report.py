@@ -26,7 +26,7 @@ from covey.errors import ConfigError, DataError, RunFolderError
 from covey.files import explained, open_regular, write_atomically
 from covey.observe import comparison, curve
 from covey.observe.comparison import Answers, ComparedRun, PairedAnswers
-from covey.observe.console import format_number, print_table, say, visible
+from covey.observe.console import format_number, print_table, say, several, visible
 from covey.observe.records import Record, plain
 from covey.observe.run_folder import RunFolder, TableKind
 from covey.watch.run import WatchedRun, labels
@@ -83,7 +83,7 @@ def report(
         _read(runs, step, evaluation, question, number, lines, worst, as_json)
         return
     with closing(TableReader(workers=1)) as reader:
-        _compare(runs, evaluation, number, files, reader, seeds=seeds, as_json=as_json)
+        _compare(runs, evaluation, number, files, reader, seeds, as_json)
 
 
 def _write_page(runs: Sequence[Path], path: Path, console: Console) -> None:
@@ -105,14 +105,7 @@ Pair = tuple[str, Answers, Answers, PairedAnswers]
 
 
 def _compare(
-    runs: Sequence[Path],
-    which: str,
-    number: int | None,
-    files: Sequence[Path],
-    reader: TableReader,
-    *,
-    seeds: bool,
-    as_json: bool,
+    runs: list[Path], which: str, number: int | None, files: list[Path], reader: TableReader, seeds: bool, as_json: bool
 ) -> None:
     from covey.training.questions import questions_of
 
@@ -308,15 +301,15 @@ def _print_pair(first: str, label: str, before: Answers, after: Answers, result:
         if not before.judged:
             reached = f"mean reward {d.difference:+.3f} ({d.low:+.3f} to {d.high:+.3f}), p = {d.p_value:.2g}, "
             reached += f"{d.gained} better, {d.lost} worse (bootstrap)"
-        tell(f"{label} against {first} on {d.total} questions that both were asked: {reached}")
+        tell(f"{label} against {first} on {several(d.total, 'question')} that both were asked: {reached}")
     if result.only_before or result.only_after:
-        only = f"  {result.only_before} questions are answered only in {first}, {result.only_after} only in {label}"
-        tell(f"{only}; these are left out")
+        only = f"answered only in {first}: {several(result.only_before, 'question')}, only in {label}: "
+        tell(f"  left out, {only}{result.only_after}")
     if result.other_text:
-        tell(f"  {result.other_text} questions have one uid and different texts and are left out")
+        tell(f"  left out, one uid with different texts: {several(result.other_text, 'question')}")
     for side, name in ((before, first), (after, label)):
         if side.left_out:
-            tell(f"  {name}: {side.left_out} completions say nothing of the policy and are left out")
+            tell(f"  left out of {name}, as nothing can be said of the policy: {several(side.left_out, 'completion')}")
 
 
 def _score(side: Answers, accuracy: Mapping[str, Any] | None) -> str:

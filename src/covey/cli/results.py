@@ -42,7 +42,7 @@ def difference(found: PairedDifference | Mapping[str, float]) -> str:
 def print_choices(out: Console, report: Mapping[str, Any]) -> None:
     """A multiple-choice report in short."""
     models = [report["model"]] + ([report["baseline"]] if "baseline" in report else [])
-    table = Table(f"{report['questions']} questions", *(model["name"] for model in models))
+    table = Table(several(report["questions"], "question"), *(model["name"] for model in models))
     forms = {"share": percent, "part": "{:.3f}".format, "number": "{:.3f}".format}
     for name, form, values in measured(models):
         table.add_row(name, *("" if value is None else forms[form](value) for value in values))
@@ -83,7 +83,7 @@ def print_left_out(out: Console, name: str, result: Evaluation) -> None:
     from covey.training.evaluate import NOTHING_JUDGED
 
     failed, total = int((~result.judged).sum()), len(result.judged)
-    left_out = f"{name}: the environment failed in {failed} of {total} episodes, which accuracy leaves out"
+    left_out = f"{name}: the environment failed in {failed} of {several(total, 'episode')}, which accuracy leaves out"
     if failed:
         say(out, left_out if failed < total else f"no accuracy: {NOTHING_JUDGED}; --show 1 shows why")
 
@@ -137,6 +137,7 @@ def print_summary(out: Console, trainer: GRPOTrainer, folder: Path) -> None:
     name = shlex.quote(str(folder))
     texts = [str(row["question"]) for row in trainer.data.held_out if hasattr(trainer.data.task, "ask")]
     text = shlex.quote(f"{min(texts, key=len, default='your prompt'):.80}")
-    tried = f"covey sample {name} {text}" if trainer.world is None else f"covey eval {name} --num 1 --show 1"
-    say(out, f"try it: {tried}")
+    tried = f"sample {name} {text}" if trainer.world is None else f"eval {name} --num 1 --show 1"
+    tried = f"watch {name}" if any(prompt.has_pictures for prompt in trainer.prompts) else tried
+    say(out, f"try it: covey {tried}")
     say(out, f"use it elsewhere: covey export {name}")

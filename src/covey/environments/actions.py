@@ -5,7 +5,7 @@
 | `tags` | what stands between the last `<action>` and `</action>` |
 | `text` | the first line that is not empty |
 | `turn` | the whole completion |
-| `call` | a call in JSON, `{"name": "go", "arguments": {"to": "north"}}` |
+| `call` | a call in JSON, `{"name": "go", "arguments": {"to": "north"}}`, also in a ```json block |
 | `choice` | the whole completion: the sampler lets the model say nothing but an admissible action |
 
 Where the admissible actions are known, case, white space, quotes and a full stop at the end make no difference, and a
@@ -19,7 +19,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 
-from covey.rewards.extract import read_json
+from covey.rewards.extract import read_json, unfenced
 from covey.types import ActionFormat
 
 _LONGEST = 1000  # such an action of more characters is none: worlds need not cope with a whole essay
@@ -76,7 +76,7 @@ def _call(text: str) -> str | None:
     """The call in a text, the last one of several, as `{"name": ..., "arguments": {...}}`; None = there is none."""
     tagged = _between_tags(text, "tool_call")
     try:
-        call = read_json(text if tagged is None else tagged)
+        call = read_json(unfenced(text) if tagged is None else tagged)
         if isinstance(call, list):  # some models list their calls; one is done at a time
             call = call[-1] if call else {}
         name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))

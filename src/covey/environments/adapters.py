@@ -10,11 +10,11 @@ an `Observation` with admissible actions, and `act(text) -> action`.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from covey.environments.base import Environment, Observation, SeededWorld, TaskInstance
+from covey.environments.base import Environment, Observation, Returned, SeededWorld, TaskInstance
 from covey.errors import ConfigError
 from covey.functions import load_function
 
@@ -30,7 +30,7 @@ class _Adapted(Environment):
     def __init__(self, env: Any, actions: tuple[str, ...] | None, describe: Describe, act: Act) -> None:
         self._env, self._actions, self._describe, self._act = env, actions, describe, act
 
-    def step(self, action: str) -> tuple[Observation, float, bool, Mapping[str, Any]]:
+    def step(self, action: str) -> Returned:
         """Do it, if it is an action; else nothing happens and the same is seen again."""
         try:
             chosen = self._act(action)
@@ -41,7 +41,7 @@ class _Adapted(Environment):
     def close(self) -> None:
         self._env.close()
 
-    def _do(self, action: Any) -> tuple[Observation, float, bool, Mapping[str, Any]]:
+    def _do(self, action: Any) -> Returned:
         raise NotImplementedError
 
     def _observed(self, observation: Any) -> Observation:
@@ -66,9 +66,9 @@ class GymnasiumEnvironment(_Adapted):
         observation, _ = self._env.reset(seed=task.get("seed", seed), options=task.get("options"))
         return self._observed(observation)
 
-    def _do(self, action: Any) -> tuple[Observation, float, bool, Mapping[str, Any]]:
+    def _do(self, action: Any) -> Returned:
         observation, reward, terminated, truncated, info = self._env.step(action)
-        return self._observed(observation), float(reward), bool(terminated or truncated), dict(info)
+        return self._observed(observation), float(reward), bool(terminated), bool(truncated), dict(info)
 
 
 class OpenEnvEnvironment(_Adapted):
@@ -83,7 +83,7 @@ class OpenEnvEnvironment(_Adapted):
         """Begin; the instance's `options` are passed on as keyword arguments."""
         return self._observed(self._env.reset(**task.get("options", {})).observation)
 
-    def _do(self, action: Any) -> tuple[Observation, float, bool, Mapping[str, Any]]:
+    def _do(self, action: Any) -> Returned:
         result = self._env.step(action)
         info = dict(getattr(result, "metadata", None) or {})
         return self._observed(result.observation), float(result.reward or 0.0), bool(result.done), info

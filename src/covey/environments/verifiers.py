@@ -189,6 +189,7 @@ class Verifiers(World):
             names = " and ".join(each["taskset"]["id"] for each in self._sets.values())
             raise DataError(f"verifiers: taskset {names}, with {self.python}: {said.get('error', 'it says nothing')}")
         self._tasks = _tasks(said["tasks"])
+        weakref.finalize(self, driver.end)
         return driver
 
 
@@ -217,9 +218,10 @@ class Driver:
         self.first: queue.SimpleQueue[Any] = queue.SimpleQueue()  # gets what it says first, or None
         self.tell: Callable[[Any], None] = lambda said: None
         mark = secrets.token_hex(16)
-        self.folder = tempfile.mkdtemp(prefix="covey-verifiers-")  # it works there, and it goes with it
+        folder = tempfile.TemporaryDirectory(prefix="covey-verifiers-", ignore_cleanup_errors=True)
+        self.folder = folder.name  # it works there, and removes it where this process cannot
         self._process = subprocess.Popen(
-            [python, "-P", Path(__file__).with_name("verifiers_driver.py")],
+            [python, "-P", Path(__file__).with_name("verifiers_driver.py"), self.folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -229,7 +231,7 @@ class Driver:
         )
         self._words: deque[str] = deque(maxlen=20)
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._end = weakref.finalize(self, _end, self._process, self._lines, mark, self.folder)
+        self._end = weakref.finalize(self, _end, self._process, self._lines, mark, folder)
         threads = [threading.Thread(target=does, daemon=True) for does in (self._read_errors, self._read, self._write)]
         self._errors = threads[0]
         for thread in threads:
@@ -293,7 +295,7 @@ def _told(line: bytes, number: int) -> Told:
         return Told(id=number, ok=False, errors=[f"what was said of it cannot be read: {error!s:.300}"])
 
 
-def _end(process: subprocess.Popen[bytes], lines: queue.SimpleQueue[bytes], mark: str, folder: str) -> None:
+def _end(process: subprocess.Popen[bytes], lines: queue.SimpleQueue[bytes], mark: str, folder: Any) -> None:
     lines.put(b"")  # closes its input
     with suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE_SECONDS)
@@ -302,4 +304,4 @@ def _end(process: subprocess.Popen[bytes], lines: queue.SimpleQueue[bytes], mark
     process.wait()
     # Verifiers gives each program a process group of its own; what is left of them has the variable still.
     kill_marked(mark)
-    shutil.rmtree(folder, ignore_errors=True)
+    folder.cleanup()

@@ -16,10 +16,12 @@ alone.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import hashlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -201,6 +203,7 @@ def read(loop: asyncio.AbstractEventLoop, lines: asyncio.Queue[Any]) -> None:
         loop.call_soon_threadsafe(lines.put_nowait, json.loads(line))
     loop.call_soon_threadsafe(lines.put_nowait, None)
     time.sleep(_GRACE_SECONDS)
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 
@@ -210,4 +213,5 @@ if __name__ == "__main__":
     sys.modules["covey_chat"] = sys.modules["__main__"]  # the harness's name
     told = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    atexit.register(shutil.rmtree, sys.argv[1], True)  # the trainer may have been killed
     asyncio.run(main(told))

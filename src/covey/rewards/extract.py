@@ -65,6 +65,12 @@ def read_json(text: str) -> Any:
     return from_json(text.encode(), allow_inf_nan=False)
 
 
+def unfenced(text: str) -> str:
+    """What is inside of a text that is one code block of Markdown, of JSON or unnamed; other texts as they are."""
+    block = re.fullmatch(r"\s*```(?:json)?(.*)```\s*", text, re.DOTALL)
+    return block[1] if block else text
+
+
 def completion_text(completion: str | list[Message]) -> str:
     """The text of a completion: the string itself, or the content of its last message."""
     if isinstance(completion, str):

@@ -210,7 +210,7 @@ class Player:
             return None
         if not live.seen.actions:
             raise EpisodeError(
-                f"environment.action_format='choice': after {len(live.turns)} turns the world says of no action that "
+                f"environment.action_format='choice': after turn {len(live.turns)} the world says of no action that "
                 "it is admissible; let it, or use text or tags"
             )
         encoded = {action: (*self.tokens_of(action), *self.ends_turn) for action in live.seen.actions}

@@ -9,7 +9,7 @@ it as it is. Calls are read in the three forms of the usual chat templates:
 
 <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>                           Qwen 2.5, 3, Hermes
 <tool_call><function=add><parameter=a>1</parameter><parameter=b>2</parameter></function></tool_call>       Qwen 3.5
-{"name": "add", "parameters": {"a": 1, "b": 2}}                                         Llama 3, as the whole turn
+{"name": "add", "parameters": {"a": 1, "b": 2}}             Llama 3, as the whole turn, also in a code block
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 
 from covey.errors import ConfigError
 from covey.functions import later
-from covey.rewards.extract import MAX_JSON, read_json
+from covey.rewards.extract import MAX_JSON, read_json, unfenced
 from covey.rollout.conversation import ASKED, MARK, Chat
 from covey.rollout.tools import EMPTY, Call
 from covey.types import IntArray, Message
@@ -220,7 +220,7 @@ def calls_in(text: str, schemas: Sequence[Mapping[str, Any]], *, ended: bool, ba
             read = block.end()
     if bare and not calls:
         with suppress(ValueError):
-            found = read_json(text)
+            found = read_json(unfenced(text))
             if isinstance(found, dict) and ("parameters" in found or found.keys() == {"name", "arguments"}):
                 arguments = found.get("parameters", found.get("arguments"))
                 return "", [read_call({"name": found.get("name"), "arguments": arguments})]

@@ -33,6 +33,8 @@ def world_data(config: GRPOConfig, world: World, others: Sequence[Any] = ()) -> 
             "reward functions or datasets beside a world: a world brings its own tasks and rewards; leave out "
             "reward_funcs, rewards.functions, train_dataset, eval_dataset, data.eval_fraction and correctness"
         )
+    if isinstance(world, Verifiers):
+        driven.check(config)
     said = f"environment.world={config.environment.world or type(world).__name__!r}"
     with naming(f"{said}: train_tasks or eval_tasks"):
         train, held_out = world.train_tasks(config.run.seed), world.eval_tasks()
@@ -72,8 +74,7 @@ def collector_of(
 ) -> Collector:
     """What plays the world: its own programs, or the policy turn by turn."""
     if isinstance(world, Verifiers):
-        collector: Collector = driven.make_collector(config, world, policy, engine, decode)
-        return collector
+        return AgentCollector(engine, driven.ProgramPlayer(config, world, policy, engine.context_length, decode))
     return make_collector(config, world, policy, engine, data, decode)
 
 

@@ -26,8 +26,8 @@ from covey.environments.base import Observation, Outcome
 from covey.environments.verifiers import Asked, Driver, Told, Verifiers
 from covey.errors import ConfigError, EpisodeError
 from covey.rollout.agents import LiveEpisode, Player, joined
-from covey.rollout.collect import AgentCollector, Decode
-from covey.rollout.learning import Sampler, TrainedPolicy
+from covey.rollout.collect import Decode
+from covey.rollout.learning import TrainedPolicy
 from covey.rollout.turns import TurnGenerator
 from covey.serving.generate import GenerateRequest, generated
 from covey.serving.requests import CompletionRequest, RequestError, checked
@@ -43,10 +43,8 @@ _FOR_WORLDS = (
 )
 
 
-def make_collector(
-    config: GRPOConfig, world: Verifiers, policy: TrainedPolicy, engine: Sampler, decode: Decode
-) -> AgentCollector:
-    """What lets the programs of a world play. Raises `ConfigError`: a setting is for worlds that wait for actions."""
+def check(config: GRPOConfig) -> None:
+    """Raise a `ConfigError` where a setting is for worlds that wait for actions."""
     for name in _FOR_WORLDS:
         if getattr(config.environment, name) != type(config.environment).model_fields[name].default:
             raise ConfigError(f"environment.{name}: a taskset of verifiers decides that itself; remove it")
@@ -54,7 +52,6 @@ def make_collector(
         raise ConfigError("data.system_prompt: each task of verifiers has its own; remove it")
     if config.distributed.learners > 1:
         raise ConfigError(f"distributed.learners={config.distributed.learners}: with verifiers one learns; set it to 1")
-    return AgentCollector(engine, ProgramPlayer(config, world, policy, engine.context_length, decode))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,7 +100,7 @@ class ProgramPlayer(Player):
         kwargs = config.data.chat_template_kwargs
         self._template_kwargs = {"chat_template_kwargs": dict(kwargs)} if kwargs else {}
         self._heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._driver: Driver | None = None
+        self._driver: Driver | None = self._started()
         self._programs: dict[int, _Program] = {}  # by place
         self._numbers, self._branched = count(), False
 
@@ -136,15 +133,18 @@ class ProgramPlayer(Player):
         """End the driver and all that it has started; it starts anew when it is needed."""
         self._lose()
 
+    def _started(self) -> Driver:
+        driver = self._world.driver(self._heard.put)
+        self._tokenizer.save_pretrained(driver.folder)
+        return driver
+
     @property
     def places(self) -> int:
         return self.settings.parallel_episodes
 
     def begin(self, live: LiveEpisode) -> None:
         """Let the driver begin an episode."""
-        if self._driver is None:
-            self._driver = self._world.driver(self._heard.put)
-            self._tokenizer.save_pretrained(self._driver.folder)
+        self._driver = self._driver or self._started()
         number, task, own = next(self._numbers), live.prompt.columns, self._sampling
         sampling: dict[str, Any] = {"seed": number, "temperature": own.temperature, "max_tokens": own.max_tokens}
         sampling |= (own.cut if own.cuts else {}) | self._template_kwargs

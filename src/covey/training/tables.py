@@ -176,12 +176,12 @@ def _marks(turn: Turn) -> str:
     return "".join(f"[picture {picture.sha256[:8]}]" for picture in turn.pictures)
 
 
-def transcript(trajectory: Trajectory) -> str:
-    """What was seen, said and earned, as text to read."""
+def transcript(trajectory: Trajectory, said: str = "> ", seen: str = "") -> str:
+    """What was seen, said and earned, as text to read; `said` and `seen` mark what the policy and others said."""
     lines = []
     for turn in trajectory.turns:
         note = "" if turn.valid else "  (no valid action)"
         earned = f"  [{turn.reward:+g}]" if turn.reward else ""
-        seen = f"{_marks(turn)}{turn.observation}\n" if turn.observation or turn.pictures else ""
-        lines.append(f"{seen}> {turn.said.strip()}{note}{earned}")
+        told = f"{seen}{_marks(turn)}{turn.observation}\n" if turn.observation or turn.pictures else ""
+        lines.append(f"{told}{said}{turn.said.strip()}{note}{earned}")
     return "\n".join([*lines, f"({trajectory.error or trajectory.ended})"])

@@ -289,7 +289,7 @@ class NarrowLinear:
         """Nothing: the weights are the same after the update."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = self._weight.multiply(x, self._bias)
+        y: Tensor = self._weight.multiply(x, self._bias)
         if self._adapters is not None:
             self._adapters.add_to(y, x)
         return y

@@ -105,7 +105,7 @@ class PackedBytes:
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
-        parts = [_in_bytes(part) for weight in weights for part in weight.detach().split(_ROWS)]
+        parts = [_in_bytes(part) for weight in weights for part in torch.split(weight.detach(), _ROWS)]
         rows, scales = (torch.cat(each) for each in zip(*parts, strict=True))
         self._scales, self._zeros = scales.flatten(), torch.zeros(len(rows), dtype=torch.int64)
         self._weight = torch.ops.onednn.qlinear_prepack(rows, None)
