@@ -130,7 +130,7 @@ def without_held_out(
     known = set(problems[len(rows) :])
     left = [row for row, problem in zip(rows, problems, strict=False) if problem not in known]
     if not left:
-        raise DataError(f"{where}: every question of {len(rows)} is held out; lower num_eval={num_eval}")
+        raise DataError(f"{where}: all {len(rows)} questions are held out; lower num_eval={num_eval}")
     return left
 
 
