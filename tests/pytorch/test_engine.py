@@ -111,6 +111,13 @@ def test_products_in_int8_are_close_to_the_models_own_and_take_new_adapters(narr
     assert_plain(model, requests, run(engine, requests, 1, max_tokens=8), atol=0.4)
     if not narrow:
         raises(ConfigError, "general runner in torch.float32 on cpu", Engine, tiny_model("gpt2"), dtype=torch.int8)
+        trained, requests = tiny_model("llama"), groups(1)
+        engine = Engine(trained, dtype=torch.int8)
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=0.05, fused=True)  # which tells no tensor's version
+        trained(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+        optimizer.step()
+        engine.publish(weights_of(trained, 1))
+        assert_plain(trained, requests, run(engine, requests, 1, max_tokens=8), atol=0.4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

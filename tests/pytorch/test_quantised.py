@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from learner_cases import fill, make_batch
+from learner_cases import fill, groups, make_batch, plain_logprobs
 from peft import LoraConfig
 from tiny_models import tiny_model, tiny_tokenizer
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from covey.pytorch.models.quantised import dequantised, is_quantised, plain_line
 from covey.pytorch.policy import Policy
 from covey.pytorch.rounding import truth_and_own, unexplained
 from covey.rollout.packing import pack_episodes
+from covey.types import SamplingSettings
 from fakes import raises
 
 pytest.importorskip("bitsandbytes")
@@ -165,6 +166,13 @@ def test_the_sampler_has_the_policy_s_weights_in_full(kind: str, family: str, ru
     policy = policy_of(kind, family)
     engine = Engine(policy.model, policy.tokenizer)  # which compares itself with the policy
     assert engine.runner == runner
+    if runner == "fast":  # whose layers are dequantised one after another, in the same memory
+        in_bytes, requests = Engine(policy.model, policy.tokenizer, dtype=torch.int8), groups(1)
+        found = in_bytes(requests, SamplingSettings(max_tokens=8), policy_version=0)
+        off = [
+            abs(c.logprobs - plain_logprobs(policy.model, r, c)).mean() for r, c in zip(requests, found, strict=True)
+        ]
+        assert max(off) < 0.4
     name = "model.layers.1.self_attn.o_proj"
     layer: Any = policy.model.get_base_model().get_submodule(name)
     low_rank = layer.lora_B["default"].weight @ layer.lora_A["default"].weight

@@ -79,8 +79,8 @@ def in_bytes(runner: Runner, model: nn.Module, dtype: torch.dtype, device: torch
     """
     if not isinstance(runner, FastRunner) or dtype != torch.float32 or device.type != "cpu":
         raise ConfigError(
-            f"sampler_dtype='int8': the {runner.name} runner in {dtype} on {device.type} has no such products; they "
-            "need a CPU and a model of Llama's shape in float32 or with model.dtype='bfloat16'; write 'model'"
+            f"sampling.sampler_dtype='int8': the {runner.name} runner in {dtype} on {device.type} has no such product; "
+            "it needs a CPU and a model of Llama's shape in float32 or with model.dtype='bfloat16'; write 'model'"
         )
     found = FastRunner(model, dtype, device, products=torch.int8)
     if load:

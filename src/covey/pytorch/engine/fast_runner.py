@@ -22,7 +22,7 @@ from covey.pytorch.engine.merge import EffectiveWeights, are_tied, bare_model, f
 from covey.pytorch.engine.runner import Step
 from covey.pytorch.models.form import Head, LayerForm, NormForm, Rotary, read_form
 from covey.pytorch.models.lora import Adapters, Factors, album_of
-from covey.pytorch.models.narrow import narrow_weights, packed
+from covey.pytorch.models.narrow import PackedBytes, narrow_weights, packed
 from covey.pytorch.products import can_pack, linear, prefers_onednn
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -277,7 +277,9 @@ class NarrowLinear:
     def load(self, take: _WeightReader, modules: Sequence[str], scale: Tensor | None = None) -> None:
         """As `Linear.load`, without factors on the inputs."""
         found = [take.factored(module) for module in modules]
-        self._weight, self._bias = packed([weight for weight, _ in found], self._dtype), take.biases(modules)
+        frozen = self._dtype == torch.bfloat16 or all(factors for _, factors in found)
+        make = partial(packed, dtype=self._dtype) if frozen else PackedBytes
+        self._weight, self._bias = make([weight for weight, _ in found]), take.biases(modules)
         # as they are now: the trainer's are changed in place
         own = ((len(weight), factors and (factors[0], factors[1].clone(), factors[2])) for weight, factors in found)
         self._adapters = Adapters.beside(own, torch.float32)

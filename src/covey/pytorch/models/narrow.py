@@ -105,6 +105,7 @@ class PackedBytes:
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
+        self._held = list(weights)  # as in Packed
         parts = [_in_bytes(part) for weight in weights for part in torch.split(weight.detach(), _ROWS)]
         rows, scales = (torch.cat(each) for each in zip(*parts, strict=True))
         self._scales, self._zeros = scales.flatten(), torch.zeros(len(rows), dtype=torch.int64)
