@@ -1,9 +1,11 @@
 """Small stand-ins, and one check, that several rooms' tests share."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,6 +65,18 @@ def raises(error: type[Exception], words: str | None, do: Callable[..., Any], *g
     """`do(*given, **named)` is refused with this error, in which these words (a regular expression) are found."""
     with pytest.raises(error, match=words):
         do(*given, **named)
+
+
+def ends(pid: int, seconds: float = 10.0) -> bool:
+    """Whether this process ends in time: a signal takes a while to arrive, and who inherits it may collect it late."""
+    state, limit = Path(f"/proc/{pid}/stat"), time.monotonic() + seconds
+    while time.monotonic() < limit:
+        with suppress(OSError):
+            if state.read_text().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.05)
+                continue
+        return True
+    return False
 
 
 def slow(*values: Any, **named: Any) -> Any:
