@@ -20,8 +20,12 @@ def main() -> None:
         minutes = np.cumsum([step["step_time"] for step in steps]) / 60
         right = [100 * step["rewards/marked_number/mean"] for step in steps]
         mean = np.convolve(right, np.ones(SMOOTH) / SMOOTH, "valid")
-        curve.plot(minutes[SMOOTH - 1 :], mean, color=color, label=f"seed {seed}")
-    curve.set(title=f"sampled in training, mean of {SMOOTH} steps", xlabel="minutes of training on one core")
+        curve.plot(minutes[SMOOTH - 1 :], mean, color=color, label=f"Covey, seed {seed}")
+    steps = [json.loads(line) for line in (HERE / "measured/trl_seed42.jsonl").read_text().splitlines()]
+    sampled = [step for step in steps if "rewards/marked_number/mean" in step]
+    right = [100 * step["rewards/marked_number/mean"] for step in sampled]
+    curve.plot([step["minutes"] for step in sampled], right, "o:", color="#6b7280", label="TRL 1.16, seed 42: each step")
+    curve.set(title=f"sampled in training (Covey: mean of {SMOOTH} steps)", xlabel="minutes of training on one core")
     curve.set(ylabel="right, strict (%)", ylim=(0, None))
     curve.legend(frameon=False)
     for offset, (reading, color) in enumerate((("strict", "#1f6feb"), ("lenient", "#9ca3af"))):
