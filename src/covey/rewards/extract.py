@@ -10,6 +10,7 @@ separator; fractions are read where they are the whole answer (`1/2`, `\frac{1}{
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import deque
@@ -58,16 +59,18 @@ def read_json(text: str) -> Any:
     """The value of a JSON text, in bounded time and depth.
 
     Raises `ValueError`: it is no JSON (NaN, Infinity and half of a surrogate pair are none), has more than `MAX_JSON`
-    characters or some hundred levels, or a number of thousands of digits.
+    characters or some hundred levels, or a number of thousands of digits or beyond float64 (1e999).
     """
     if len(text) > MAX_JSON:
         raise ValueError(f"{len(text)} characters, more than the {MAX_JSON} that are read")
-    return from_json(text.encode(), allow_inf_nan=False)
+    found = from_json(text.encode(), allow_inf_nan=False)
+    json.dumps(found, allow_nan=False)  # 1e999 was read as inf
+    return found
 
 
 def unfenced(text: str) -> str:
     """What is inside of a text that is one code block of Markdown, of JSON or unnamed; other texts as they are."""
-    block = re.fullmatch(r"\s*```(?:json)?(.*)```\s*", text, re.DOTALL)
+    block = re.fullmatch(r"\s*```(?:json)?(.*)```\s*", text, re.DOTALL | re.IGNORECASE)
     return block[1] if block else text
 
 
