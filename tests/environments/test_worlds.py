@@ -92,6 +92,8 @@ def test_gymnasium() -> None:
     world = Gymnasium("Corridor-v0", num_train=5, num_eval=3)
     assert {t["seed"] for t in world.train_tasks(0)}.isdisjoint(t["seed"] for t in world.eval_tasks())
     raises(ConfigError, "env=FrozenLake", Gymnasium)
+    plain = type("Plain", (OpenEnv,), {"max_turns": 3})
+    raises(ConfigError, r"Plain.max_turns=3: is no default .* max_turns: int = 3", plain, "f")
 
 
 def test_openenv() -> None:
