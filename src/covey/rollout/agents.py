@@ -21,7 +21,7 @@ import numpy as np
 from covey.config.environment import EnvironmentConfig
 from covey.environments.actions import parse_action
 from covey.environments.base import Observation, Outcome
-from covey.environments.pool import Places
+from covey.environments.pool import EnvironmentPool
 from covey.errors import ConfigError, DataError, EpisodeError
 from covey.rollout.conversation import ConversationTemplate
 from covey.rollout.turns import Session, TurnGenerator
@@ -122,7 +122,7 @@ class Player:
 
     def __init__(
         self,
-        pool: Places,
+        pool: EnvironmentPool,
         template: ConversationTemplate,
         decode: Callable[[Sequence[int]], str],
         tokenizer: Any,
