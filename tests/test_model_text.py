@@ -276,15 +276,7 @@ def test_arguments_are_an_object_or_malformed() -> None:
 
 
 def test_json_beyond_the_bounds_is_none() -> None:
-    for text in (
-        "[" * 300 + "]" * 300,
-        "9" * 5_000,
-        "NaN",
-        "[1, -1e999]",
-        '"\\ud800"',
-        '"\ud800"',
-        " " * MAX_JSON + "1",
-    ):
+    for text in ("[" * 300 + "]" * 300, "9" * 5_000, "NaN", '"\\ud800"', '"\ud800"', " " * MAX_JSON + "1"):
         raises(ValueError, r"[a-z]", read_json, text)
     assert read_json('{"a": [1, 2.5, "\\ud83d\\ude00"]}') == {"a": [1, 2.5, "\U0001f600"]}
 

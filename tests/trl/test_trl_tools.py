@@ -267,9 +267,10 @@ class TestTools:
         )
         assert [(call.name, bool(call.problem)) for call in both[1]] == [("f", False), ("g", True)]
         for number in ("1e999", "NaN", "[-1e999]"):
-            text = f'<tool_call>{{"name": "say", "arguments": {{"n": {number}}}}}</tool_call>'
-            assert "cannot be read" in calls_in(text, schemas, ended=True, bare=True)[1][0].problem
-            assert parse_action(text, "call") is None
+            bare = f'{{"name": "say", "arguments": {{"n": {number}}}}}'
+            for text in (bare, f"<tool_call>{bare}</tool_call>"):
+                assert "not finite" in calls_in(text, schemas, ended=True, bare=True)[1][0].problem
+                assert parse_action(text, "call") is None
 
     def test_calls_that_nobody_reads(self, caplog: pytest.LogCaptureFixture) -> None:
         """One that was cut off is none; of forms that are not read a warning tells."""

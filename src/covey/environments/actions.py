@@ -113,32 +113,31 @@ def calls_in(text: str, schemas: Sequence[Mapping[str, Any]], *, ended: bool, ba
     What is not closed is a call if the turn has `ended`; JSON that is the whole turn if calls may stand `bare`.
     """
     calls: list[Call] = []
-    rest: list[str] = []
-    read = 0
-    for block in _BLOCK.finditer(text):
+
+    def left(block: re.Match[str]) -> str:
+        """What stays of it in the text."""
         if not (block[2] or ended):
-            break
+            return block[0]
         function = _FUNCTION.match(block[1])
         try:
-            if function:
-                found = [_tagged(function[1], function[2], schemas)]
-            else:
-                found = list(map(read_call, _listed(read_json(block[1]))))
+            each = () if function else _listed(block[1])
+            found = [_tagged(function[1], function[2], schemas)] if function else list(map(read_call, each))
         except ValueError as error:
             found = [Call(UNREADABLE, problem=f"The tool call cannot be read, it is not JSON: {error}")]
-        calls += found
-        if not any(call.problem for call in found):
-            rest.append(text[read : block.start()])
-            read = block.end()
+        calls.extend(found)
+        return block[0] if any(call.problem for call in found) else ""
+
+    rest = _BLOCK.sub(left, text)
     if bare and not calls:
         with suppress(ValueError):
-            each = _listed(read_json(unfenced(text)))
+            each = _listed(unfenced(text))
             if all(isinstance(a, dict) and "name" in a and ("arguments" in a or "parameters" in a) for a in each):
                 return "", list(map(read_call, each))
-    return "".join([*rest, text[read:]]).strip() if calls else text, calls
+    return rest.strip() if calls else text, calls
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(text: str) -> list[Any]:
+    value = read_json(text, allow_inf_nan=True)
     return value if isinstance(value, list) and value else [value]
 
 
@@ -150,11 +149,15 @@ def read_call(function: Any) -> Call:
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str) and arguments:
         with suppress(ValueError):
-            arguments = read_json(arguments)
+            arguments = read_json(arguments, allow_inf_nan=True)
     if arguments is None or arguments == "":
         arguments = {}
     if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
         return Call(name, problem=f"The arguments of {name} must be a JSON object.")
+    try:
+        json.dumps(arguments, allow_nan=False)
+    except ValueError:
+        return Call(name, problem=f"The arguments of {name} have a number that is not finite.")
     return Call(name, dict(arguments))
 
 
@@ -170,7 +173,7 @@ def _tagged(name: str, inside: str, schemas: Sequence[Mapping[str, Any]]) -> Cal
         if kinds.get(key, {}).get("type") != "string":
             with suppress(ValueError):
                 arguments[key] = read_json(value)
-    return Call(name, arguments)
+    return read_call({"name": name, "arguments": arguments})
 
 
 _READERS: dict[str, Callable[[str], str | None]]

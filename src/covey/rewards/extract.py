@@ -10,7 +10,6 @@ separator; fractions are read where they are the whole answer (`1/2`, `\frac{1}{
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import deque
@@ -55,17 +54,15 @@ _BRACES = re.compile(r"(\\(?:boxed|fbox)(?![A-Za-z])\s*\{?)|\\.|[{}]", re.DOTALL
 _RATIO = re.compile(r"([-−+]?[0-9]+)\s*/\s*([0-9]+)|([-−+]?)\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
 
 
-def read_json(text: str) -> Any:
-    """The value of a JSON text, in bounded time and depth.
+def read_json(text: str, *, allow_inf_nan: bool = False) -> Any:
+    """The value of a JSON text, in bounded time and depth; 1e999 is infinite.
 
     Raises `ValueError`: it is no JSON (NaN, Infinity and half of a surrogate pair are none), has more than `MAX_JSON`
-    characters or some hundred levels, or a number of thousands of digits or beyond float64 (1e999).
+    characters or some hundred levels, or a number of thousands of digits.
     """
     if len(text) > MAX_JSON:
         raise ValueError(f"{len(text)} characters, more than the {MAX_JSON} that are read")
-    found = from_json(text.encode(), allow_inf_nan=False)
-    json.dumps(found, allow_nan=False)  # 1e999 was read as inf
-    return found
+    return from_json(text.encode(), allow_inf_nan=allow_inf_nan)
 
 
 def unfenced(text: str) -> str:

@@ -454,7 +454,7 @@ class _EpisodeLoop:
         """The prompt of a first turn, or of any turn in "steps" mode, with as much history as has room."""
         for history in range(min(self._settings.history_length or 0, len(live.turns)), 0, -1):
             ids = self._player.opening(live, history)
-            if not live.turns or len(ids) <= self._settings.max_conversation_tokens:
+            if len(ids) <= self._settings.max_conversation_tokens:
                 return ids
         return self._player.opening(live)
 

@@ -154,6 +154,5 @@ class Scene:
     """What one episode is played with."""
 
     prompt: Prompt
-    environment: Any
     tools: Mapping[str, Tool | None]
     schemas: Sequence[Mapping[str, Any]]
