@@ -447,7 +447,7 @@ def test_what_a_trial_finds(recipe_folder: Path, tmp_path: Path, covey: Command)
     several = ("distributed.samplers=3", "distributed.learners=2", "distributed.groups_per_unit=1")
     shown = shows(covey, 1, recipe_folder, *several)
     assert "layout: 2 processes train (started by " in shown
-    assert "), 3 Ray actors sample, in units of 1 x 4 completions" in shown
+    assert "), sampling on 3 Ray actors, in units of 1 x 4 completions" in shown
     assert "one step of one process" in shown
     assert "the run:" not in shown
     assert "covey doctor RECIPE" in covey("plan", recipe_folder)[2]

@@ -15,7 +15,7 @@ from transformers.utils.chat_parsing import parse_response
 
 from covey.algorithms.masks import create_sampling_mask, has_choice_letter, is_repetitive
 from covey.cli.completions import shown_text
-from covey.environments.actions import parse_action
+from covey.environments.actions import UNREADABLE, Call, calls_in, parse_action, read_call
 from covey.functions import load_function
 from covey.observe.choices import Answered, choice_html, choice_report
 from covey.observe.completions import messages
@@ -30,8 +30,8 @@ from covey.rewards.option_letter import extract_choice
 from covey.rewards.text import has_tags, json_text
 from covey.rollout.calls import AsyncRunner
 from covey.rollout.drawing import StopMatcher
-from covey.rollout.toolchat import UNREADABLE, ToolChat, calls_in, read_call
-from covey.rollout.tools import Call, Calls, Order
+from covey.rollout.toolchat import ToolChat
+from covey.rollout.tools import Calls, Order
 from covey.serving.requests import chat_prompt
 from covey.tasks.gsm8k import GSM8K, is_correct_answer, reference_answer
 from covey.tasks.usmle import USMLERewardModel, compute_reward, extract_answer, extract_answer_literal

@@ -22,7 +22,7 @@ import covey.overseer
 from covey.errors import RewardError
 from covey.rollout.calls import AsyncRunner
 from covey.rollout.scoring import Scorer
-from covey.rollout.tools import Call, Calls, Order
+from covey.rollout.tools import Calls, Order
 from covey.types import Episode, Prompt
 
 real = covey.overseer.start_python  # limits of a test in place of five seconds and a minute

@@ -26,7 +26,10 @@ for _name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
 
 def __getattr__(name: str) -> Any:
     if name.endswith(("Trainer", "Config", "Arguments", "Parser", "Callback")) and name not in __all__:
-        raise ImportError(f"covey has no {name}; if it is TRL's, see covey.trl: from covey.trl import {name}")
+        from covey.functions import unknown_name
+
+        advice = f"covey has no {name}; if it is TRL's, see covey.trl: from covey.trl import {name}"
+        raise unknown_name(__name__, name, advice)
     if name not in __all__:
         raise AttributeError(f"module 'covey' has no attribute {name!r}")
     home = import_module("covey.training.trainer" if name == "GRPOTrainer" else "covey.config")

@@ -136,3 +136,8 @@ def shown(value: object) -> str:
     """A value for a message, cut where it is long."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:150]}... ({len(text):,} characters)"
+
+
+def several(count: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -41,6 +41,12 @@ def from_stub(package: str, file: str) -> tuple[list[str], Callable[[str], Any]]
     return sorted(homes), get
 
 
+def unknown_name(package: str, name: str, advice: str) -> Exception:
+    """What a package's `__getattr__` raises for a name that it does not have: an import is told the advice."""
+    imported = sys._getframe(2).f_globals.get("__name__") == "importlib._bootstrap"
+    return ImportError(advice) if imported else AttributeError(f"module {package!r} has no attribute {name!r}")
+
+
 def later(package: str, names: str) -> list[Any]:
     """Modules of a package, as in `later("covey.pytorch", "learner logprobs")`, each imported when it is first used."""
     return [_Later(f"{package}.{name}") for name in names.split()]

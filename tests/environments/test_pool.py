@@ -135,8 +135,9 @@ def test_one_question_at_a_time_which_can_be_forgotten(pool: EnvironmentPool) ->
 
 
 @pytest.mark.slow
-def test_resets_wait_for_their_turn_and_not_on_their_time() -> None:
-    with EnvironmentPool(Trouble(), places=7, reset_seconds=1.5, resets_at_once=2) as pool:
+def test_resets_wait_for_their_turn_and_not_on_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("covey.environments.pool._RESETS_AT_ONCE", 2)
+    with EnvironmentPool(Trouble(), places=7, reset_seconds=1.5) as pool:
         began = time.monotonic()
         ask(pool, *[{"reset": "slow"}] * 5, {"uid": object()}, {})
         pool.cancel(6)
@@ -154,8 +155,9 @@ def test_resets_wait_for_their_turn_and_not_on_their_time() -> None:
         assert [place for place, _ in pool.wait()] == [2]  # before it is over for 1
 
 
-def test_resets_begin_while_nobody_waits() -> None:
-    with EnvironmentPool(Trouble(), places=5, resets_at_once=2) as pool:
+def test_resets_begin_while_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("covey.environments.pool._RESETS_AT_ONCE", 2)
+    with EnvironmentPool(Trouble(), places=5) as pool:
         ask(pool, *[{"reset": "slow"}] * 5)
         time.sleep(2.5)
         began = time.monotonic()

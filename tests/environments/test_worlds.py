@@ -91,7 +91,9 @@ def test_gymnasium() -> None:
     env.close()
     world = Gymnasium("Corridor-v0", num_train=5, num_eval=3)
     assert {t["seed"] for t in world.train_tasks(0)}.isdisjoint(t["seed"] for t in world.eval_tasks())
-    raises(ConfigError, "env=FrozenLake", Gymnasium)
+    raises(ConfigError, "lacks its option 'env'; write gymnasium:env=VALUE", get_world, "gymnasium")
+    plain = type("Plain", (OpenEnv,), {"max_turns": 3})
+    raises(ConfigError, r"Plain.max_turns=3: is no default .* max_turns: int = 3", plain, "f")
 
 
 def test_openenv() -> None:
@@ -115,7 +117,7 @@ def test_openenv() -> None:
     assert (env.reset({}, 0).text, env.step("shout")) == ("hello", (Observation("hello"), 0.0, False, {"valid": False}))
     assert env.step("say hi") == (Observation("echo hi"), 0.5, True, {"n": 1})
     env.close()
-    raises(ConfigError, "give factory=file", OpenEnv)
+    raises(ConfigError, "lacks its option 'factory'; write openenv:factory=VALUE", get_world, "openenv")
 
 
 def test_what_is_an_observation_and_an_outcome() -> None:

@@ -211,6 +211,8 @@ def test_the_command_line(playing: Settings, tmp_path: Path, monkeypatch: pytest
     out = done("play", "house", "--max-turns", "2", "-n", "1")
     assert "That is not an action." in out
     assert "The note says" in out or "no actions left after 2" in out
+    for path in (str(tmp_path), f"{tmp_path}/no.toml"):
+        assert ".toml: cannot be read ([Errno 2]" in " ".join(covey("play", path)[2].split())
     status, _, err = covey("play", "house:num_eval=5", "-n", "5")
     assert (status, "use 0 to 4" in err) == (2, True)
     recipe = tmp_path / "recipe.toml"

@@ -116,6 +116,7 @@ def test_what_cannot_be_is_refused(folder: Path, tmp_path: Path) -> None:
         (folder, {"optimizer": "adamw_8bit", "offload": True}, ConfigError, "paged_adamw_8bit moves its moments by it"),
         (folder, {"device": "cpu"}, ConfigError, r"model\.device='cpu' and --device-memory"),
         (folder, {"learner_kind": "sharded"}, ConfigError, r"learner_kind='sharded' and --device-memory"),
+        (folder, {"sampler_dtype": "int8"}, ConfigError, r"sampler_dtype='int8' and --device-memory"),
     ):
         with pytest.raises(error, match=words):
             recipe_of(model, **settings)

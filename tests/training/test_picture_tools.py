@@ -17,6 +17,7 @@ from tiny_vision import IMAGE_ID, picture, tiny_processor, tiny_vision, vision_f
 from training_runs import Settings, StopAt, same_weights
 
 from covey import GRPOConfig, GRPOTrainer, trl
+from covey.environments.actions import Call
 from covey.errors import ConfigError
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.engine import device as engine_device
@@ -24,7 +25,7 @@ from covey.pytorch.engine.sampling import Draw
 from covey.pytorch.models.loading import load_model
 from covey.rollout.calls import AsyncRunner
 from covey.rollout.toolchat import ToolChat
-from covey.rollout.tools import Call, Calls, Order
+from covey.rollout.tools import Calls, Order
 from covey.tasks.pictures import read_picture
 from covey.training.replay import replay
 from covey.types import PICTURES

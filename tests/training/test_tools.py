@@ -17,12 +17,13 @@ from training_runs import Settings, StopAt, same_weights, steps_of
 
 from command import Command
 from covey import GRPOConfig, GRPOTrainer
+from covey.environments.actions import Call
 from covey.errors import ConfigError, GenerationError
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.engine import device as engine_device
 from covey.pytorch.engine.sampling import Draw
 from covey.rollout.calls import AsyncRunner
-from covey.rollout.tools import Call, Calls, Order, Tool
+from covey.rollout.tools import Calls, Order, Tool
 from covey.rollout.turns import Row
 from covey.training.setup import sampling_settings
 from fakes import raises, slow

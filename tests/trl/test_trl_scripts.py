@@ -341,8 +341,9 @@ def test_the_engine_samples_where_nothing_was_replaced_and_the_reference_stays(m
 def test_what_trl_has_besides_is_one_sentence(name: str) -> None:
     import covey.trl
 
-    words = rf"^covey\.trl has no {name}: it has GRPO and teachers; import it from trl"
-    raises(ImportError, words, getattr, covey.trl, name)
-    assert not hasattr(covey.trl, "nonsense")
+    words = rf"^covey\.trl has no {name}: it has GRPO and teachers; if it is TRL's, import it from trl"
+    raises(ImportError, words, exec, f"from covey.trl import {name}")
+    for module in (covey, covey.trl):
+        raises(AttributeError, f"^module '{module.__name__}' has no attribute '{name}'$", getattr, module, name)
     if name[0].isupper():
-        raises(ImportError, f"^covey has no {name}; if it is TRL's, see covey.trl", getattr, covey, name)
+        raises(ImportError, f"^covey has no {name}; if it is TRL's, see covey.trl", exec, f"from covey import {name}")

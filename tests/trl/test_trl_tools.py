@@ -19,11 +19,11 @@ from tiny_models import END_ID, tiny_model
 from trl_runs import OPENS, TOOLS, TURNS, Seen, add, made, messages, moved_by_training, tokenizer_of, weights
 
 import covey
+from covey.environments.actions import Call, calls_in, parse_action
 from covey.errors import ConfigError, DataError, GenerationError
 from covey.pytorch.engine import device as engine_device
 from covey.pytorch.engine.sampling import Draw
-from covey.rollout.toolchat import ToolChat, calls_in
-from covey.rollout.tools import Call
+from covey.rollout.toolchat import ToolChat
 from covey.rollout.turns import Row
 from covey.tasks import build_prompts
 from covey.training.tools import tool_schema
@@ -251,13 +251,26 @@ class TestTools:
             ('{"name": "say", "arguments": {"n": 2}}', {"n": 2}),
             ('```json\n{"name": "say", "arguments": {"n": 2}}\n```', {"n": 2}),
             ('x\n```json\n{"name": "say", "arguments": {"n": 2}}\n```', None),
-            ('{"name": "say", "arguments": {"n": 2}, "why": 1}', None),
+            ('```JSON\n{"name": "say", "arguments": {"n": 2}, "why": 1}```', {"n": 2}),
+            ('x <tool_call>{"name": "say", "parameters": {"n": 2}}', {"n": 2}),
+            ('[{"name": "say", "arguments": null}]', {}),
+            ('{"name": "say", "n": 2}', None),
             ('x {"name": "say", "parameters": {"n": 2}}', None),
             ("x", None),
         ):
             content, calls = calls_in(text, schemas, ended=True, bare=True)
             assert calls == ([] if arguments is None else [Call("say", arguments)]), text
             assert content == (text if arguments is None else "x" if text.startswith("x") else "")
+            assert (parse_action(text, "call") is None) == (arguments is None), text  # worlds read them alike
+        both = calls_in(
+            '<tool_call>[{"name": "f"}, {"name": "g", "arguments": 3}]</tool_call>', (), ended=True, bare=True
+        )
+        assert [(call.name, bool(call.problem)) for call in both[1]] == [("f", False), ("g", True)]
+        for number in ("1e999", "NaN", "[-1e999]"):
+            bare = f'{{"name": "say", "arguments": {{"n": {number}}}}}'
+            for text in (bare, f"<tool_call>{bare}</tool_call>"):
+                assert "not finite" in calls_in(text, schemas, ended=True, bare=True)[1][0].problem
+                assert parse_action(text, "call") is None
 
     def test_calls_that_nobody_reads(self, caplog: pytest.LogCaptureFixture) -> None:
         """One that was cut off is none; of forms that are not read a warning tells."""

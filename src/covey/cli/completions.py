@@ -10,8 +10,9 @@ from rich.padding import Padding
 from rich.text import Text
 
 from covey.cli.weights import out
+from covey.errors import several
 from covey.observe.completions import WHOLE, messages, parts_and_others
-from covey.observe.console import format_number, several, visible
+from covey.observe.console import format_number, visible
 from covey.observe.records import Record, differing
 from covey.watch.tables import PLACE
 

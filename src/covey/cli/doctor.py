@@ -13,8 +13,8 @@ from rich.table import Table
 
 from covey.cli.weights import AsJson, Overrides, err, out, recipe_file
 from covey.config.whole import GRPOConfig
-from covey.errors import ConfigError
-from covey.observe.console import print_table, say, several, visible
+from covey.errors import ConfigError, several
+from covey.observe.console import print_table, say, visible
 from covey.observe.doctor import Diagnosis, Doctor, Finding
 from covey.observe.records import plain
 from covey.observe.run_folder import RunFolder

@@ -16,9 +16,9 @@ from covey.config.names import canonical_names
 from covey.config.text import parse_overrides
 from covey.config.whole import GRPOConfig
 from covey.environments import EnvironmentPool, Observation, TaskInstance, World, parse_action
-from covey.environments.base import get_world
-from covey.errors import ConfigError, EpisodeError
-from covey.observe.console import say, several, visible
+from covey.environments.base import get_world, world_names
+from covey.errors import ConfigError, EpisodeError, several
+from covey.observe.console import say, visible
 from covey.rollout.agents import NO_ACTION
 
 
@@ -55,7 +55,8 @@ def play(
     if (episodes, epochs, folder) != (200, 2, None):
         raise ConfigError("--episodes, --epochs and --out need --imitate; add it, or leave them out")
     config, file = GRPOConfig(), recipe_file(Path(world))
-    if file.suffix == ".toml" and (str(file) == world or file.exists()):
+    is_path = file.suffix == ".toml" or "/" in world
+    if is_path and (file.exists() or (":" not in world and world not in world_names())):
         config = GRPOConfig.from_toml(file, overrides=overrides or [])
         if config.environment.world is None:
             raise ConfigError(f"{world}: it has no environment.world to play; for its prompts use covey sample or eval")

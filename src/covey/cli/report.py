@@ -22,11 +22,11 @@ from covey.cli.completions import in_line, show
 from covey.cli.results import difference, percent
 from covey.cli.weights import AsJson, err, out, print_json
 from covey.config.whole import GRPOConfig
-from covey.errors import ConfigError, DataError, RunFolderError
+from covey.errors import ConfigError, DataError, RunFolderError, several
 from covey.files import explained, open_regular, write_atomically
 from covey.observe import comparison, curve
 from covey.observe.comparison import Answers, ComparedRun, PairedAnswers
-from covey.observe.console import format_number, print_table, say, several, visible
+from covey.observe.console import format_number, print_table, say, visible
 from covey.observe.records import Record, plain
 from covey.observe.run_folder import RunFolder, TableKind
 from covey.watch.run import WatchedRun, labels

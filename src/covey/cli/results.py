@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from covey.errors import several
 from covey.observe.choices import measured
-from covey.observe.console import print_table, say, several, visible
+from covey.observe.console import print_table, say, visible
 from covey.observe.doctor import constant_answer
 from covey.observe.run_folder import RunFolder
 from covey.observe.statistics import PairedDifference, paired_difference

@@ -21,7 +21,7 @@ from typing import Any
 
 from covey.distributed.members import START_SECONDS, Held, LocalMember, Member, frozen, weights_hash
 from covey.distributed.units import FleetDevice, Job, make_units
-from covey.errors import CoveyError, GenerationError, ServingError
+from covey.errors import CoveyError, GenerationError, ServingError, several
 from covey.rollout.learning import NO_VERSION, Weights, version_in_words
 from covey.rollout.turns import Session
 from covey.types import Completion, Progress, Request, SamplingSettings
@@ -322,7 +322,7 @@ class Fleet:
         left = sum(not other.given_up for other in self._places)
         after = "it is replaced"
         if place.given_up:
-            after = f"{place.failures} times in a row: the run continues with {left} of {len(self._places)}"
+            after = f"{several(place.failures, 'time')} in a row: the run continues with {left} of {len(self._places)}"
         self._restarts += not place.given_up
         self._news.append(f"{title} failed while {what}: {why[:500]}; {after}")
         if left == 0:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from covey.backend import Backend
 from covey.config.whole import GRPOConfig
-from covey.errors import ConfigError
+from covey.errors import ConfigError, several
 from covey.rollout.scoring import Scorer
 
 if TYPE_CHECKING:  # a run on one machine loads none of it
@@ -72,7 +72,7 @@ def layout(config: GRPOConfig) -> str:
     """Who samples and who trains, in a sentence; "" for one process."""
     chosen, urls = config.distributed, config.server.urls
     to_servers = config.server.upload_adapters_to_server
-    beside = f", {chosen.reward_workers} Ray actors score" if chosen.reward_workers else ""
+    beside = f", scoring on {several(chosen.reward_workers, 'Ray actor')}" if chosen.reward_workers else ""
     if chosen.learners == 1 and chosen.samplers is None and not beside and not (to_servers and len(urls) > 1):
         return ""
     train = "1 process trains"
@@ -82,7 +82,7 @@ def layout(config: GRPOConfig) -> str:
         known = {"auto": "Ray if this machine is part of a cluster, else by torchrun here", "local": "torchrun here"}
         starter = known.get(address, f"Ray on the cluster {address}")
         train = f"{chosen.learners} processes train (started by {starter})"
-    who = f"{len(urls)} servers sample" if to_servers else f"{chosen.samplers} Ray actors sample"
+    who = "sampling on " + (several(len(urls), "server") if to_servers else several(chosen.samplers or 0, "Ray actor"))
     if not to_servers and not chosen.samplers:
         who = "the same process samples" if chosen.learners == 1 else "the same processes sample"
     size = f"{chosen.groups_per_unit} x {config.sampling.num_generations} completions"

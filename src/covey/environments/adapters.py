@@ -25,8 +25,6 @@ Act = Callable[[str], Any]
 class _Adapted(Environment):
     """What the two have in common. Subclasses begin an episode in `reset` and do an action in `_do`."""
 
-    _no_action: tuple[type[Exception], ...] = (ValueError, KeyError)  # what `act` raises for a text that is none
-
     def __init__(self, env: Any, actions: tuple[str, ...] | None, describe: Describe, act: Act) -> None:
         self._env, self._actions, self._describe, self._act = env, actions, describe, act
 
@@ -34,7 +32,7 @@ class _Adapted(Environment):
         """Do it, if it is an action; else nothing happens and the same is seen again."""
         try:
             chosen = self._act(action)
-        except self._no_action:
+        except (ValueError, KeyError, TypeError):  # of `act`, for a text that is none
             return self._seen, 0.0, False, {"valid": False}
         return self._do(chosen)
 
@@ -74,8 +72,6 @@ class GymnasiumEnvironment(_Adapted):
 class OpenEnvEnvironment(_Adapted):
     """Anything with OpenEnv's `reset()` and `step(action)` that return `.observation`, `.reward` and `.done`."""
 
-    _no_action = (ValueError, KeyError, TypeError)
-
     def __init__(self, client: Any, describe: Describe | None = None, act: Act | None = None) -> None:
         super().__init__(client, None, describe or _text_of, act or str)
 
@@ -94,14 +90,12 @@ class Gymnasium(SeededWorld):
     """A Gymnasium environment by its id."""
 
     name: ClassVar[str] = "gymnasium"
-    env: str | None = None
+    env: str
     actions: str | None = None
     describe: str | None = None
     act: str | None = None
 
     def __post_init__(self) -> None:
-        if self.env is None:
-            raise ConfigError("world gymnasium: give the id, e.g. environment.world=gymnasium:env=FrozenLake-v1")
         if importlib.util.find_spec("gymnasium") is None:
             raise ConfigError("world gymnasium: the package is not installed; pip install 'covey[gymnasium]'")
         super().__post_init__()
@@ -118,17 +112,12 @@ class OpenEnv(SeededWorld):
     """An OpenEnv environment that a function of yours makes a client for."""
 
     name: ClassVar[str] = "openenv"
-    factory: str | None = None
+    factory: str
     describe: str | None = None
     act: str | None = None
 
-    def __post_init__(self) -> None:
-        if self.factory is None:
-            raise ConfigError("world openenv: give factory=file.py:function, a function that returns a client")
-        super().__post_init__()
-
     def make(self) -> Environment:
-        return OpenEnvEnvironment(_loaded(self.factory)(), _loaded(self.describe), _loaded(self.act))
+        return OpenEnvEnvironment(load_function(self.factory)(), _loaded(self.describe), _loaded(self.act))
 
 
 def _loaded(name: str | None) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -196,6 +196,10 @@ class SeededWorld(World):
     system_prompt: str | None = None
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            if (own := getattr(type(self), each.name, each.default)) is not each.default:
+                fix = f"write its type and @dataclass above the class: {each.name}: {each.type} = {own!r}"
+                raise ConfigError(f"{type(self).__name__}.{each.name}={own!r}: is no default of a dataclass; {fix}")
         if self.max_turns < 1 or not 1 <= self.num_train < _EVAL_SEEDS or self.num_eval < 1:
             raise ConfigError(
                 f"max_turns={self.max_turns}, num_train={self.num_train}, num_eval={self.num_eval}: each must be 1 or "

@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from covey.environments.base import Observation, Outcome, TaskInstance, World, checked_observation
 from covey.environments.forks import GRACE_SECONDS, NUMBER_BYTES, SAID
@@ -38,22 +38,11 @@ from covey.processes import end_python, start_python
 from covey.rewards.jail import messages
 
 _START_SECONDS = 120.0
-RESETS_AT_ONCE = max(8, os.cpu_count() or 1)
+_RESETS_AT_ONCE = max(8, os.cpu_count() or 1)  # the others wait
 _SERVE = "import sys; from covey.environments.forks import serve_template; serve_template(int(sys.argv[1]))"
 
 Found = Observation | Outcome | EpisodeError
 """What a place answers: to `reset` an Observation, to `step` an Outcome, to either that it failed."""
-
-
-class Places(Protocol):
-    """Where episodes are played; the methods are documented in `EnvironmentPool`."""
-
-    def __len__(self) -> int: ...
-    def reset(self, place: int, task: TaskInstance, seed: int) -> None: ...
-    def step(self, place: int, action: str) -> None: ...
-    def wait(self, seconds: float | None = None) -> list[tuple[int, Found]]: ...
-    def cancel(self, place: int) -> None: ...
-    def close(self) -> None: ...
 
 
 class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
@@ -68,20 +57,11 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         places: number of episodes at the same time.
         reset_seconds: time limit of a reset, in seconds, from when it begins.
         step_seconds: time limit of a step, in seconds.
-        resets_at_once: number of resets at the same time; the others wait.
     """
 
-    def __init__(
-        self,
-        world: World,
-        places: int,
-        *,
-        reset_seconds: float = 60.0,
-        step_seconds: float = 20.0,
-        resets_at_once: int = RESETS_AT_ONCE,
-    ) -> None:
+    def __init__(self, world: World, places: int, *, reset_seconds: float = 60.0, step_seconds: float = 20.0) -> None:
         self._limits = {"reset": reset_seconds, "step": step_seconds}
-        self._template = _Template(world, resets_at_once)
+        self._template = _Template(world)
         self._places = [_Place(self._template) for _ in range(places)]
         self._early: list[tuple[int, Found]] = []
         weakref.finalize(self, _close, self._places, self._template)
@@ -246,7 +226,7 @@ class _Place:
 class _Template:
     """The process that is forked for each place."""
 
-    def __init__(self, world: World, resets_at_once: int) -> None:
+    def __init__(self, world: World) -> None:
         name = type(world).__name__
         if type(world).__module__ == "__main__":
             raise ConfigError(
@@ -256,7 +236,6 @@ class _Template:
             self._world = base64.b64encode(pickle.dumps(world)).decode()
         except Exception as error:
             raise ConfigError(f"{name} cannot be sent to another process: {error}") from error
-        self._resets_at_once = resets_at_once
         self._lock, self._forks = threading.Lock(), 0
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -301,7 +280,7 @@ class _Template:
         if self._control is not None:
             return
         self._process, self._control = start_python(_SERVE)
-        first = {"world": self._world, "files": USER_FILES, "resets_at_once": self._resets_at_once}
+        first = {"world": self._world, "files": USER_FILES, "resets_at_once": _RESETS_AT_ONCE}
         answer = None
         with suppress(OSError):
             messages.send(self._control.fileno(), first)

@@ -297,11 +297,13 @@ def _told(line: bytes, number: int) -> Told:
 
 def _end(process: subprocess.Popen[bytes], lines: queue.SimpleQueue[bytes], mark: str, folder: Any) -> None:
     lines.put(b"")  # closes its input
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_GRACE_SECONDS)
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    # Verifiers gives each program a process group of its own; what is left of them has the variable still.
-    kill_marked(mark)
-    folder.cleanup()
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_SECONDS)
+    finally:  # also after a second Ctrl-C
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        # Verifiers gives each program a process group of its own; what is left of them has the variable still.
+        kill_marked(mark)
+        folder.cleanup()

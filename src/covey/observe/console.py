@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from covey.errors import several
 from covey.observe.observers import BaseObserver, Metrics
 
 _SHOWN = (("reward", "reward"), ("kl", "KL"), ("completions/mean_length", "length"))
@@ -68,11 +69,6 @@ def format_number(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return "-"
     return f"{value:d}" if isinstance(value, int) else f"{value:#.3g}".rstrip(".")
-
-
-def several(count: int, noun: str) -> str:
-    """`1 step`, `2 steps`."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def counted(settings: Mapping[str, Any], step: int) -> int:

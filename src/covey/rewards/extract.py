@@ -54,20 +54,20 @@ _BRACES = re.compile(r"(\\(?:boxed|fbox)(?![A-Za-z])\s*\{?)|\\.|[{}]", re.DOTALL
 _RATIO = re.compile(r"([-−+]?[0-9]+)\s*/\s*([0-9]+)|([-−+]?)\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
 
 
-def read_json(text: str) -> Any:
-    """The value of a JSON text, in bounded time and depth.
+def read_json(text: str, *, allow_inf_nan: bool = False) -> Any:
+    """The value of a JSON text, in bounded time and depth; 1e999 is infinite.
 
     Raises `ValueError`: it is no JSON (NaN, Infinity and half of a surrogate pair are none), has more than `MAX_JSON`
     characters or some hundred levels, or a number of thousands of digits.
     """
     if len(text) > MAX_JSON:
         raise ValueError(f"{len(text)} characters, more than the {MAX_JSON} that are read")
-    return from_json(text.encode(), allow_inf_nan=False)
+    return from_json(text.encode(), allow_inf_nan=allow_inf_nan)
 
 
 def unfenced(text: str) -> str:
     """What is inside of a text that is one code block of Markdown, of JSON or unnamed; other texts as they are."""
-    block = re.fullmatch(r"\s*```(?:json)?(.*)```\s*", text, re.DOTALL)
+    block = re.fullmatch(r"\s*```(?:json)?(.*)```\s*", text, re.DOTALL | re.IGNORECASE)
     return block[1] if block else text
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from covey.config.environment import EnvironmentConfig
 from covey.environments.actions import parse_action
 from covey.environments.base import Observation, Outcome
-from covey.environments.pool import Places
+from covey.environments.pool import EnvironmentPool
 from covey.errors import ConfigError, DataError, EpisodeError
 from covey.rollout.conversation import ConversationTemplate
 from covey.rollout.turns import Session, TurnGenerator
@@ -122,7 +122,7 @@ class Player:
 
     def __init__(
         self,
-        pool: Places,
+        pool: EnvironmentPool,
         template: ConversationTemplate,
         decode: Callable[[Sequence[int]], str],
         tokenizer: Any,
@@ -454,7 +454,7 @@ class _EpisodeLoop:
         """The prompt of a first turn, or of any turn in "steps" mode, with as much history as has room."""
         for history in range(min(self._settings.history_length or 0, len(live.turns)), 0, -1):
             ids = self._player.opening(live, history)
-            if not live.turns or len(ids) <= self._settings.max_conversation_tokens:
+            if len(ids) <= self._settings.max_conversation_tokens:
                 return ids
         return self._player.opening(live)
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from covey.environments.actions import write_action
-from covey.environments.pool import EnvironmentPool
 from covey.errors import ConfigError, EpisodeError
 from covey.rollout.agents import LiveEpisode, Player
 from covey.rollout.turns import Device, Drawn, Row, Session
@@ -18,8 +17,6 @@ from covey.types import SamplingSettings
 
 class ExpertPlayer(Player):
     """Plays what the expert of each environment would do. The arguments are those of `Player`."""
-
-    pool: EnvironmentPool
 
     def choices(self, live: LiveEpisode) -> tuple[tuple[int, ...], ...]:
         """The expert's action, as tokens, and the end of the turn.

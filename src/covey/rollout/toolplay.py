@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from covey.config.environment import EnvironmentConfig
+from covey.environments.actions import UNREADABLE, Call
 from covey.environments.base import Observation, Outcome
 from covey.errors import DataError, EpisodeError, GenerationError
 from covey.rewards.extract import completion_text
@@ -25,8 +26,8 @@ from covey.rollout.agents import LiveEpisode, Player, PlayStats
 from covey.rollout.collect import Decode, Rollout, Scoring, together
 from covey.rollout.conversation import in_parts
 from covey.rollout.scoring import Scorer
-from covey.rollout.toolchat import UNREADABLE, ToolChat
-from covey.rollout.tools import Call, Calls, Order, Result, Scene
+from covey.rollout.toolchat import ToolChat
+from covey.rollout.tools import Calls, Order, Result, Scene
 from covey.rollout.turns import TurnGenerator
 from covey.types import Completion, IntArray, Message, Progress, Prompt, SamplingSettings
 

@@ -11,9 +11,10 @@ import logging
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from covey.environments.actions import Call
 from covey.errors import ConfigError, GenerationError
 from covey.functions import later
 from covey.rollout.calls import AsyncRunner, Failure, call_with_timeout, message_of, shorten
@@ -27,15 +28,6 @@ INDEX = "_completion_idx"
 """An argument that gets the number of the completion that calls, and is not shown to the model."""
 _MOST_HANGING = 3
 EMPTY: Message = {"role": "user", "content": ""}  # what is asked where the environment's `reset` says it all
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What the model asks for."""
-
-    name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +154,5 @@ class Scene:
     """What one episode is played with."""
 
     prompt: Prompt
-    environment: Any
     tools: Mapping[str, Tool | None]
     schemas: Sequence[Mapping[str, Any]]

@@ -10,7 +10,7 @@ import numpy as np
 from covey.config.whole import GRPOConfig
 from covey.environments.base import World
 from covey.environments.verifiers import Verifiers
-from covey.errors import ConfigError, DataError, naming
+from covey.errors import ConfigError, DataError, naming, several
 from covey.functions import later
 from covey.rollout.agents import Player
 from covey.rollout.collect import AgentCollector, Collector, Decode
@@ -48,8 +48,8 @@ def world_data(config: GRPOConfig, world: World, others: Sequence[Any] = ()) -> 
     both = {str(task.get("uid")) for task in train} & {str(task.get("uid")) for task in held_out if "uid" in task}
     if both:
         raise DataError(
-            f"{said}: {len(both)} tasks are for training and held out, such as {min(both)!r}; the evaluation would be "
-            "of what was trained"
+            f"{said}: training and held-out tasks share {several(len(both), 'task')}, such as {min(both)!r}; the "
+            "evaluation would be of what was trained"
         )
     if config.rewards.correctness is not None:
         raise ConfigError(

@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 
 from covey.adapters import CONFIG_FILE, WEIGHTS_FILE
 from covey.config.whole import GRPOConfig
-from covey.errors import CheckpointError, ConfigError, CoveyError, ModelError
+from covey.errors import CheckpointError, ConfigError, CoveyError, ModelError, several
 from covey.files import (
     explained,
     folder_error,
@@ -285,7 +285,7 @@ def find_checkpoint(folder: RunFolder, config: GRPOConfig, notes: list[str]) -> 
     if broken:
         path, problem = next(iter(broken.items()))
         raise CheckpointError(
-            f"{folder.path}: none of its {len(broken)} checkpoints is whole (the newest, {path.name}: {problem}); {fix}"
+            f"{folder.path}: none of its checkpoints is whole (the newest, {path.name}: {problem}); {fix}"
         )
     last, known = folder.last_step(), folder.last_logged_step()
     if sign := _sign_of_a_checkpoint(folder, config, last):
@@ -430,7 +430,7 @@ def lost_lines(folder: RunFolder, checkpoint: Checkpoint, config: GRPOConfig) ->
                 f"{folder.path}: questions.jsonl, by which data.prompt_order='difficulty' draws, lacks step "
                 f"{min(unanswered)}; restore it and metrics.jsonl from a backup"
             )
-    which = f"metrics.jsonl lacks {len(lost)} of the {checkpoint.step} steps before the checkpoint"
+    which = f"metrics.jsonl lacks {len(lost)} of the {several(checkpoint.step, 'step')} before the checkpoint"
     notes = [f"{which}: the weights go on as they were, learning curve and history begin later"] if lost else []
     return notes + [
         f"metrics.jsonl lacks the evaluation at step {step}: reports and learning curve go without it"

@@ -212,9 +212,9 @@ class Recipe:
             ConfigError: the formulas are not about such a run.
             ModelError: there is no such model.
         """
-        chosen, kind = config.model, config.distributed.learner_kind
-        wrong = {"model.device": "cpu", "distributed.learner_kind": "sharded"}
-        for name, value in (("model.device", chosen.device), ("distributed.learner_kind", kind)):
+        chosen, kind, sampler = config.model, config.distributed.learner_kind, config.sampling.sampler_dtype
+        wrong = {"model.device": "cpu", "distributed.learner_kind": "sharded", "sampling.sampler_dtype": "int8"}
+        for name, value in zip(wrong, (chosen.device, kind, sampler), strict=True):
             if value == wrong[name]:
                 raise ConfigError(
                     f"{name}={value!r} and --device-memory: it tells what one process with PyTorch takes of a GPU that "
@@ -254,7 +254,7 @@ class Recipe:
         plain = chosen.use_peft and chosen.quantization == "none"
         fused = plain and self.fused and chosen.fused_layers and chosen.prefix_sharing
         dtype = dtype_of(config)
-        sampler_dtype = dtype if sampling.sampler_dtype in ("model", "int8") else sampling.sampler_dtype
+        sampler_dtype = dtype if sampling.sampler_dtype == "model" else sampling.sampler_dtype
         copied = not chosen.use_peft or chosen.adapter is not None or algorithm.reference_update != "none"
         objective = algorithm.objective()
         over_vocabulary = objective.vocabulary_kl is not None or objective.distils_vocabulary

@@ -22,7 +22,7 @@ import numpy as np
 from covey.algorithms import make_objective
 from covey.config.whole import GRPOConfig
 from covey.environments.pool import EnvironmentPool
-from covey.errors import ConfigError, DataError, EpisodeError
+from covey.errors import ConfigError, DataError, EpisodeError, several
 from covey.files import checked_path, explained, write_atomically
 from covey.rollout.experts import Dictation, ExpertPlayer
 from covey.training import agents, setup
@@ -85,9 +85,9 @@ def imitate(
             good = [trajectory for trajectory in played if trajectory.success and trajectory.episodes]
             if not good:
                 raise DataError(
-                    f"the expert succeeded in none of {len(played)} episodes ({'; '.join(_endings(played)):.500}); "
-                    "look at what it does with covey play --expert, and whether environment.max_turns and "
-                    "max_conversation_tokens leave it room"
+                    f"the expert succeeded in none of {several(len(played), 'episode')} "
+                    f"({'; '.join(_endings(played)):.500}); look at what it does with covey play --expert, and "
+                    "whether environment.max_turns and max_conversation_tokens leave it room"
                 )
             measured = len(trainer.eval_prompts) if evaluate else 0
             told("playing held-out tasks, before", 0, measured)

@@ -37,7 +37,7 @@ from covey.distributed.sharded_learner import (
 )
 from covey.distributed.sliced import SlicedPolicy, read_in_slices
 from covey.distributed.start import needing_ray
-from covey.errors import ClusterLostError, ConfigError, CoveyError, ModelError
+from covey.errors import ClusterLostError, ConfigError, CoveyError, ModelError, several
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.backend import PyTorchBackend
 from covey.pytorch.engine import Engine
@@ -244,8 +244,8 @@ def start_ranks(config: GRPOConfig, arguments: Sequence[str], say: Callable[[str
                 lost = status == ClusterLostError.exit_status
                 raise (ClusterLostError if lost else CoveyError)(refused.read_text("utf-8"))
     raise ModelError(
-        f"distributed.learners={chosen.learners}: ranks have died {chosen.max_restarts + 1} times; see what they "
-        f"printed, and continue with covey resume {shlex.quote(config.run.output_dir)}"
+        f"distributed.learners={chosen.learners}: ranks have died {several(chosen.max_restarts + 1, 'time')}; see what "
+        f"they printed, and continue with covey resume {shlex.quote(config.run.output_dir)}"
     )
 
 

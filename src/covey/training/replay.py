@@ -23,7 +23,7 @@ import numpy as np
 from covey.config.whole import GRPOConfig
 from covey.distributed.ranks import Ranks
 from covey.distributed.replicated import SharedPacks
-from covey.errors import CheckpointError, ConfigError, RunFolderError
+from covey.errors import CheckpointError, ConfigError, RunFolderError, several
 from covey.files import folder_problem
 from covey.observe.run_folder import RunFolder, collect_versions
 from covey.rollout.batching import make_batch
@@ -180,7 +180,8 @@ def _stored_step(folder: RunFolder, step: int) -> StoredStep:
         return read_step(path, step)
     why = "there is no batches/, so no step of it can be computed again; a run keeps them with run.keep_batches=true"
     if kept:
-        why = f"step {step} is not in batches/, which has {len(kept)} steps from {kept[0]} to {kept[-1]}; choose one"
+        held = several(len(kept), "step")
+        why = f"step {step} is not in batches/, which has {held} from {kept[0]} to {kept[-1]}; choose one"
     raise RunFolderError(f"{folder.path}: {why}")
 
 

@@ -53,7 +53,7 @@ def make_collector(
     tools = {name: tools.get(name) for name in names}
 
     def scenes(prompts: Sequence[Prompt]) -> list[Scene]:
-        return [Scene(prompt, None, tools, schemas) for prompt in prompts]
+        return [Scene(prompt, tools, schemas) for prompt in prompts]
 
     most = min(chosen.max_conversation_tokens, engine.context_length)
     limits = chosen.model_copy(update={"max_conversation_tokens": most})

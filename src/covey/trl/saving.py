@@ -104,7 +104,7 @@ class Saving:
             raise CheckpointError(
                 f"{path}: {problem}; give a whole checkpoint-N of this trainer, or True for the newest"
             )
-        every = f"none of the {len(problems)} checkpoints in {self._root} is whole (the newest, {path.name}: {problem})"
+        every = f"none of the checkpoints in {self._root} is whole (the newest, {path.name}: {problem})"
         raise CheckpointError(f"resume_from_checkpoint=True: {every}; train without it to begin again")
 
     def _inner_checkpoint(self, folder: Path) -> Path:

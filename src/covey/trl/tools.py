@@ -46,9 +46,8 @@ class Toolset:
     def scenes(self, prompts: Sequence[Prompt]) -> list[Scene]:
         """Begin an episode of each prompt; an error if an environment raises, or a row has no prompt for one."""
         used: dict[Any, int] = {}
-        scenes = [self._scene(prompt, used) for prompt in prompts]
-        self.environments = [scene.environment for scene in scenes] if self.has_environments else []
-        return scenes
+        self.environments = []
+        return [self._scene(prompt, used) for prompt in prompts]
 
     def _scene(self, prompt: Prompt, used: dict[Any, int]) -> Scene:
         if isinstance(prompt.content, str):
@@ -57,17 +56,17 @@ class Toolset:
                 '[{"role": "user", "content": "..."}]'
             )
         if not self.has_environments:
-            return Scene(prompt, None, {tool_name(tool): tool for tool in self._functions}, self._schemas[None])
+            return Scene(prompt, {tool_name(tool): tool for tool in self._functions}, self._schemas[None])
         name = self._name(prompt)
         pool, number = self.pools[name], used.get(name, 0)
         if number == len(pool):
             pool.append(_made(self._factories[name]))
         used[name], environment = number + 1, pool[number]
+        self.environments.append(environment)
         tools = {tool_name(tool): tool for tool in (*self._functions, *methods(environment))}
         content = self._reset(environment, prompt)
         columns = {**prompt.columns, "environments": environment}
-        begun = replace(prompt, content=content, columns=columns)
-        return Scene(begun, environment, tools, self._schemas[name])
+        return Scene(replace(prompt, content=content, columns=columns), tools, self._schemas[name])
 
     def _name(self, prompt: Prompt) -> Any:
         if not self._by_name:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from covey.errors import RunFolderError
+from covey.errors import RunFolderError, several
 from covey.observe.comparison import answers_of
 from covey.observe.completions import KEYS_AND_TEXTS, Wanted, grouped, listed, messages, parts_and_others, read_table
 from covey.observe.records import Record, differing, hashes, plain
@@ -310,7 +310,7 @@ def _completions(path: Path, wanted: Record, offset: int) -> Record:
 def _completion(path: Path, row: int) -> Record:
     rows = _rows(path)
     if not 0 <= row < len(rows):
-        raise RunFolderError(f"row {row}: {path.stem} has {len(rows)} rows")
+        raise RunFolderError(f"row {row}: {path.stem} has {several(len(rows), 'row')}")
     return shortened(row, rows[row], WHOLE) | {"prompt": messages(rows[row].get("prompt"))}
 
 
