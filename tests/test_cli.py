@@ -413,7 +413,8 @@ def test_numbers_as_large_as_they_get(tmp_path: Path, covey: Command) -> None:
 
 
 def test_what_is_no_target(tmp_path: Path, covey: Command, recipe_folder: Path) -> None:
-    assert "is neither the folder of a run" in covey("doctor", tmp_path / "none")[2]
+    assert "none: no such file or folder" in " ".join(covey("doctor", tmp_path / "none")[2].split())
+    assert "is neither the folder of a run" in covey("doctor", tmp_path)[2]
     (tmp_path / "bad.toml").write_text("[[[")
     shows(covey, 2, tmp_path / "bad.toml")
     assert "and settings need a recipe" in covey("doctor", "--cluster", run_of(tmp_path / "run", [{}] * 6))[2]
@@ -526,6 +527,15 @@ def test_output_that_takes_no_more_is_no_traceback(run: Path) -> None:
     ):
         done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=120, text=True)
         assert (done.returncode, done.stderr) == (found, said)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_path_that_may_not_be_read_is_no_traceback(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0)
+    command = [sys.executable, "-m", "covey", "report", str(run), "--html", str(tmp_path / "locked" / "run.html")]
+    done = subprocess.run(command, capture_output=True, timeout=120, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "run.html: permission denied; change its permissions" in " ".join(done.stderr.split())
 
 
 def test_commands_in_advice_can_be_pasted(run: Path) -> None:

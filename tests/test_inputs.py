@@ -164,7 +164,7 @@ def test_broken_and_quantised_models_are_named(tmp_path: Path) -> None:
         raises(ModelError, words, load_model, model, None if model is tmp_path else tiny_tokenizer())
 
 
-def test_functions_come_from_a_file_or_a_module(tmp_path: Path) -> None:
+def test_functions_come_from_a_file_or_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, broken = tmp_path / "random.py", tmp_path / "broken.py"  # a name that would hide a library's
     file.write_text("def reward(completions, **columns):\n    return [2.0]\n")
     function = load_function(f"{file}:reward")
@@ -173,7 +173,11 @@ def test_functions_come_from_a_file_or_a_module(tmp_path: Path) -> None:
     assert importlib.import_module("random").__file__ != str(file)
     assert load_function("math:sqrt")(4) == 2
     broken.write_text("1 / 0\n")
+    (tmp_path / "unread.py").write_text("def reward(:\n")
+    monkeypatch.chdir(tmp_path)
     for name, reason in (
+        ("unread:reward", r"write unread\.py:reward"),
+        ("unread.py:reward", r"SyntaxError: .*\(unread\.py, line 1\); correct it"),
         ("reward", "FILE.py:FUNCTION"),
         (":reward", "FILE.py:FUNCTION"),
         ("nowhere.py:reward", "no such file"),

@@ -6,6 +6,7 @@ traceback. Any other exception is a bug and is shown with its traceback.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import sysconfig
@@ -18,14 +19,15 @@ _INSTALLED = tuple(
     os.path.join(os.path.realpath(sysconfig.get_path(name)), "")
     for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
+_IMPORTLIB = os.path.realpath(importlib.__file__)
 _OWN = os.path.join(os.path.dirname(os.path.realpath(__file__)), "")
 
 
 def raised_at(error: BaseException) -> str:
     """The place in the user's code that raised an exception: ` at rewards.py:17, in correct`.
 
-    It is the innermost line of the traceback outside Covey, Python and installed packages, or else outside Covey; "" if
-    there is none.
+    It is the innermost line of the traceback outside Covey, Python and installed packages, or else outside Covey and
+    `importlib`; "" if there is none.
     """
     frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_tb(error.__traceback__)]
     return place_of(frames[::-1])
@@ -39,7 +41,7 @@ def running_at(thread: int | None) -> str:
 
 def place_of(frames: Sequence[tuple[str, object, str]]) -> str:
     """The same for (file, line, function) entries, innermost first."""
-    for others in ((*_INSTALLED, _OWN), (_OWN,)):
+    for others in ((*_INSTALLED, _OWN), (_IMPORTLIB, _OWN)):
         for file, line, name in frames:
             if not os.path.realpath(file).startswith(others) and not file.startswith("<frozen"):
                 return f" at {file}:{line}, in {name}"

@@ -106,6 +106,8 @@ def load_object(name: str, kind: str = "function") -> Any:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == where and Path(f"{where}.py").is_file():
+            raise ConfigError(f"{name}: there is no such module, but a file; write {where}.py:{attribute}") from error
         raise ConfigError(
             f"{name}: importing {where} failed with {type(error).__name__}: {error}{raised_at(error)}; correct it"
         ) from error

@@ -266,7 +266,7 @@ def test_prompts_that_are_none() -> None:
         ([{"prompts": "a"}], "row 0 has no column 'prompt' .*columns: prompts.*prompt_column='prompts'"),
         ([{"question": "a", "answer": "b"}], "columns: question, answer.*prompt_column='question'"),
         ([{"prompt": "a"}, {"text": "b"}], "row 1 has no column 'prompt'"),
-        ([{"zzz": 1}], "columns: zzz\\); Set data.prompt_column"),
+        ([{"zzz": 1}], "columns: zzz\\); set data.prompt_column"),
         ([{}], "columns: none"),
         ([{"prompt": 3}], "row 0: the prompt is 3; it must be text"),
         ([{"prompt": None}], "the prompt is None"),

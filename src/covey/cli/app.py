@@ -1,7 +1,7 @@
 """The command line, `covey`.
 
-Heavy imports happen inside the commands, so that `covey --help` answers at once. A `CoveyError` is printed as one
-message and ends with exit status 2; anything else is a bug and shows its traceback.
+Heavy imports happen inside the commands, so that `covey --help` answers at once. A `CoveyError`, a full disk and a
+denied permission are printed as one message and end with exit status 2; anything else is a bug and shows its traceback.
 """
 
 from __future__ import annotations
@@ -82,6 +82,10 @@ def main() -> None:
             os._exit(error.exit_status)  # what Ray does at the end of a process would wait for it
         sys.exit(error.exit_status)
     except OSError as error:
+        if isinstance(error, PermissionError) and error.filename:
+            fix = "change its permissions or choose another path"
+            err.print(f"covey: {error.filename}: permission denied; {fix}", style="red")
+            sys.exit(2)
         if error.errno != errno.ENOSPC:
             raise
         err.print(f"covey: {error.filename or 'standard output'}: the disk is full; free some space", style="red")
@@ -340,9 +344,7 @@ def show_config(
     explain: Annotated[bool, typer.Option("--explain", help="All settings with type, default and meaning.")] = False,
     only: Annotated[
         str,
-        typer.Option(
-            "--only", help="With --explain: only sections or fields that contain this; --only may be omitted."
-        ),
+        typer.Option("--only", help="With --explain: only settings that mention this; `--explain WORD` does the same."),
     ] = "",
     as_json: AsJson = False,
 ) -> None:

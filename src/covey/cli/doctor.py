@@ -63,6 +63,8 @@ def doctor(
         found = _of_run(target, as_json) if step is None else _of_step(target, step, overrides or [], as_json)
     else:
         file = recipe_file(target)
+        if not target.exists():
+            raise ConfigError(f"{target}: no such file or folder; give the folder of a run, or a recipe")
         if not file.exists():
             raise ConfigError(f"{target}: is neither the folder of a run (with versions.json) nor a recipe")
         if step is not None:

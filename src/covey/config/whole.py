@@ -145,6 +145,8 @@ class GRPOConfig(Section, Flat, frozen=True):
             fix = "give the path of a TOML file"
             if isinstance(error, FileNotFoundError) and "recipes" in Path(path).parts:
                 fix += " (recipes are not in the package: copy a folder of recipes/ from Covey's repository)"
+            elif isinstance(error, FileNotFoundError) and Path(path).with_name("config.toml").is_file():
+                fix += f", such as {Path(path).with_name('config.toml')}"
             raise ConfigError(f"{path!s:.300}: cannot be read ({error}); {fix}") from error
         if is_odd:
             raise ConfigError(f"{path}: is not a file; give the path of a TOML file")

@@ -141,7 +141,7 @@ class _Tracker(BaseObserver, ABC):
             self._module: Any = importlib.import_module(self.package)
         except ImportError as error:
             what = f"report_to={extra!r}: the package {error.name or self.package} is not installed; install it with"
-            fix = f"`pip install covey[{extra}]`, or take {extra!r} out of run.report_to"
+            fix = f"`pip install 'covey[{extra}]'`, or take {extra!r} out of run.report_to"
             raise ConfigError(f"{what} {fix}") from error
         # Some look at every value for figures, in the other thread, while the run's may be importing this.
         importlib.import_module("matplotlib.figure")

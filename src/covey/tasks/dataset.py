@@ -216,11 +216,9 @@ def _check_column(rows: Sequence[Mapping[str, Any]], column: str) -> None:
         present = [str(name) for name in row]
         usual = [name for name in _USUAL_PROMPT_COLUMNS if name in present]
         near = difflib.get_close_matches(column, present, n=1) or usual
-        hint = f"did you mean prompt_column={near[0]!r}? " if near else ""
-        raise DataError(
-            f"row {index} has no column {column!r} (columns: {', '.join(present) or 'none'}); "
-            f"{hint}Set data.prompt_column to the column that holds the prompt"
-        )
+        fix = "set data.prompt_column to the column that holds the prompt"
+        fix = f"did you mean prompt_column={near[0]!r}?" if near else fix
+        raise DataError(f"row {index} has no column {column!r} (columns: {', '.join(present) or 'none'}); {fix}")
 
 
 def _uids(rows: Sequence[Mapping[str, Any]]) -> list[str]:
