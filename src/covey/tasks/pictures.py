@@ -89,7 +89,7 @@ def read_picture(value: Any, where: str, folder: Path | None = None) -> Picture:
                     said = f"{image.width} x {image.height} pixels, more than {MOST_PIXELS:,}"
                     raise DataError(f"{where} has {said}; make it smaller")
                 image.load()
-                size = image.size[::-1] if image.getexif().get(0x0112, 1) >= 5 else image.size  # as a camera was held
+                size = image.size[::-1] if 5 <= image.getexif().get(0x0112, 1) <= 8 else image.size
                 kind = image.format or ""
                 data = data if kind in _KEPT and image.mode[0] not in _DEEP else _png(image)
         except DataError:
@@ -114,8 +114,10 @@ def rgb(image: Any) -> Any:
 
 
 def _png(image: Any) -> bytes:
+    from PIL import ImageOps
+
     file = io.BytesIO()
-    rgb(image).save(file, "PNG", compress_level=1)
+    rgb(ImageOps.exif_transpose(image)).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 
