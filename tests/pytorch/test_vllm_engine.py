@@ -245,7 +245,9 @@ def test_a_processor_of_which_vllm_has_another_or_none(tmp_path: Path) -> None:
         given = VLLMConfig(llm_arguments={"max_model_len": 256})
         raises(ConfigError, words, VLLMEngine, policy.model, policy.tokenizer, options=given, **more)
 
-    start("has another image_mean than .*, which vLLM reads; save", Policy.load(folder, processor))
+    start(
+        "has another .*image_mean than the one that vLLM reads from .*; pass that one", Policy.load(folder, processor)
+    )
     policy: Any = Policy.load(folder)
     policy.album.options = {"return_tensors": "np"}
     start("processor_kwargs={'return_tensors': 'np'}: the processor cannot read a picture with them", policy)

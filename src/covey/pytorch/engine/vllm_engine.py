@@ -91,9 +91,9 @@ class VLLMEngine:
         if album is not None and not (folder and album.reads):
             told = "it samples vision models that have a folder or a name, of the families whose pictures are read"
             raise ConfigError(f"sampling.engine='vllm': {told}; set covey")
-        if album is not None and (changed := album.changed(cast(str, folder))):
-            told = f"the processor that was passed has another {', '.join(changed)} than {folder}, which vLLM reads"
-            raise ConfigError(f"sampling.engine='vllm': {told}; save the processor there, or set covey")
+        if album is not None and (changed := album.changed(folder)):
+            told = f"the processor that was passed has another {', '.join(changed)} than the one that vLLM reads"
+            raise ConfigError(f"sampling.engine='vllm': {told} from {folder}; pass that one, or set covey")
         vllm = _installed()
         self._vllm, self._tokenizer, self._dtype = vllm, tokenizer, dtype
         self._vocabulary = len(bare_model(model).get_input_embeddings().weight)  # type: ignore[operator]

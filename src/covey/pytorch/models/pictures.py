@@ -107,12 +107,13 @@ class Album:
         """The model's processor; `ModelError` where it cannot be loaded."""
         return self._given if isinstance(self._given, ProcessorMixin) else self._load(self._given)
 
-    def changed(self, folder: str) -> list[str]:
-        """Settings for pictures in which a processor that was passed is not the one of a folder or name."""
+    def changed(self, folder: Any) -> list[str]:
+        """In what a processor that was passed treats pictures otherwise than the one of a folder or name."""
         if not isinstance(self._given, ProcessorMixin):
             return []
-        own, told = (each.image_processor.to_dict() for each in (self._load(folder), self._given))
-        return [name for name in told if name != "image_processor_type" and told[name] != own.get(name)]
+        both = [each.image_processor for each in (self._load(folder), self._given)]
+        own, told = ({"class": type(one).__name__, **one.to_dict()} for one in both)
+        return [name for name in told if told[name] != own.get(name)]
 
     def _load(self, source: str) -> Any:
         # SmolVLM's own processor does the same to pictures as Idefics3's, and needs packages for video.
