@@ -184,7 +184,8 @@ def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if name == "qwen2_5_vl" and find_spec("torchvision") is None:
         pytest.skip("vLLM reads this family with torchvision")
     policy = Policy.load(seeing_folder(name, tmp_path_factory.mktemp("vision") / "model"), lora_r=2)
-    policy.album.options = {"size": {"longest_edge": 32}} if name == "idefics3" else {}  # type: ignore[union-attr]
+    asked: Any = {"size": {"longest_edge": 32}} if name == "idefics3" else {"do_normalize": False}
+    policy.album.options = asked  # type: ignore[union-attr]
     chosen = VLLMConfig(llm_arguments={"enforce_eager": True, "max_model_len": 256, "enable_lora": name == "idefics3"})
     more = {"folder": policy.folder, "kv_cache_bytes": 64 << 20, "logprobs_mode": "processed_logprobs"}
     return policy, VLLMEngine(policy.model, policy.tokenizer, dtype=torch.float32, options=chosen, **more)
@@ -232,6 +233,27 @@ def test_pictures_are_seen_as_the_own_engine_sees_them(
     raises(GenerationError, words, engine, given[1:2], greedy, policy_version=4)
     monkeypatch.setattr(album, "collapse", lambda ids: (collapse(ids)[0][:1], collapse(ids)[1]))
     raises(GenerationError, "vLLM refuses a prompt", engine, given[1:2], greedy, policy_version=4)
+
+
+def test_a_processor_of_which_vllm_has_another_or_none(tmp_path: Path) -> None:
+    folder, processor = seeing_folder("idefics3", tmp_path), tiny_processor("idefics3")
+    tiles: Any = processor.image_processor  # type: ignore[attr-defined]
+    tiles.image_mean = [0.1, 0.5, 0.5]
+    more = {"folder": folder, "dtype": torch.float32, "kv_cache_bytes": 64 << 20, "logprobs_mode": "processed_logprobs"}
+
+    def start(words: str, policy: Policy) -> None:
+        given = VLLMConfig(llm_arguments={"max_model_len": 256})
+        raises(ConfigError, words, VLLMEngine, policy.model, policy.tokenizer, options=given, **more)
+
+    start(
+        "has another .*image_mean than the one that vLLM reads from .*; pass that one", Policy.load(folder, processor)
+    )
+    policy: Any = Policy.load(folder)
+    policy.album.options = {"return_tensors": "np"}
+    start("processor_kwargs={'return_tensors': 'np'}: the processor cannot read a picture with them", policy)
+    policy.album.options = {}
+    (tmp_path / "processor_config.json").unlink()
+    start("vLLM does not start: OSError: Can't load image processor", policy)
 
 
 def test_a_run_on_pictures(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 
 from covey.errors import DataError
 from covey.tasks.dataset import build_prompts, load_rows, split_rows
@@ -107,11 +107,18 @@ def test_what_is_transparent_is_white() -> None:
     assert np.asarray(rgb(read_picture(pen.getvalue(), "here").open())).tolist() == [[[255] * 3, [1] * 3]]
 
 
-def test_a_photo_is_turned_as_the_camera_was_held() -> None:
-    tag = Image.Exif()
-    tag[0x0112] = 6
-    turned = read_picture(file("JPEG", exif=tag.tobytes()), "here")
-    assert turned.size == turned.open().size == (4, 6)
+@pytest.mark.parametrize(("tag", "size"), [(6, (4, 6)), (3, (6, 4)), (9, (6, 4))])  # 9 means nothing
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "MPO"])  # MPO: a phone's JPEG with a second picture
+def test_a_photo_is_turned_as_the_camera_was_held(kind: str, tag: int, size: tuple[int, int]) -> None:
+    told = Image.Exif()
+    told[0x0112] = tag
+    more = {"save_all": True, "append_images": [IMAGE]} if kind == "MPO" else {}
+    photo = file(kind, exif=told.tobytes(), **more)
+    wanted = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(photo))))
+    for form in (photo, Image.open(io.BytesIO(photo))):
+        turned = read_picture(form, "here")
+        assert turned.size == turned.open().size == size
+        assert (np.asarray(turned.open()) == wanted).all()
 
 
 @pytest.mark.parametrize(
@@ -123,7 +130,7 @@ def test_a_photo_is_turned_as_the_camera_was_held() -> None:
         ("nowhere.png", "is no file; paths are relative to the data file"),
         ("data:image/png;base64,%%%", "its data: URL is not base64"),
         ([[0, 255]], "is a list; give a PIL image"),
-        (np.zeros((2, 2, 7), np.uint8), "cannot be read"),
+        (np.zeros((2, 2, 7), np.uint8), "cannot be read .*; give a PNG, .* or an array"),
         (np.zeros(9, np.uint8), "is a ndarray; give a PIL image"),
         (np.zeros((2, 2), np.uint16), "mode I;16 has more than 8 bits; scale it to 8"),
         (Image.new("F", (2, 2)), "mode F has more than 8 bits"),

@@ -89,7 +89,7 @@ def read_picture(value: Any, where: str, folder: Path | None = None) -> Picture:
                     said = f"{image.width} x {image.height} pixels, more than {MOST_PIXELS:,}"
                     raise DataError(f"{where} has {said}; make it smaller")
                 image.load()
-                size = image.size[::-1] if image.getexif().get(0x0112, 1) >= 5 else image.size  # as a camera was held
+                size = image.size[::-1] if 5 <= image.getexif().get(0x0112, 1) <= 8 else image.size
                 kind = image.format or ""
                 data = data if kind in _KEPT and image.mode[0] not in _DEEP else _png(image)
         except DataError:
@@ -97,7 +97,8 @@ def read_picture(value: Any, where: str, folder: Path | None = None) -> Picture:
         except Exception as error:  # decoders raise what they like
             told = str(error).partition(" <_io.")[0][:200]  # PIL names an object of this process
             name = f", {value:.200}," if isinstance(value, str) and value[:5] != "data:" else ""
-            raise DataError(f"{where}{name} cannot be read ({type(error).__name__}: {told}); correct it") from error
+            fix = "give a PNG, JPEG, WebP, GIF or BMP, or an array [height, width, 3] of bytes"
+            raise DataError(f"{where}{name} cannot be read ({type(error).__name__}: {told}); {fix}") from error
     picture = Picture(hashlib.sha256(data).hexdigest(), size, _KEPT.get(kind, "png"), data)
     return _HELD.setdefault(picture.sha256, picture)
 
@@ -114,8 +115,10 @@ def rgb(image: Any) -> Any:
 
 
 def _png(image: Any) -> bytes:
+    from PIL import ImageOps
+
     file = io.BytesIO()
-    rgb(image).save(file, "PNG", compress_level=1)
+    rgb(ImageOps.exif_transpose(image)).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 
@@ -145,7 +148,8 @@ def _bytes(value: Any, where: str, folder: Path | None) -> bytes:
 def read_shown(values: Any, who: str) -> tuple[Picture, ...]:
     """Pictures of an observation or a tool's answer. Raises `DataError`: they are too many or large, or unreadable."""
     if not isinstance(values, list | tuple) or len(values) > 16:
-        raise DataError(f"{who} returned the pictures {values!r:.80}; they must be a list of up to 16")
+        told = len(values) if isinstance(values, list | tuple) else f"a {type(values).__name__} in place of"
+        raise DataError(f"{who} returned {told} pictures; they must be a list of up to 16")
     for each in values:
         if isinstance(each, str) and not each.startswith("data:image/"):
             told = "return a PIL image, an array or a file's bytes"

@@ -175,7 +175,7 @@ def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> 
         **{field: getattr(args, field) for field, meaning in MEANINGS.items() if meaning.kind == "same"},
         # model
         "use_peft": lora,
-        "gradient_checkpointing": bool(args.activation_checkpointing or args.gradient_checkpointing),
+        "gradient_checkpointing": bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing),
         "device": "cpu" if args.use_cpu else "auto",
         # algorithm
         **_loss(args),

@@ -91,6 +91,9 @@ class VLLMEngine:
         if album is not None and not (folder and album.reads):
             told = "it samples vision models that have a folder or a name, of the families whose pictures are read"
             raise ConfigError(f"sampling.engine='vllm': {told}; set covey")
+        if album is not None and (changed := album.changed(folder)):
+            told = f"the processor that was passed has another {', '.join(changed)} than the one that vLLM reads"
+            raise ConfigError(f"sampling.engine='vllm': {told} from {folder}; pass that one, or set covey")
         vllm = _installed()
         self._vllm, self._tokenizer, self._dtype = vllm, tokenizer, dtype
         self._vocabulary = len(bare_model(model).get_input_embeddings().weight)  # type: ignore[operator]
@@ -117,7 +120,8 @@ class VLLMEngine:
         share = {"gpu_memory_utilization": options.gpu_memory_utilization}
         arguments |= {"kv_cache_memory_bytes": kv_cache_bytes} if on_cpu else share
         if album is not None and album.options:
-            arguments |= {"mm_processor_kwargs": dict(album.options)}
+            album.check()  # its errors are clearer than vLLM's
+            arguments |= {"mm_processor_kwargs": dict(album.options), "mm_device_do_normalize": False}
         if rank:
             arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room_for_rank(rank)}
         arguments |= options.llm_arguments
@@ -127,7 +131,7 @@ class VLLMEngine:
         threads = torch.set_num_threads  # vLLM's build for CPUs puts one that does nothing in its place
         try:
             self._llm: Any = vllm.LLM(**arguments)
-        except (ValueError, TypeError, RuntimeError, NotImplementedError, torch.OutOfMemoryError) as error:
+        except Exception as error:  # vLLM and the processors that it loads raise what they like
             raise _start_problem(error) from error
         finally:
             torch.set_num_threads = threads
@@ -325,7 +329,7 @@ def _digest(a: Tensor, b: Tensor) -> str:
 
 
 def _start_problem(error: Exception) -> ConfigError:
-    words = _first_line(error)
+    words = f"{type(error).__name__}: {_first_line(error)}"
     fix = "change the vllm section, or set sampling.engine to covey"
     if any(part in str(error).lower() for part in _MEMORY):
         fix = (

@@ -105,19 +105,28 @@ class Album:
     @cached_property
     def processor(self) -> Any:
         """The model's processor; `ModelError` where it cannot be loaded."""
-        if isinstance(self._given, ProcessorMixin):
-            return self._given
+        return self._given if isinstance(self._given, ProcessorMixin) else self._load(self._given)
+
+    def changed(self, folder: Any) -> list[str]:
+        """In what a processor that was passed treats pictures otherwise than the one of a folder or name."""
+        if not isinstance(self._given, ProcessorMixin):
+            return []
+        both = [each.image_processor for each in (self._load(folder), self._given)]
+        own, told = ({"class": type(one).__name__, **one.to_dict()} for one in both)
+        return [name for name in told if told[name] != own.get(name)]
+
+    def _load(self, source: str) -> Any:
         # SmolVLM's own processor does the same to pictures as Idefics3's, and needs packages for video.
         kind = self.whole.config.model_type
         tiles = kind in ("smolvlm", "idefics3")
         by: Any = hf.Idefics3Processor if tiles else QwenProcessor if "qwen" in kind else hf.AutoProcessor
         try:
-            if not self._given:
+            if not source:
                 raise OSError("a built model names no folder")
-            return by.from_pretrained(self._given)
+            return by.from_pretrained(source)
         except Exception as error:  # transformers raises OSError, ValueError, ImportError, ...
             raise ModelError(
-                f"{self._given or type(self.whole).__name__}: its processor cannot be loaded ({type(error).__name__}: "
+                f"{source or type(self.whole).__name__}: its processor cannot be loaded ({type(error).__name__}: "
                 f"{error!s:.300}); save it beside the model, or pass it as processing_class"
             ) from error
 
@@ -151,7 +160,7 @@ class Album:
 
             try:
                 made = self._process(Image.new("RGB", picture.size))
-            except ValueError as error:
+            except Exception as error:  # processors raise what they like
                 raise DataError("a picture of {:,} x {:,} pixels: {}".format(*picture.size, error)) from error
             grid = made.get("image_grid_thw")  # in patches, of which a place is a square
             columns = None if grid is None else int(grid[0][2]) // self.whole.config.vision_config.spatial_merge_size
@@ -253,7 +262,8 @@ class Album:
             width = int(self._half.config.hidden_size)
             vectors = torch.stack([torch.cat(list(part)).reshape(-1, width) for part in parts])
         if (made := vectors.shape[1]) != (wanted := int((self.open(picture) >= PICTURES).sum())):
-            raise ModelError(f"a picture has {wanted} places in the prompt, and the tower makes {made} vectors")
+            told = f"a picture has {wanted} places in the prompt, and the tower makes {made} vectors"
+            raise ModelError(f"{told}; correct data.processor_kwargs, or the processor")
         return vectors
 
     def _pixels(self, picture: Picture) -> dict[str, Tensor]:
