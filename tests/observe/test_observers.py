@@ -172,7 +172,7 @@ def test_untrusted_text_is_made_harmless_and_numbers_short() -> None:
 @pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard", "mlflow"])
 def test_a_missing_tracker_says_what_to_install(run: RunFolder, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(sys.modules, {"tensorboard": "torch.utils.tensorboard"}.get(name, name), None)
-    raises(ConfigError, rf"pip install covey\[{name}\].* run.report_to", make_observers, name, run, console=False)
+    raises(ConfigError, rf"pip install 'covey\[{name}\].* run.report_to", make_observers, name, run, console=False)
 
 
 def test_unknown_trackers_are_refused(run: RunFolder) -> None:
