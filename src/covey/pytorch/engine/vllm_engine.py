@@ -121,7 +121,9 @@ class VLLMEngine:
         arguments |= {"kv_cache_memory_bytes": kv_cache_bytes} if on_cpu else share
         if album is not None and album.options:
             album.check()  # its errors are clearer than vLLM's
-            arguments |= {"mm_processor_kwargs": dict(album.options), "mm_device_do_normalize": False}
+            arguments |= {"mm_processor_kwargs": dict(album.options)}
+            if hasattr(vllm.EngineArgs, "mm_device_do_normalize"):  # on the device it does not know these options
+                arguments |= {"mm_device_do_normalize": False}
         if rank:
             arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room_for_rank(rank)}
         arguments |= options.llm_arguments
