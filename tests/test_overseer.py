@@ -22,6 +22,7 @@ import covey.overseer
 from covey.errors import RewardError
 from covey.rollout.calls import AsyncRunner
 from covey.rollout.scoring import Scorer
+from covey.environments.actions import Call
 from covey.rollout.tools import Calls, Order
 from covey.types import Episode, Prompt
 
