@@ -24,7 +24,7 @@ def main() -> None:
     steps = [json.loads(line) for line in (HERE / "measured/trl_seed42.jsonl").read_text().splitlines()]
     sampled = [step for step in steps if "rewards/marked_number/mean" in step]
     right = [100 * step["rewards/marked_number/mean"] for step in sampled]
-    curve.plot([step["minutes"] for step in sampled], right, "o:", color="#6b7280", label="TRL 1.16, seed 42: each step")
+    curve.plot([step["minutes"] for step in sampled], right, "o:", color="#6b7280", label="TRL 1.16, seed 42")
     curve.set(title=f"sampled in training (Covey: mean of {SMOOTH} steps)", xlabel="minutes of training on one core")
     curve.set(ylabel="right, strict (%)", ylim=(0, None))
     curve.legend(frameon=False)
