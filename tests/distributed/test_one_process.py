@@ -133,7 +133,7 @@ def test_a_server_that_is_killed_costs_a_unit(
         assert sum(record.get("samplers/reissued_units", 0) for record in killed.state.log_history) == 1
         (sentence,) = events(tmp_path / "killed", "sampler")
         assert sentence.startswith(f"sampler 2 ({second.url}) failed while sampling: ")
-        assert "1 times in a row: the run continues with 1 of 2" in sentence
+        assert "1 time in a row: the run continues with 1 of 2" in sentence
 
 
 @pytest.mark.slow
