@@ -538,6 +538,13 @@ def test_a_path_that_may_not_be_read_is_no_traceback(run: Path, tmp_path: Path) 
     assert "run.html: permission denied; change its permissions" in " ".join(done.stderr.split())
 
 
+def test_a_denied_path_is_shown_as_it_is() -> None:
+    code = "import covey.cli.app as a\ndef app(): raise PermissionError(13, 'no', '/x/[/red]')\na.app = app; a.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, text=True)
+    assert done.returncode == 2
+    assert "covey: /x/[/red]: permission denied; " in " ".join(done.stderr.split())
+
+
 def test_commands_in_advice_can_be_pasted(run: Path) -> None:
     folder = RunFolder.read(run)
     assert shlex.split(folder.how_to_continue().strip("`")) == ["covey", "resume", str(run)]

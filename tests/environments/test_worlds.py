@@ -89,6 +89,9 @@ def test_gymnasium() -> None:
     end = Observation("at 3", ("left", "right"))
     assert [env.step("right") for _ in range(3)][2] == (end, 1.0, True, False, {"seed": 7})
     env.close()
+    broken = GymnasiumEnvironment(Corridor(), None, str, lambda text: text + 1)
+    broken.reset({}, 0)
+    raises(TypeError, "can only concatenate", broken.step, "left")  # a mistake in `act` is no invalid action
     world = Gymnasium("Corridor-v0", num_train=5, num_eval=3)
     assert {t["seed"] for t in world.train_tasks(0)}.isdisjoint(t["seed"] for t in world.eval_tasks())
     raises(ConfigError, "lacks its option 'env'; write gymnasium:env=VALUE", get_world, "gymnasium")

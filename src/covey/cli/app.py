@@ -82,14 +82,16 @@ def main() -> None:
             os._exit(error.exit_status)  # what Ray does at the end of a process would wait for it
         sys.exit(error.exit_status)
     except OSError as error:
-        if isinstance(error, PermissionError) and error.filename:
-            fix = "change its permissions or choose another path"
-            err.print(f"covey: {error.filename}: permission denied; {fix}", style="red")
-            sys.exit(2)
-        if error.errno != errno.ENOSPC:
+        denied = isinstance(error, PermissionError) and bool(error.filename)
+        if not denied and error.errno != errno.ENOSPC:
             raise
-        err.print(f"covey: {error.filename or 'standard output'}: the disk is full; free some space", style="red")
-        os._exit(2)  # what standard output still holds would fail again
+        full = "the disk is full; free some space"
+        fix = "permission denied; change its permissions or choose another path" if denied else full
+        said = visible(f"covey: {error.filename or 'standard output'}: {fix}", 5000)
+        err.print(said, style="red", markup=False, highlight=False)
+        if not denied:
+            os._exit(2)  # what standard output still holds would fail again
+        sys.exit(2)
     except KeyboardInterrupt:
         err.print("covey: interrupted", style="red")
         sys.exit(130)

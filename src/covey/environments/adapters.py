@@ -25,6 +25,8 @@ Act = Callable[[str], Any]
 class _Adapted(Environment):
     """What the two have in common. Subclasses begin an episode in `reset` and do an action in `_do`."""
 
+    _no_action: tuple[type[Exception], ...] = (ValueError, KeyError)  # what `act` raises for a text that is none
+
     def __init__(self, env: Any, actions: tuple[str, ...] | None, describe: Describe, act: Act) -> None:
         self._env, self._actions, self._describe, self._act = env, actions, describe, act
 
@@ -32,7 +34,7 @@ class _Adapted(Environment):
         """Do it, if it is an action; else nothing happens and the same is seen again."""
         try:
             chosen = self._act(action)
-        except (ValueError, KeyError, TypeError):  # of `act`, for a text that is none
+        except self._no_action:
             return self._seen, 0.0, False, {"valid": False}
         return self._do(chosen)
 
@@ -71,6 +73,8 @@ class GymnasiumEnvironment(_Adapted):
 
 class OpenEnvEnvironment(_Adapted):
     """Anything with OpenEnv's `reset()` and `step(action)` that return `.observation`, `.reward` and `.done`."""
+
+    _no_action = (ValueError, KeyError, TypeError)
 
     def __init__(self, client: Any, describe: Describe | None = None, act: Act | None = None) -> None:
         super().__init__(client, None, describe or _text_of, act or str)
